@@ -1,0 +1,37 @@
+# make install   a virtual environment in .venv with the exact versions of constraints.txt
+# make test      install what is missing, run the tests
+# make check     lint, formatting, types
+# make format    rewrite the code in the house format
+
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check
+
+.PHONY: install test check format build clean
+
+install: $(VENV)/.installed
+
+# torch first and pinned: asked for without a version, it may bring gigabytes of GPU libraries.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	  { echo "poecaps needs Python 3.10 or newer, but $(PYTHON) is $$($(PYTHON) -V); set PYTHON=" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet --constraint constraints.txt torch
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+test: install
+	$(BIN)/python -m pytest -q
+
+check: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: install
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,350 @@
+"""One layer of expert capsules: the model P(x) and its learning rule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, get_args
+
+import torch
+from torch import nn
+
+from poecaps import _checks as checks
+from poecaps import functional as F
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Mixing = Literal["deterministic", "bernoulli"]
+MIXINGS: tuple[Mixing, ...] = get_args(Mixing)
+
+
+@dataclass(frozen=True)
+class _Held:
+    """Capsules with what is held fixed while they are mixed: their coefficients and who may fire."""
+
+    x: Tensor  # (B, I, K)
+    coefficients: Tensor  # (B, I, J)
+    on: Tensor | None  # (B, J) of bool; None: all may fire
+
+
+class CapsuleExperts(nn.Module):
+    """J expert capsules of dimension D over I input capsules of dimension K.
+
+    The layer is the product of experts P(x) = e^(−F(x))/Z with F(x) = −Σ_j log(1 + ‖z_j‖²) and z_j found by routing
+    by agreement; the base measure is Lebesgue on the product of I open unit balls. `forward` is an ordinary
+    differentiable module. `contrastive_divergence` is the loss that learns without labels.
+
+    Parameters
+    ----------
+    in_capsules, in_dim
+        I and K.
+    out_capsules, out_dim
+        J and D.
+    iterations, sharpness, normalize, agreement
+        Options of `poecaps.routing_by_agreement`.
+    winners
+        Competition: only this many experts, those with the largest log‖z_j‖² + balance_j, may fire for an image; the
+        others are off, in the code, in the energy and in both phases of learning. None lets all fire. It may be set at
+        any time.
+    balance_rate
+        How far one learning step moves `balance` towards equal shares of wins.
+    generator
+        Source of the initial weights.
+    device, dtype
+        As for any `torch.nn` layer.
+
+    Attributes
+    ----------
+    weight : (I, J, D, K)
+        The maps W_ij, initially N(0, 0.01²).
+    balance : (J,)
+        Head start of each expert in the competition; a buffer that `contrastive_divergence` adapts in training mode.
+
+    Notes
+    -----
+    Shapes, dtypes and options are checked on every call. Values (NaN, norms of 1 or more where the model needs
+    squashed capsules) are checked on every call on the CPU; on an accelerator that would stall the queue, so there
+    call `poecaps.check_capsules` where data enter.
+    """
+
+    weight: nn.Parameter
+    balance: Tensor
+
+    def __init__(
+        self,
+        in_capsules: int,
+        in_dim: int,
+        out_capsules: int,
+        out_dim: int,
+        *,
+        iterations: int = 3,
+        sharpness: float = 1.0,
+        normalize: F.Axis = "inputs",
+        agreement: F.Agreement = "cosine",
+        winners: int | None = None,
+        balance_rate: float = 1.0,
+        generator: torch.Generator | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        sizes = {
+            "in_capsules": in_capsules,
+            "in_dim": in_dim,
+            "out_capsules": out_capsules,
+            "out_dim": out_dim,
+        }
+        for name, size in sizes.items():
+            checks.require_int(name, size, 1)
+        F.check_routing_options(iterations, sharpness, normalize, agreement)
+        checks.require_nonnegative("balance_rate", balance_rate)
+        self.in_capsules, self.in_dim = in_capsules, in_dim
+        self.out_capsules, self.out_dim = out_capsules, out_dim
+        self.iterations, self.sharpness = iterations, sharpness
+        self.normalize, self.agreement = normalize, agreement
+        self.winners = winners
+        self.balance_rate = balance_rate
+        self.weight = nn.Parameter(torch.empty(in_capsules, out_capsules, out_dim, in_dim, device=device, dtype=dtype))
+        self.register_buffer("balance", torch.zeros(out_capsules, device=device))
+        self.reset_parameters(generator=generator)
+
+    @property
+    def winners(self) -> int | None:
+        """How many experts may fire for an image; None: all."""
+        return self._winners
+
+    @winners.setter
+    def winners(self, value: int | None) -> None:
+        if value is not None:
+            checks.require_int("winners", value, 1, self.out_capsules)
+        self._winners = value
+
+    def reset_parameters(self, std: float = 0.01, generator: torch.Generator | None = None) -> None:
+        """Draw W from N(0, std²) and forget the balance."""
+        checks.require_nonnegative("std", std)
+        nn.init.normal_(self.weight, std=std, generator=generator)
+        nn.init.zeros_(self.balance)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Encode: the squashed experts squash(z_j), 0 for those that lose the competition.
+
+        Parameters
+        ----------
+        x : (B, I, K)
+            Input capsules, normally squashed; any finite values are routed.
+
+        Returns
+        -------
+        (B, J, D)
+        """
+        z = self.route(x).preactivation
+        return _only(self._may_fire(z), F.squash(z))
+
+    def route(self, x: Tensor) -> F.Routing:
+        """Route `x` through the layer: coefficients (B, I, J) and preactivations (B, J, D).
+
+        Parameters
+        ----------
+        x : (B, I, K)
+            Input capsules, normally squashed; any finite values are routed.
+        """
+        self._check(x, ball=False)
+        return self._route(x)
+
+    def reconstruct(self, x: Tensor) -> Tensor:
+        """Go up and down once: x̃_i = squash(Σ_j c_ij W_ijᵀ squash(z_j)) with the coefficients of `x`.
+
+        Parameters
+        ----------
+        x : (B, I, K)
+            Squashed input capsules.
+
+        Returns
+        -------
+        (B, I, K)
+        """
+        self._check(x, ball=True)
+        routing = self._route(x)
+        z = routing.preactivation
+        return F.reconstruction(_only(self._may_fire(z), F.squash(z)), self.weight, routing.coefficients)
+
+    def energy(self, x: Tensor, on: Tensor) -> Tensor:
+        """Compute E(x, a) = −Σ_j a_j log‖z_j‖²; +∞ if an expert is on that lost the competition.
+
+        Parameters
+        ----------
+        x : (B, I, K)
+            Squashed input capsules.
+        on : (B, J)
+            a_j, 1 or True where expert j is on.
+
+        Returns
+        -------
+        (B,)
+        """
+        self._check(x, ball=True)
+        sizes = (x.shape[0], self.out_capsules)
+        checks.require_shape("on", on, "BJ", sizes, "say for each image which experts are on")
+        z = self._route(x).preactivation
+        energy = F.energy(z, on)
+        allowed = self._may_fire(z)
+        if allowed is None:
+            return energy
+        return torch.where((on.bool() & ~allowed).any(-1), torch.inf, energy)
+
+    def free_energy(self, x: Tensor) -> Tensor:
+        """Compute F(x) = −Σ_j log(1 + ‖z_j‖²), so that P(x) = e^(−F(x))/Z.
+
+        Parameters
+        ----------
+        x : (B, I, K)
+            Squashed input capsules.
+
+        Returns
+        -------
+        (B,)
+            At least float32.
+        """
+        self._check(x, ball=True)
+        z = self._route(x).preactivation
+        return F.free_energy(z, self._may_fire(z))
+
+    def firing_probability(self, x: Tensor) -> Tensor:
+        """Compute P(a_j = 1 | x) = ‖z_j‖²/(1+‖z_j‖²), 0 for those that lose the competition.
+
+        Parameters
+        ----------
+        x : (B, I, K)
+            Squashed input capsules.
+
+        Returns
+        -------
+        (B, J)
+        """
+        self._check(x, ball=True)
+        z = self._route(x).preactivation
+        probability = F.firing_probability(z)
+        allowed = self._may_fire(z)
+        return probability if allowed is None else probability * allowed
+
+    def contrastive_divergence(
+        self,
+        x: Tensor,
+        k: int = 1,
+        *,
+        mixing: Mixing = "deterministic",
+        chain: Tensor | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        r"""Compute the loss mean F(x) − mean F(x̃), whose gradient in W is −ΔW of Algorithm 1.
+
+        The routing coefficients c, the winners and the mixed capsules x̃ are held fixed, so with g(z) = z/(1+‖z‖²)::
+
+            ΔW_ij = 2 · mean c_ij ( g(z_j) x_iᵀ − g(z̃_j) x̃_iᵀ )
+
+        x̃ is reached from x by `k` times up (z_j, then which experts speak) and down (x̃_i). In training mode with
+        `winners` set, the call also nudges `balance`.
+
+        Parameters
+        ----------
+        x : (B, I, K)
+            Squashed input capsules: data, no gradient flows into them.
+        k
+            How often to mix, at least 1.
+        mixing
+            ``"deterministic"``: expert j sends squash(z_j) down (the paper).
+            ``"bernoulli"``: expert j is on with probability ‖squash(z_j)‖, and then sends the unit vector z_j/‖z_j‖;
+            on average that is squash(z_j).
+        chain : (N, I, K), optional
+            A persistent chain: mixing starts from it, with its own routing, instead of from `x`, and it is
+            overwritten with the result. N need not be B. Start it with a copy of some data.
+        generator
+            Source of the Bernoulli draws.
+
+        Returns
+        -------
+        ()
+            The loss, at least float32. Its value is no likelihood; only its gradient means anything.
+        """
+        checks.require_int("k", k, 1)
+        checks.require_choice("mixing", mixing, MIXINGS)
+        self._check(x, ball=True)
+        if x.shape[0] == 0:
+            raise ValueError("x must hold at least one image to learn from, but its batch axis is empty")
+        if chain is not None:
+            self._check(chain, ball=True, name="chain")
+        with torch.no_grad():
+            data = self._hold(x.detach())
+            model = data if chain is None else self._hold(chain)
+            for _ in range(k):
+                model = self._mix(model, mixing, generator)
+            if chain is not None:
+                chain.copy_(model.x)
+            if self.training:
+                self._nudge_balance(data.on)
+        return self._held_free_energy(data).mean() - self._held_free_energy(model).mean()
+
+    def extra_repr(self) -> str:
+        """Show sizes and options as `print(layer)` does."""
+        return (
+            f"{self.in_capsules}×{self.in_dim} → {self.out_capsules}×{self.out_dim}, "
+            f"iterations={self.iterations}, sharpness={self.sharpness}, normalize={self.normalize!r}, "
+            f"agreement={self.agreement!r}, winners={self.winners}"
+        )
+
+    def _route(self, x: Tensor) -> F.Routing:
+        return F.routing_by_agreement(
+            x,
+            self.weight,
+            iterations=self.iterations,
+            sharpness=self.sharpness,
+            normalize=self.normalize,
+            agreement=self.agreement,
+        )
+
+    def _check(self, x: Tensor, *, ball: bool, name: str = "x") -> None:
+        checks.require_floating(name, x)
+        remedy = "reshape it, or build the layer with the in_capsules (I) and in_dim (K) of your data"
+        checks.require_shape(name, x, "BIK", (None, self.in_capsules, self.in_dim), remedy)
+        checks.require_same_dtype(name, x, "the layer's weight", self.weight)
+        checks.check_values_on_cpu(x, name, ball=ball)
+
+    def _may_fire(self, z: Tensor) -> Tensor | None:
+        """Mask (B, J) of the winners of the competition, or None where there is none."""
+        if self.winners is None:
+            return None
+        with torch.no_grad():
+            score = z.to(self.balance.dtype).square().sum(-1).log() + self.balance
+            best = score.topk(self.winners, dim=-1).indices
+            return torch.zeros_like(score, dtype=torch.bool).scatter(-1, best, True)
+
+    def _hold(self, x: Tensor) -> _Held:
+        routing = self._route(x)
+        return _Held(x, routing.coefficients, self._may_fire(routing.preactivation))
+
+    def _mix(self, held: _Held, mixing: Mixing, generator: torch.Generator | None) -> _Held:
+        """Go up and down once: x → z_j → what the experts send → x̃."""
+        z = F.preactivation(held.x, self.weight, held.coefficients)
+        if mixing == "deterministic":
+            y = F.squash(z)
+        else:
+            fires = torch.bernoulli(F.firing_probability(z).float(), generator=generator).to(z.dtype)
+            y = fires.unsqueeze(-1) * F.direction(z)
+        x = F.reconstruction(_only(held.on, y), self.weight, held.coefficients)
+        return _Held(x.to(held.x.dtype), held.coefficients, held.on)
+
+    def _held_free_energy(self, held: _Held) -> Tensor:
+        z = F.preactivation(held.x, self.weight, held.coefficients)
+        return F.free_energy(z, held.on)
+
+    def _nudge_balance(self, on: Tensor | None) -> None:
+        """Help the experts that won less than their share of this batch, hinder those that won more."""
+        if on is None or self.winners is None:
+            return
+        fair = self.winners / self.out_capsules
+        self.balance += self.balance_rate * (fair - on.to(self.balance.dtype).mean(0))
+
+
+def _only(on: Tensor | None, y: Tensor) -> Tensor:
+    """Silence the experts (B, J, D) that may not fire."""
+    return y if on is None else y * on.unsqueeze(-1)

@@ -1,0 +1,105 @@
+"""The zoo: models whose likelihood is known exactly, so that learning can be held against the truth."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from benchmarks.zoo import ZOO, Species, ball_rule, log_likelihood, log_partition, measure, quadrature, sample
+
+VOLUME = {1: 2.0, 2: math.pi, 3: 4 / 3 * math.pi}
+
+
+@pytest.mark.parametrize("dim", [1, 2, 3])
+def test_the_rule_integrates_polynomials_over_the_ball(dim: int) -> None:
+    """∫ Π x_d^(2a_d) over the unit ball is Π Γ(a_d + ½) / Γ(Σ a_d + dim/2 + 1); odd powers give 0."""
+    degree = 6
+    points, weights = ball_rule(dim, degree)
+    for powers in itertools.product(range(degree + 1), repeat=dim):
+        if sum(powers) <= degree:
+            exact = 0.0
+            if all(power % 2 == 0 for power in powers):
+                halves = [power / 2 for power in powers]
+                exact = math.prod(math.gamma(a + 0.5) for a in halves) / math.gamma(sum(halves) + dim / 2 + 1)
+            assert weights @ (points**powers).prod(axis=1) == pytest.approx(exact, abs=1e-14)
+
+
+@pytest.mark.parametrize("species", [s for s in ZOO if s.out_capsules == 1], ids=str)
+def test_partition_function_of_one_expert_has_a_closed_form(species: Species, generator: torch.Generator) -> None:
+    """Over a unit ball of dimension K the mean of x xᵀ is 1/(K+2), so Z = V^I (1 + Σ_i c_i² ‖W_i‖² / (K+2))."""
+    layer = species.layer(generator, std=3.0)
+    share = 1 / species.in_capsules
+    second_moment = share**2 * layer.weight.detach().square().sum() / (species.in_dim + 2)
+    expected = species.in_capsules * math.log(VOLUME[species.in_dim]) + math.log1p(second_moment)
+    assert log_partition(layer, quadrature(species)).item() == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("species", ZOO, ids=str)
+def test_samples_come_from_the_model(species: Species, generator: torch.Generator) -> None:
+    """The mean of Σ_j ‖z_j‖² over exact samples is its expectation by quadrature, within five standard errors."""
+    layer, rule = species.layer(generator, std=3.0), quadrature(species, extra_degree=2)
+    with torch.no_grad():
+
+        def activity(x: torch.Tensor) -> torch.Tensor:
+            return layer.route(x).preactivation.square().sum((1, 2))
+
+        drawn = activity(sample(layer, 4000, generator))
+        uniform = torch.softmax(rule.log_weights, 0) @ activity(rule.points)
+        expected = torch.softmax(rule.log_weights - layer.free_energy(rule.points), 0) @ activity(rule.points)
+    error = drawn.std() / math.sqrt(len(drawn))
+    assert abs(drawn.mean() - expected) < 5 * error
+    assert abs(drawn.mean() - uniform) > 5 * error
+
+
+@pytest.mark.parametrize("species", ZOO, ids=str)
+def test_gradient_of_the_log_likelihood(species: Species, generator: torch.Generator) -> None:
+    """∂ mean log P/∂W = −mean ∂F/∂W + E_model[∂F/∂W], against finite differences of the exact likelihood."""
+    data = sample(species.layer(generator, std=3.0), 50, generator)
+    layer, rule = species.layer(generator, std=1.0), quadrature(species)
+
+    def slope_of_free_energy(x: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
+        (slope,) = torch.autograd.grad(share @ layer.free_energy(x), layer.weight)
+        return slope
+
+    model = torch.softmax(rule.log_weights - layer.free_energy(rule.points).detach(), dim=0)
+    uniform = torch.full((len(data),), 1 / len(data), dtype=torch.float64)
+    gradient = -slope_of_free_energy(data, uniform) + slope_of_free_energy(rule.points, model)
+
+    step = 1e-5
+    for index in itertools.product(*map(range, layer.weight.shape)):
+        values = []
+        for sign in (1, -1):
+            with torch.no_grad():
+                layer.weight[index] += sign * step
+                values.append(log_likelihood(layer, data, rule).item())
+                layer.weight[index] -= sign * step
+        slope = (values[0] - values[1]) / (2 * step)
+        assert slope == pytest.approx(gradient[index].item(), rel=1e-6, abs=1e-9)
+
+
+@pytest.mark.parametrize("species", ZOO, ids=str)
+def test_exact_ascent_raises_the_exact_likelihood(species: Species, generator: torch.Generator) -> None:
+    """Every step of gradient ascent gains, and together they close most of the gap to the true model."""
+    truth = species.layer(generator, std=3.0)
+    data, rule = sample(truth, 500, generator), quadrature(species)
+    layer = species.layer(generator, std=0.5)
+    with torch.no_grad():
+        best = log_likelihood(truth, data, rule).item()
+    history = []
+    for _ in range(200):
+        value = log_likelihood(layer, data, rule)
+        (gradient,) = torch.autograd.grad(value, layer.weight)
+        history.append(value.item())
+        with torch.no_grad():
+            layer.weight.add_(0.3 * gradient)
+    assert all(after > before - 1e-12 for before, after in itertools.pairwise(history))
+    assert history[-1] - history[0] > 0.6 * (best - history[0])
+
+
+def test_the_measurement_compares_all_ways_of_learning() -> None:
+    result = measure(ZOO[1], seed=0, images=200, steps=20, rate=0.2)
+    assert set(result) == {"start", "truth", "exact", "deterministic", "bernoulli"}
+    assert result["exact"] > result["start"]

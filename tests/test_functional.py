@@ -1,0 +1,351 @@
+"""Facts about squashing and routing, each checked against the equation or another route to the same number."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from poecaps import check_capsules, routing_by_agreement, squash, unsquash
+from poecaps import functional as F
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+SCALES = (0.0, 1e-30, 1e-6, 1e-3, 0.1, 1.0, 30.0, 1e6, 1e30)
+OPTIONS = [(axis, agreement) for axis in F.AXES for agreement in F.AGREEMENTS]
+
+
+def normal(generator: torch.Generator, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=generator).to(dtype)
+
+
+def of_norm(generator: torch.Generator, norm: float, dtype: torch.dtype, dim: int = 5, count: int = 64) -> Tensor:
+    """Vectors of random direction and the given norm, as near as the dtype has them."""
+    v = normal(generator, count, dim)
+    return (norm * v / v.norm(dim=-1, keepdim=True)).to(dtype)
+
+
+def representable(norm: float, dtype: torch.dtype) -> float:
+    return min(norm, torch.finfo(dtype).max / 8)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# squash and unsquash
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("scale", SCALES)
+def test_squash_is_its_equation(scale: float, dtype: torch.dtype, generator: torch.Generator) -> None:
+    z = of_norm(generator, representable(scale, dtype), dtype)
+    exact = [[float(v) for v in row] for row in z.double()]
+    expected = []
+    for row in exact:
+        n = math.hypot(*row)
+        expected.append([(n / (1 + n * n)) * v if n < 1e100 else v / n for v in row])
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(
+        squash(z).double(),
+        torch.tensor(expected, dtype=torch.float64),
+        rtol=8 * eps,
+        atol=2 * torch.finfo(dtype).smallest_normal * eps,
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("scale", SCALES)
+def test_unsquash_undoes_squash(scale: float, dtype: torch.dtype, generator: torch.Generator) -> None:
+    """Exact up to what rounding the squashed vector must lose.
+
+    Rounding a norm p = n²/(1+n²) by a relative ε moves n by a relative ε(1+n²)/2, and p below the smallest number of
+    the dtype is 0. Where ε(1+n²) is large, all that is left of n is that it is large.
+    """
+    info = torch.finfo(dtype)
+    z = of_norm(generator, representable(scale, dtype), dtype)
+    norm = z.double().norm(dim=-1, keepdim=True)
+    back = unsquash(squash(z)).double()
+    assert back.isfinite().all()
+
+    error = (back - z.double()).norm(dim=-1, keepdim=True)
+    lost = info.eps * (1 + norm.square())
+    tolerance = 4 * lost * norm + 4 * math.sqrt(info.smallest_normal * info.eps)
+    saturated = lost > 0.1
+    assert bool(((error <= tolerance) | saturated).all())
+    if bool(saturated.any()):
+        cosine = (back * z.double()).sum(-1, keepdim=True) / (norm * back.norm(dim=-1, keepdim=True))
+        assert bool((cosine > 1 - 4 * info.eps).all())
+        assert bool((back.norm(dim=-1) > 0.2 / math.sqrt(info.eps)).all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("norm", [0.0, 1e-30, 1e-3, 0.1, 0.5, 0.9, 0.99, "1-16eps", "1-eps"])
+def test_squash_undoes_unsquash(norm: float | str, dtype: torch.dtype, generator: torch.Generator) -> None:
+    info = torch.finfo(dtype)
+    radius = norm if isinstance(norm, float) else 1 - info.eps * {"1-16eps": 16, "1-eps": 1}[norm]
+    x = of_norm(generator, radius, dtype)
+    atol = 4 * info.smallest_normal * info.eps
+    torch.testing.assert_close(squash(unsquash(x)), x, rtol=0, atol=8 * info.eps * radius + atol)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dim", [1, 2, 8, 16, 64])
+def test_squash_stays_inside_the_open_ball(dim: int, dtype: torch.dtype, generator: torch.Generator) -> None:
+    for scale in SCALES:
+        x = squash(of_norm(generator, representable(scale, dtype), dtype, dim=dim))
+        check_capsules(x)
+        check_capsules(squash(unsquash(x)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gradients_are_finite_everywhere(dtype: torch.dtype, generator: torch.Generator) -> None:
+    info = torch.finfo(dtype)
+    smallest = info.smallest_normal * info.eps
+    for norm in (*SCALES, smallest, info.smallest_normal, info.max / 8, 1 - info.eps, 1.0, 5.0):
+        for function in (squash, unsquash):
+            v = of_norm(generator, representable(norm, dtype), dtype).requires_grad_()
+            function(v).sum().backward()
+            assert v.grad is not None
+            assert bool(v.grad.isfinite().all()), (function.__name__, norm)
+
+
+@pytest.mark.parametrize("function", [squash, unsquash])
+def test_zero_maps_to_zero_with_zero_gradient(function: object) -> None:
+    v = torch.zeros(3, 4, requires_grad=True)
+    out = function(v)  # type: ignore[operator]
+    out.sum().backward()
+    assert torch.equal(out, torch.zeros(3, 4))
+    assert torch.equal(v.grad, torch.zeros(3, 4))  # type: ignore[arg-type]
+
+
+def test_gradcheck(generator: torch.Generator) -> None:
+    for scale in (1e-2, 1.0, 1e2):
+        z = (scale * normal(generator, 4, 3)).requires_grad_()
+        assert torch.autograd.gradcheck(squash, z)
+        assert torch.autograd.gradgradcheck(squash, z)
+    for norm in (1e-2, 0.5, 0.9):
+        x = of_norm(generator, norm, torch.float64, dim=3, count=4).requires_grad_()
+        assert torch.autograd.gradcheck(unsquash, x)
+        assert torch.autograd.gradgradcheck(unsquash, x)
+
+
+def test_rounding_near_one_does_not_flatten_the_gradient() -> None:
+    """In bfloat16 ‖squash(z)‖ would round to 1 from ‖z‖ ≈ 16 on; its derivative 2n/(1+n²)² must survive."""
+    n = torch.tensor([16.0, 20.0, 30.0], dtype=torch.bfloat16)[:, None].requires_grad_()
+    squash(n).sum().backward()
+    exact = n.detach().double()
+    torch.testing.assert_close(n.grad.double(), 2 * exact / (1 + exact**2) ** 2, rtol=0.01, atol=0)  # type: ignore[union-attr]
+
+
+def test_unsquash_clamps_just_below_norm_one() -> None:
+    at_limit = unsquash(torch.tensor([1 - 1e-6, 1.0, 3.0], dtype=torch.float32)[:, None])
+    assert bool(at_limit.isfinite().all())
+    assert at_limit[1] == at_limit[2]
+    assert 1000 < at_limit[2].item() < 4000
+
+
+def test_dim_names_the_axis_of_the_vectors(generator: torch.Generator) -> None:
+    v = normal(generator, 2, 5, 3)
+    for function in (squash, lambda v, dim=-1: unsquash(v / 10, dim), F.direction):
+        torch.testing.assert_close(function(v, 1), function(v.transpose(1, 2)).transpose(1, 2))
+
+
+def test_norm_of_squash_is_the_firing_probability(generator: torch.Generator) -> None:
+    z = normal(generator, 6, 4, 3)
+    square = z.square().sum(-1)
+    torch.testing.assert_close(squash(z).norm(dim=-1), F.firing_probability(z))
+    torch.testing.assert_close(F.firing_probability(z), torch.sigmoid(square.log()))
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Routing
+
+
+def votes_of(x: Tensor, weight: Tensor) -> Tensor:
+    return torch.einsum("ijdk,bik->bijd", weight, x)
+
+
+@pytest.fixture
+def x(generator: torch.Generator) -> Tensor:
+    return squash(normal(generator, 3, 7, 4))
+
+
+@pytest.fixture
+def weight(generator: torch.Generator) -> Tensor:
+    return normal(generator, 7, 5, 3, 4)
+
+
+@pytest.mark.parametrize(("normalize", "agreement"), OPTIONS)
+@pytest.mark.parametrize("iterations", [1, 2, 3, 8])
+def test_coefficients_sum_to_one_along_the_named_axis_and_mix_the_votes(
+    x: Tensor, weight: Tensor, normalize: F.Axis, agreement: F.Agreement, iterations: int
+) -> None:
+    routing = routing_by_agreement(
+        x, weight, iterations=iterations, sharpness=5.0, normalize=normalize, agreement=agreement
+    )
+    c = routing.coefficients
+    assert c.shape == (3, 7, 5)
+    along, across = (1, 2) if normalize == "inputs" else (2, 1)
+    torch.testing.assert_close(c.sum(along), torch.ones_like(c.sum(along)))
+    assert not torch.allclose(c.sum(across), torch.ones_like(c.sum(across)), rtol=0.01)
+    torch.testing.assert_close(routing.preactivation, (c.unsqueeze(-1) * votes_of(x, weight)).sum(1))
+    uniform = torch.full_like(c, 1 / 7 if normalize == "inputs" else 1 / 5)
+    assert torch.allclose(c, uniform) == (iterations == 1)
+
+
+def test_cosine_routing_is_the_papers_loop(x: Tensor, weight: Tensor) -> None:
+    """The procedure of SPEC written with plain loops over Python floats, for the paper's options."""
+    sharpness, u = 4.0, votes_of(x, weight).tolist()
+    for image, result in zip(
+        u, routing_by_agreement(x, weight, sharpness=sharpness).coefficients.tolist(), strict=True
+    ):
+        inputs, experts = range(len(image)), range(len(image[0]))
+        b = [[0.0 for _ in experts] for _ in inputs]
+        for iteration in range(3):
+            total = [sum(math.exp(b[i][j]) for i in inputs) for j in experts]
+            c = [[math.exp(b[i][j]) / total[j] for j in experts] for i in inputs]
+            z = [[sum(c[i][j] * image[i][j][d] for i in inputs) for d in range(3)] for j in experts]
+            if iteration < 2:
+                for i in inputs:
+                    for j in experts:
+                        dot = math.fsum(a * e for a, e in zip(image[i][j], z[j], strict=True))
+                        b[i][j] += sharpness * dot / (math.hypot(*image[i][j]) * math.hypot(*z[j]))
+        assert result == [pytest.approx(row, rel=1e-12) for row in c]
+
+
+def test_outputs_and_inner_are_sabours_procedure_1(x: Tensor, weight: Tensor) -> None:
+    """Procedure 1 of "Dynamic routing between capsules", with plain loops over Python floats."""
+    u = votes_of(x, weight).tolist()
+    ours = squash(routing_by_agreement(x, weight, iterations=3, normalize="outputs", agreement="inner").preactivation)
+    for image, result in zip(u, ours.tolist(), strict=True):
+        capsules_l, capsules_next = range(len(image)), range(len(image[0]))
+        b = [[0.0 for _ in capsules_next] for _ in capsules_l]
+        v: list[list[float]] = []
+        for _ in range(3):
+            c = []
+            for i in capsules_l:
+                total = sum(math.exp(logit) for logit in b[i])
+                c.append([math.exp(logit) / total for logit in b[i]])
+            v = []
+            for j in capsules_next:
+                s = [sum(c[i][j] * image[i][j][d] for i in capsules_l) for d in range(3)]
+                norm = math.hypot(*s)
+                v.append([norm**2 / (1 + norm**2) * each / norm for each in s])
+            for i in capsules_l:
+                for j in capsules_next:
+                    b[i][j] += sum(p * q for p, q in zip(image[i][j], v[j], strict=True))
+        assert result == [pytest.approx(row, rel=1e-12) for row in v]
+
+
+@pytest.mark.parametrize(("normalize", "agreement"), OPTIONS)
+class TestSymmetries:
+    def test_permuting_inputs_or_experts_permutes_the_results(
+        self, x: Tensor, weight: Tensor, normalize: F.Axis, agreement: F.Agreement, generator: torch.Generator
+    ) -> None:
+        options = {"sharpness": 5.0, "normalize": normalize, "agreement": agreement}
+        plain = routing_by_agreement(x, weight, **options)  # type: ignore[arg-type]
+        inputs, experts = torch.randperm(7, generator=generator), torch.randperm(5, generator=generator)
+        mixed = routing_by_agreement(x[:, inputs], weight[inputs][:, experts], **options)  # type: ignore[arg-type]
+        torch.testing.assert_close(mixed.coefficients, plain.coefficients[:, inputs][:, :, experts])
+        torch.testing.assert_close(mixed.preactivation, plain.preactivation[:, experts])
+
+    def test_rotating_an_experts_space_rotates_its_output_and_changes_no_coefficient(
+        self, x: Tensor, weight: Tensor, normalize: F.Axis, agreement: F.Agreement, generator: torch.Generator
+    ) -> None:
+        options = {"sharpness": 5.0, "normalize": normalize, "agreement": agreement}
+        turns = torch.linalg.qr(normal(generator, 5, 3, 3)).Q
+        plain = routing_by_agreement(x, weight, **options)  # type: ignore[arg-type]
+        turned = routing_by_agreement(x, torch.einsum("jed,ijdk->ijek", turns, weight), **options)  # type: ignore[arg-type]
+        torch.testing.assert_close(turned.coefficients, plain.coefficients)
+        torch.testing.assert_close(turned.preactivation, torch.einsum("jed,bjd->bje", turns, plain.preactivation))
+
+    @pytest.mark.parametrize("zero", ["capsule", "weight", "everything"])
+    def test_zeros_give_no_nan(
+        self, x: Tensor, weight: Tensor, normalize: F.Axis, agreement: F.Agreement, zero: str
+    ) -> None:
+        if zero != "weight":
+            x[:, 2] = 0
+        if zero != "capsule":
+            weight[:, 1] = 0
+        if zero == "everything":
+            x, weight = torch.zeros_like(x), torch.zeros_like(weight)
+        x.requires_grad_()
+        weight.requires_grad_()
+        routing = routing_by_agreement(x, weight, normalize=normalize, agreement=agreement)
+        (routing.coefficients.square().sum() + squash(routing.preactivation).sum()).backward()
+        for tensor in (routing.coefficients, routing.preactivation, x.grad, weight.grad):
+            assert tensor is not None
+            assert bool(tensor.isfinite().all())
+
+    def test_gradients_flow_through_all_iterations(
+        self, x: Tensor, weight: Tensor, normalize: F.Axis, agreement: F.Agreement
+    ) -> None:
+        def route(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+            routing = routing_by_agreement(x, weight, sharpness=2.0, normalize=normalize, agreement=agreement)
+            return routing.coefficients, routing.preactivation
+
+        assert torch.autograd.gradcheck(route, (x[:1, :3].requires_grad_(), weight[:3, :2].requires_grad_()))
+
+
+def test_a_zero_vote_agrees_with_nothing(x: Tensor, weight: Tensor) -> None:
+    """Its cosine is 0, so its weight is below that of every vote that agrees and above every one that does not."""
+    x[:, 2] = 0
+    routing = routing_by_agreement(x, weight, iterations=2, sharpness=1.0)
+    first = routing_by_agreement(x, weight, iterations=1).preactivation
+    cosine = torch.nn.functional.cosine_similarity(votes_of(x, weight), first.unsqueeze(1), dim=-1)
+    c = routing.coefficients
+    assert torch.equal(c > c[:, 2:3], cosine > 0)
+
+
+def test_zero_sharpness_keeps_the_coefficients_uniform(x: Tensor, weight: Tensor) -> None:
+    c = routing_by_agreement(x, weight, sharpness=0.0, iterations=5).coefficients
+    torch.testing.assert_close(c, torch.full_like(c, 1 / 7))
+
+
+def test_reconstruction_is_the_transpose_of_preactivation(x: Tensor, weight: Tensor) -> None:
+    """⟨y, forward(x)⟩ = ⟨backward(y), x⟩ for the linear maps, so the unsquashed reconstruction is the adjoint."""
+    c = routing_by_agreement(x, weight).coefficients
+    y = squash(F.preactivation(x, weight, c))
+    up = (y * F.preactivation(x, weight, c)).sum()
+    down = (unsquash(F.reconstruction(y, weight, c)) * x).sum()
+    torch.testing.assert_close(up, down)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# What a caller can get wrong
+
+
+def test_errors_name_the_argument_the_value_and_the_remedy(x: Tensor, weight: Tensor) -> None:
+    def fails(error: type[Exception], pattern: str, *tensors: Tensor, **options: object) -> None:
+        with pytest.raises(error, match=pattern):
+            routing_by_agreement(*(tensors or (x, weight)), **options)  # type: ignore[arg-type]
+
+    fails(ValueError, r"x must have shape \(B, 7, 4\).*has shape \(7, 4\); add the batch axis", x[0], weight)
+    fails(ValueError, r"x must have shape \(B, 7, 4\).*has shape \(3, 6, 4\)", x[:, :6], weight)
+    fails(ValueError, r"weight must have shape \(I, J, D, K\).*\(7, 5, 3\)", x, weight[..., 0])
+    fails(TypeError, r"x must be a floating-point tensor, but its dtype is torch.int64", x.long(), weight)
+    fails(TypeError, r"x is torch.float32 but weight is torch.float64; convert", x.float(), weight)
+    fails(TypeError, r"x must be a torch.Tensor, but is list", x.tolist(), weight)  # type: ignore[arg-type]
+    fails(ValueError, r"iterations must be .* at least 1, but is 0", iterations=0)
+    fails(TypeError, r"iterations must be a whole number .*, but is 2.5", iterations=2.5)
+    fails(ValueError, r"sharpness must be a finite number of at least 0, but is nan", sharpness=math.nan)
+    fails(ValueError, r"sharpness must be a finite number of at least 0, but is -1", sharpness=-1)
+    fails(TypeError, r"sharpness must be a number of at least 0, but is '5'", sharpness="5")
+    fails(
+        ValueError,
+        r"normalize must be one of 'inputs', 'outputs', but is 'input'; did you mean 'inputs'",
+        normalize="input",
+    )
+    fails(ValueError, r"agreement must be one of 'cosine', 'inner', but is None", agreement=None)
+    with pytest.raises(TypeError, match=r"z must be a floating-point tensor, but its dtype is torch.int64"):
+        squash(torch.tensor([1, 2]))
+
+
+def test_check_capsules_says_which_capsule_is_wrong() -> None:
+    x = torch.zeros(2, 3, 4)
+    check_capsules(x)
+    x[1, 2, 0] = 1.0
+    with pytest.raises(ValueError, match=r"codes\[1, 2\] has norm 1; apply poecaps.squash"):
+        check_capsules(x, "codes")
+    x[1, 2, 0] = math.nan
+    with pytest.raises(ValueError, match=r"x must be finite, but x\[1, 2\] = \[nan, 0.0, 0.0, 0.0\]"):
+        check_capsules(x)
