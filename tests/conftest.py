@@ -1,9 +1,17 @@
 from __future__ import annotations
 
+import os
+
+import hypothesis
 import pytest
 import torch
 
-torch.set_num_threads(2)
+hypothesis.settings.register_profile(
+    "poecaps",
+    deadline=None,  # nothing is timed in a test
+    derandomize="CI" in os.environ,
+)
+hypothesis.settings.load_profile("poecaps")
 
 
 @pytest.fixture

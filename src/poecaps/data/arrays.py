@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import struct
 import zipfile
-import zlib
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -42,20 +41,21 @@ def read_npz(path: str | os.PathLike[str], wanted: Sequence[Sequence[str]]) -> l
         If the file is no `.npz`, damaged, or has none of the first list's names.
     """
     path = Path(path)
-    try:
-        with zipfile.ZipFile(path) as archive:
-            names = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
-            found = [next((names[name] for name in choices if name in names), None) for choices in wanted]
-            if found[0] is None:
-                raise DataError(
-                    f"{path} holds the arrays {', '.join(sorted(names)) or '(none)'}, but none of "
-                    f"{', '.join(wanted[0])}; save it with np.savez(path, {wanted[0][-1]}=…)"
-                )
-            return [None if info is None else _read_member(path, archive, info) for info in found]
-    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError, OSError) as error:
-        if isinstance(error, FileNotFoundError):
+    with path.open("rb") as file:
+        try:
+            with zipfile.ZipFile(file) as archive:
+                names = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
+                found = [next((names[name] for name in choices if name in names), None) for choices in wanted]
+                if found[0] is None:
+                    raise DataError(
+                        f"{path} holds the arrays {', '.join(sorted(names)) or '(none)'}, but none of "
+                        f"{', '.join(wanted[0])}; save it with np.savez(path, {wanted[0][-1]}=…)"
+                    )
+                return [None if info is None else _read_member(path, archive, info) for info in found]
+        except DataError:
             raise
-        raise DataError(f"{path} is a damaged or foreign .npz file ({error}); save it anew") from error
+        except Exception as error:  # a damaged archive makes zipfile raise almost anything
+            raise DataError(f"{path} is a damaged or foreign .npz file ({error}); save it anew") from error
 
 
 def _read_member(path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Array:
@@ -77,11 +77,11 @@ def _read_header(file: IO[bytes], what: str) -> tuple[tuple[int, ...], bool, np.
         version = npy.read_magic(file)
         read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
         shape, fortran, dtype = read(file)
-    except (ValueError, EOFError) as error:
+    except Exception as error:  # a damaged header makes NumPy's parser raise almost anything
         raise DataError(f"{what} is no NumPy array file ({error})") from error
     if dtype.hasobject:
         raise DataError(f"{what} holds Python objects, which could run code when opened; save a plain numeric array")
-    if 0 in shape or not dtype.itemsize:
+    if min(shape, default=1) < 1 or not dtype.itemsize:
         raise DataError(f"{what} is empty: its shape is {shape}")
     return shape, fortran, dtype
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from poecaps.data.images import ImageSet
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Iterator
 
     from PIL.Image import Image
 
@@ -50,7 +52,7 @@ def read_folder(
             f"{root} holds no image ({', '.join(SUFFIXES)}); found {there or 'nothing'}. Name a folder with images"
         )
     if channels is None:
-        channels = 1 if all(_open(file)[1] for file in pictures) else 3
+        channels = 1 if all(map(_is_grey, pictures)) else 3
 
     first = _decode(pictures[0], size, channels)
     images = allocate((len(pictures), *first.shape), np.dtype(np.uint8))
@@ -64,44 +66,44 @@ def read_folder(
         images[index] = image
 
     labels, names = _labels(root, pictures)
-    skipped = tuple(str(file) for file in files if file not in set(pictures))
+    skipped = tuple(str(file) for file in files if file.suffix.lower() not in SUFFIXES)
     return ImageSet(images, labels, label_names=names, source=str(root), skipped=skipped)
 
 
-def _open(file: Path) -> tuple[Image, bool]:
-    """Open an image without decoding it, and say whether it is grey."""
-    from PIL import Image, UnidentifiedImageError
+@contextmanager
+def _opened(file: Path) -> Iterator[Image]:
+    """Open an image, and turn whatever a bad one makes Pillow raise into one clear error."""
+    from PIL import Image
 
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
-            image = Image.open(file)
-    except (UnidentifiedImageError, Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise DataError(f"{file} cannot be opened as an image ({error}); mend or remove it") from error
-    return image, image.mode in GREY_MODES
+            with Image.open(file) as image:
+                yield image
+    except Exception as error:  # Pillow has many ways to say that a file is damaged
+        raise DataError(f"{file} is no sound image ({error}); mend or remove it") from error
+
+
+def _is_grey(file: Path) -> bool:
+    with _opened(file) as image:
+        return image.mode in GREY_MODES
 
 
 def _decode(file: Path, size: tuple[int, int] | None, channels: int) -> np.ndarray[Any, Any]:
-    """One image as (H, W, C) uint8."""
+    """Decode one image to (H, W, C) uint8."""
     from PIL import Image, ImageOps
 
-    image, _ = _open(file)
-    try:
-        with image:
-            upright = ImageOps.exif_transpose(image)
-            if upright.mode.startswith("I"):  # 16 bits: Pillow's own conversion would clip, not scale
-                wide = np.asarray(upright).astype(np.int64).clip(0, 65535)
-                upright = Image.fromarray((wide // 257).astype(np.uint8))
-            if "A" in upright.getbands() or "transparency" in upright.info:
-                rgba = upright.convert("RGBA")
-                upright = Image.alpha_composite(Image.new("RGBA", rgba.size, "black"), rgba)
-            upright = upright.convert("L" if channels == 1 else "RGB")
-            if size is not None and upright.size != size[::-1]:
-                upright = ImageOps.fit(upright, size[::-1], Image.Resampling.LANCZOS)
-            pixels = np.asarray(upright)
-    except (OSError, ValueError, SyntaxError) as error:  # Pillow's ways to say that a file is damaged
-        raise DataError(f"{file} is a damaged image ({error}); mend or remove it") from error
-    return pixels.reshape(*pixels.shape[:2], channels)
+    with _opened(file) as stored:
+        image = ImageOps.exif_transpose(stored)
+        if image.mode.startswith("I"):  # 16 bits: Pillow's own conversion would clip, not scale
+            image = Image.fromarray((np.asarray(image).astype(np.int64).clip(0, 65535) // 257).astype(np.uint8))
+        if "A" in image.getbands() or "transparency" in image.info:
+            rgba = image.convert("RGBA")
+            image = Image.alpha_composite(Image.new("RGBA", rgba.size, "black"), rgba)
+        image = image.convert("L" if channels == 1 else "RGB")
+        if size is not None:
+            image = ImageOps.fit(image, size[::-1], Image.Resampling.LANCZOS)
+        return np.asarray(image).reshape(*image.size[::-1], channels)
 
 
 def _labels(root: Path, pictures: list[Path]) -> tuple[np.ndarray[Any, Any] | None, tuple[str, ...]]:

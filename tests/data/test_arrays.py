@@ -1,0 +1,128 @@
+"""NumPy files: memory-mapped where possible, never unpickled, refused when damaged."""
+
+from __future__ import annotations
+
+import pickle
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from poecaps.data import DataError, _storage, load
+from poecaps.data.arrays import read_npy, read_npz
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+Array = np.ndarray[Any, Any]
+
+
+def is_mapped(array: Array | None) -> bool:
+    while array is not None:
+        if isinstance(array, np.memmap):
+            return True
+        array = array.base if isinstance(array.base, np.ndarray) else None
+    return False
+
+
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_npy_is_memory_mapped(digits: Array, order: Any, tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.asarray(digits, order=order))
+    found = load(tmp_path / "x.npy")
+    assert is_mapped(found.images)
+    np.testing.assert_array_equal(found.images[..., 0], digits)
+
+
+@pytest.mark.parametrize("order", ["C", "F"])
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+def test_npz_is_read_and_mapped_where_it_is_not_compressed(
+    digits: Array, save: Callable[..., None], order: Any, tmp_path: Path
+) -> None:
+    save(tmp_path / "x.npz", labels=np.arange(6), images=np.asarray(digits, order=order))
+    found = load(tmp_path / "x.npz")
+    np.testing.assert_array_equal(found.images[..., 0], digits)
+    assert found.labels is not None
+    assert found.labels.tolist() == [0, 1, 2, 3, 4, 5]
+    assert is_mapped(found.images) == (save is np.savez)
+
+
+def test_a_large_compressed_member_is_unpacked_to_disk(
+    digits: Array, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    np.savez_compressed(tmp_path / "x.npz", images=digits)
+    monkeypatch.setattr(_storage, "SPILL", 10)
+    found = load(tmp_path / "x.npz").images
+    assert is_mapped(found)
+    np.testing.assert_array_equal(found[..., 0], digits)
+
+
+def test_npz_names(digits: Array, tmp_path: Path) -> None:
+    path = tmp_path / "x.npz"
+    np.savez(path, x_train=digits, y_train=np.arange(6), x_test=digits[:2], y_test=np.arange(2))
+    assert len(load(path)) == 6
+    assert len(load(path, split="test")) == 2
+    np.savez(path, digits)
+    assert load(path).labels is None
+    with pytest.raises(DataError, match="holds the arrays arr_0, but none of x_test, test_images"):
+        load(path, split="test")
+    np.savez(path, pixels=digits)
+    with pytest.raises(DataError, match=r"holds the arrays pixels, but none of .*images; save it with np.savez"):
+        load(path)
+
+
+class Bomb:
+    """Unpickling it makes a file."""
+
+    def __init__(self, mark: str) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, tuple[str, str]]:
+        return open, (self.mark, "w")
+
+
+def test_python_objects_are_refused_unopened(tmp_path: Path) -> None:
+    bomb = Bomb(str(tmp_path / "exploded"))
+    np.save(tmp_path / "x.npy", np.array([bomb], dtype=object), allow_pickle=True)
+    np.savez(tmp_path / "x.npz", images=np.array([bomb], dtype=object))
+    (tmp_path / "pickle.npy").write_bytes(pickle.dumps(bomb))
+    for name in ("x.npy", "x.npz"):
+        with pytest.raises(DataError, match="holds Python objects"):
+            load(tmp_path / name)
+    with pytest.raises(DataError, match="no NumPy array file"):
+        load(tmp_path / "pickle.npy")
+    assert not (tmp_path / "exploded").exists()
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> list[bytes]:
+    folder = tmp_path_factory.mktemp("arrays")
+    array = np.arange(60, dtype=np.uint8).reshape(3, 5, 4)
+    np.save(folder / "a.npy", array)
+    np.savez(folder / "b.npz", images=array)
+    np.savez_compressed(folder / "c.npz", images=array)
+    return [(folder / name).read_bytes() for name in ("a.npy", "b.npz", "c.npz")]
+
+
+@given(data=st.data())
+def test_cut_or_changed_files_are_refused_or_hold_an_array_of_the_promised_size(
+    data: st.DataObject, files: list[bytes], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    which = data.draw(st.integers(0, 2))
+    content = bytearray(files[which])
+    if data.draw(st.booleans()):
+        del content[data.draw(st.integers(0, len(content) - 1)) :]
+    else:
+        content[data.draw(st.integers(0, len(content) - 1))] ^= data.draw(st.integers(1, 255))
+    path = tmp_path_factory.getbasetemp() / ("x.npy" if which == 0 else "x.npz")
+    path.write_bytes(content)
+    try:
+        array = read_npy(path) if which == 0 else read_npz(path, [["images"]])[0]
+    except DataError as error:
+        assert str(path) in str(error)  # noqa: PT017
+    else:
+        assert array is not None
+        assert array.nbytes == 60
+        np.array(array)

@@ -1,0 +1,177 @@
+"""Folders of pictures, as people have them."""
+
+from __future__ import annotations
+
+import io
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from poecaps.data import DataError, _storage, load, read_folder
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+Array = np.ndarray[Any, Any]
+JPEG = {"quality": 100, "subsampling": 0}
+
+
+def save(path: Path, image: Array | Image.Image, **options: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    (image if isinstance(image, Image.Image) else Image.fromarray(image)).save(path, **options)
+
+
+def test_grey_images_are_read_in_the_order_of_their_names(digits: Array, tmp_path: Path) -> None:
+    for index, digit in enumerate(digits):
+        save(tmp_path / f"{9 - index}.png", digit)
+    data = load(tmp_path)
+    assert data.shape == (1, 5, 4)
+    assert data.labels is None
+    np.testing.assert_array_equal(data.images[..., 0], digits[::-1])
+
+
+@pytest.mark.parametrize(
+    ("suffix", "options"),
+    [("png", {}), ("webp", {"lossless": True}), ("jpeg", JPEG), ("JPG", JPEG)],
+)
+def test_every_format_in_colour(suffix: str, options: dict[str, Any], tmp_path: Path) -> None:
+    colour = np.zeros((16, 16, 3), np.uint8)
+    colour[:, :8] = (200, 30, 60)
+    buffer = io.BytesIO()
+    Image.fromarray(colour).save(buffer, "jpeg" if suffix == "JPG" else suffix, **options)
+    (tmp_path / f"a.{suffix}").write_bytes(buffer.getvalue())
+    data = load(tmp_path)
+    assert data.shape == (3, 16, 16)
+    assert np.abs(data.images[0].astype(int) - colour).max() <= 3
+
+
+def test_one_colour_image_makes_the_set_rgb_and_channels_decides_otherwise(digits: Array, tmp_path: Path) -> None:
+    save(tmp_path / "a.png", digits[0])
+    save(tmp_path / "b.png", np.stack([digits[1]] * 3, -1))
+    data = load(tmp_path)
+    assert data.shape == (3, 5, 4)
+    np.testing.assert_array_equal(data.images[0], np.stack([digits[0]] * 3, -1))
+    grey = load(tmp_path, channels=1)
+    np.testing.assert_array_equal(grey.images[1, ..., 0], digits[1])
+
+
+def test_images_are_scaled_and_cropped_on_request(tmp_path: Path) -> None:
+    wide = np.zeros((20, 60), np.uint8)
+    wide[:, 20:40] = 255
+    save(tmp_path / "wide.png", wide)
+    save(tmp_path / "square.png", np.full((40, 40), 255, np.uint8))
+    with pytest.raises(DataError, match=r"wide.png has 20×60 pixels, but .*square.png has 40×40; give a size="):
+        load(tmp_path)
+    data = load(tmp_path, size=10)
+    assert data.shape == (1, 10, 10)
+    assert data.images[:, 3:7, 3:7].min() == 255
+    assert load(tmp_path, size=(8, 6)).shape == (1, 8, 6)
+
+
+def test_unusual_pixels_mean_what_a_viewer_shows(tmp_path: Path) -> None:
+    ramp = np.linspace(0, 65535, 20).reshape(4, 5).astype(np.uint16)
+    save(tmp_path / "a16.png", ramp)
+    np.testing.assert_array_equal(load(tmp_path).images[0, ..., 0], (ramp // 257).astype(np.uint8))
+
+    (tmp_path / "a16.png").unlink()
+    clear = np.full((4, 5, 4), 255, np.uint8)
+    clear[0, ..., 3] = 0
+    save(tmp_path / "alpha.png", clear)
+    save(tmp_path / "palette.png", Image.fromarray(np.full((4, 5, 3), 255, np.uint8)).quantize())
+    data = load(tmp_path)
+    assert data.images[0, 0].max() == 0
+    assert data.images[0, 1:].min() == 255
+    assert data.images[1].min() == 255
+
+
+def test_a_photograph_is_turned_upright(tmp_path: Path) -> None:
+    sideways = np.zeros((8, 16), np.uint8)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    save(tmp_path / "a.jpg", sideways, exif=exif)
+    assert load(tmp_path).shape == (1, 16, 8)
+
+
+def test_subfolders_are_labels_and_train_and_test_are_splits(digits: Array, tmp_path: Path) -> None:
+    for split, count in (("train", 4), ("test", 2)):
+        for index in range(count):
+            save(tmp_path / split / ("cat" if index % 2 else "ant") / f"{index}.png", digits[index])
+    train, test = load(tmp_path), load(tmp_path, split="test")
+    assert (len(train), len(test)) == (4, 2)
+    assert train.label_names == ("ant", "cat")
+    assert train.labels is not None
+    assert train.labels.tolist() == [0, 0, 1, 1]
+    with pytest.raises(DataError, match="has no subfolder 'test'"):
+        load(tmp_path / "train", split="test")
+
+
+def test_other_files_are_skipped_and_named(digits: Array, tmp_path: Path) -> None:
+    save(tmp_path / "a.png", digits[0])
+    (tmp_path / "notes.txt").write_text("no picture")
+    (tmp_path / ".DS_Store").write_bytes(b"")
+    data = load(tmp_path)
+    assert data.skipped == (str(tmp_path / "notes.txt"),)
+    assert "1 files skipped" in repr(data)
+
+
+@pytest.mark.parametrize("content", [b"", b"not a picture", b"\x89PNG\r\n\x1a\n" + b"\0" * 50])
+def test_a_broken_image_is_named(content: bytes, digits: Array, tmp_path: Path) -> None:
+    save(tmp_path / "a.png", digits[0])
+    (tmp_path / "b.png").write_bytes(content)
+    with pytest.raises(DataError, match=r"b.png is no sound image .*; mend or remove it"):
+        load(tmp_path)
+
+
+def test_a_cut_image_is_named(tmp_path: Path) -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (40, 40), dtype=np.uint8)
+    for name in ("a.png", "a.jpg", "a.webp"):
+        folder = tmp_path / name[2:]
+        save(folder / name, noise)
+        whole = (folder / name).read_bytes()
+        (folder / name).write_bytes(whole[: len(whole) // 2])
+        with pytest.raises(DataError, match=rf"{name} .*mend or remove it"):
+            load(folder)
+
+
+def test_an_image_too_large_to_be_true_is_refused(
+    digits: Array, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path / "a.png", digits[0])
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 15)
+    with pytest.raises(DataError, match=r"a.png is no sound image .*exceeds limit"):
+        load(tmp_path)
+
+
+def test_a_folder_without_images_says_what_is_there(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"holds no image .*found nothing"):
+        read_folder(tmp_path)
+    (tmp_path / "data.csv").write_text("1,2")
+    with pytest.raises(DataError, match=r"holds no image .*found data.csv. Name a folder with images"):
+        load(tmp_path)
+
+
+def test_many_images_go_to_disk(digits: Array, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for index, digit in enumerate(digits):
+        save(tmp_path / f"{index}.png", digit)
+    monkeypatch.setattr(_storage, "SPILL", 10)
+    data = load(tmp_path)
+    assert isinstance(data.images, np.memmap)
+    np.testing.assert_array_equal(data.images[..., 0], digits)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"channels": 2}, "channels must be 1 .grey. or 3 .RGB., but is 2"),
+        ({"size": 0}, "size .height. must be a whole number of at least 1, but is 0"),
+        ({"path": "x"}, "path is for sets known by name"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(
+    options: dict[str, Any], message: str, digits: Array, tmp_path: Path
+) -> None:
+    save(tmp_path / "a.png", digits[0])
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path, **options)

@@ -1,0 +1,97 @@
+"""What a set of images promises once it is open."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from poecaps.data import DataError, ImageSet
+
+Array = np.ndarray[Any, Any]
+
+
+def test_images_stay_uint8_until_a_batch_is_drawn(digits: Array) -> None:
+    data = ImageSet(digits)
+    assert data.images.dtype == np.uint8
+    assert np.shares_memory(data.images, digits)
+    batch = data.batch([4, 1])
+    assert batch.shape == (2, 1, 5, 4)
+    assert batch.dtype == torch.float32
+    np.testing.assert_array_equal(batch[:, 0].numpy(), digits[[4, 1]].astype(np.float32) / 255)
+
+
+@pytest.mark.parametrize(
+    "indices", [[1, 3], range(1, 4, 2), slice(1, 4, 2), np.array([1, 3]), torch.tensor([1, 3])], ids=repr
+)
+def test_a_batch_is_drawn_by_any_kind_of_index(digits: Array, indices: Any) -> None:
+    assert torch.equal(ImageSet(digits).batch(indices), ImageSet(digits[[1, 3]]).batch(slice(None)))
+
+
+def test_axes_are_brought_to_one_order(digits: Array) -> None:
+    colour = np.stack([digits, digits // 2, digits // 3], axis=-1)
+    first = ImageSet(np.moveaxis(colour, -1, 1))
+    assert first.shape == ImageSet(colour).shape == (3, 5, 4)
+    assert torch.equal(first.batch(range(6)), ImageSet(colour).batch(range(6)))
+    assert first.batch([0]).is_contiguous()
+    assert ImageSet(digits[..., None]).shape == ImageSet(digits[:, None]).shape == (1, 5, 4)
+
+
+@pytest.mark.parametrize("dtype", ["<f4", ">f4", "f8", "f2"])
+def test_floats_from_0_to_1_are_taken_as_they_are(digits: Array, dtype: str) -> None:
+    images = (digits / 255).astype(dtype)
+    torch.testing.assert_close(ImageSet(images).batch([2])[0, 0], torch.tensor(images[2].astype("f4")))
+    assert ImageSet(digits > 99).batch([2]).unique().tolist() == [0.0, 1.0]
+
+
+def test_batches_cover_every_image_once(digits: Array) -> None:
+    data = ImageSet(digits)
+    assert [len(batch) for batch in data.batches(4)] == [4, 2]
+    assert [len(batch) for batch in data.batches(4, drop_last=True)] == [4]
+    assert torch.equal(torch.cat(list(data.batches(4))), data.batch(range(6)))
+
+    def shuffled(seed: int) -> torch.Tensor:
+        return torch.cat(list(data.batches(4, generator=torch.Generator().manual_seed(seed))))
+
+    assert torch.equal(shuffled(1), shuffled(1))
+    assert not torch.equal(shuffled(1), shuffled(2))
+    assert torch.equal(
+        shuffled(1).flatten(1).sum(1).sort().values, data.batch(range(6)).flatten(1).sum(1).sort().values
+    )
+
+
+def test_a_dataloader_takes_it(digits: Array) -> None:
+    images, labels = next(iter(DataLoader(ImageSet(digits, np.arange(6)), batch_size=6)))  # type: ignore[arg-type]
+    assert torch.equal(images, ImageSet(digits).batch(range(6)))
+    assert labels.tolist() == list(range(6))
+    assert next(iter(DataLoader(ImageSet(digits), batch_size=3))).shape == (3, 1, 5, 4)  # type: ignore[arg-type]
+
+
+def test_it_introduces_itself_in_one_line(digits: Array) -> None:
+    data = ImageSet(digits, np.arange(6) % 3, source="here", skipped=("a.txt",))
+    assert repr(data) == "ImageSet(6 grey images of 5×4, 3 labels, from here, 1 files skipped)"
+
+
+@pytest.mark.parametrize(
+    ("images", "message"),
+    [
+        (np.zeros((6, 20), np.uint8), r"have shape \(6, 20\); give \(N, H, W\)"),
+        (np.zeros((6, 5, 4, 2), np.uint8), r"have shape \(6, 5, 4, 2\)"),
+        (np.zeros((0, 5, 4), np.uint8), "are empty"),
+        (np.zeros((6, 5, 4), np.int32), "are int32; give uint8"),
+        (np.full((6, 5, 4), 255.0), "image 0 has the value 255.0; .* dividing by 255"),
+        (np.full((6, 5, 4), np.nan), "image 0 has the value nan"),
+    ],
+)
+def test_images_that_would_be_garbage_are_refused(images: Array, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        ImageSet(images)
+
+
+@pytest.mark.parametrize("labels", [np.arange(5), np.arange(6.0), np.arange(6)[:, None]], ids=["few", "float", "2-d"])
+def test_labels_must_be_one_whole_number_an_image(digits: Array, labels: Array) -> None:
+    with pytest.raises(DataError, match="there must be one whole number for each of the 6 images"):
+        ImageSet(digits, labels)

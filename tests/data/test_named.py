@@ -1,0 +1,281 @@
+"""The sets known by name: the bundled sample, the places a full set is looked for, and its download."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from poecaps.data import DataError, DatasetNotFoundError, load, named
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+Array = np.ndarray[Any, Any]
+
+
+@pytest.mark.parametrize("name", ["mnist-sample", "fashion-mnist-sample"])
+@pytest.mark.parametrize(("split", "count"), [("train", 10_000), ("test", 2_000)])
+def test_the_bundled_sample(name: str, split: Any, count: int) -> None:
+    data = load(name, split=split)
+    assert len(data) == count
+    assert data.shape == (1, 28, 28)
+    assert len(data.label_names) == 10
+    assert data.labels is not None
+    shares = np.bincount(data.labels, minlength=10) / count
+    assert shares.min() > 0.07
+    assert shares.max() < 0.13
+    assert data.batch([0, count - 1]).amax((1, 2, 3)).min() > 0.9
+
+
+def test_the_licences_travel_with_the_sample() -> None:
+    text = (named.BUNDLED / "LICENSES.md").read_text(encoding="utf-8")
+    assert "CC BY-SA 3.0" in text
+    assert "Copyright © 2017 Zalando SE" in text
+
+
+@pytest.fixture
+def files(idx_bytes: Callable[[Array], bytes], digits: Array) -> dict[str, bytes]:
+    """A tiny set in MNIST's four files, unpacked."""
+    labels = np.arange(6, dtype=np.uint8)
+    return {
+        "train-images-idx3-ubyte": idx_bytes(digits),
+        "train-labels-idx1-ubyte": idx_bytes(labels),
+        "t10k-images-idx3-ubyte": idx_bytes(digits[:2]),
+        "t10k-labels-idx1-ubyte": idx_bytes(labels[:2]),
+    }
+
+
+@pytest.fixture
+def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
+    """Every place a set is looked for, moved into an empty folder; no mirror answers."""
+    monkeypatch.setenv("POECAPS_DATA", str(tmp_path / "given"))
+    monkeypatch.setattr(named, "SYSTEM", tmp_path / "system")
+    monkeypatch.setattr(named, "cache", lambda: tmp_path / "cache")
+    monkeypatch.setattr(named, "fetch", no_network)
+    return {name: tmp_path / name for name in ("given", "cache", "system")}
+
+
+def no_network(name: str, split: str) -> None:
+    raise DataError("no mirror delivered")
+
+
+def put(folder: Path, files: dict[str, bytes]) -> None:
+    folder.mkdir(parents=True)
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+
+
+def test_places_are_searched_in_order(
+    places: dict[str, Path], files: dict[str, bytes], idx_bytes: Callable[[Array], bytes], tmp_path: Path
+) -> None:
+    """Fill the places from the last to the first, each with a set one image longer: the newest is always found."""
+    for count, place in enumerate(("system", "cache", "given"), start=1):
+        images = np.zeros((count, 5, 4), np.uint8)
+        both = {"train-images-idx3-ubyte": idx_bytes(images), "train-labels-idx1-ubyte": idx_bytes(images[:, 0, 0])}
+        put(places[place] / "mnist", both)
+        assert len(load("mnist")) == count
+    put(tmp_path / "elsewhere", files)
+    assert len(load("mnist", path=tmp_path / "elsewhere")) == 6
+
+
+def test_an_explicit_path_is_never_passed_over(
+    places: dict[str, Path], files: dict[str, bytes], tmp_path: Path
+) -> None:
+    put(places["system"] / "mnist", files)
+    with pytest.raises(DatasetNotFoundError, match=r"path: .*nowhere"):
+        load("mnist", path=tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("separator", "-.")
+@pytest.mark.parametrize("packed", [False, True])
+def test_files_are_found_under_their_customary_names(
+    places: dict[str, Path], files: dict[str, bytes], separator: str, packed: bool, digits: Array
+) -> None:
+    renamed = {
+        name.replace("-idx", f"{separator}idx") + (".gz" if packed else ""): gzip.compress(content)
+        if packed
+        else content
+        for name, content in files.items()
+    }
+    put(places["given"] / "fashion-mnist", renamed)
+    data = load("fashion-mnist")
+    np.testing.assert_array_equal(data.images[..., 0], digits)
+    assert data.label_names[9] == "ankle boot"
+    assert len(load("fashion-mnist", split="test")) == 2
+    images = next(name for name in renamed if name.startswith("train-images"))
+    beside = load(places["given"] / "fashion-mnist" / images)
+    assert beside.labels is not None
+    assert beside.labels.tolist() == list(range(6))
+    assert len(load(places["given"] / "fashion-mnist", split="test")) == 2
+
+
+def test_when_nothing_is_found_one_error_names_every_place(places: dict[str, Path]) -> None:
+    with pytest.raises(DatasetNotFoundError) as caught:
+        load("mnist")
+    message = str(caught.value)
+    for place in places.values():
+        assert str(place / "mnist") in message
+    assert "download: no mirror delivered" in message
+    assert "path=" in message
+    assert "mnist-sample" in message
+    with pytest.raises(DatasetNotFoundError, match="switched off"):
+        load("mnist", download=False)
+
+
+def test_a_damaged_set_is_an_error_and_not_passed_over(places: dict[str, Path], files: dict[str, bytes]) -> None:
+    put(places["system"] / "mnist", files)
+    put(places["given"] / "mnist", files | {"train-images-idx3-ubyte": files["train-images-idx3-ubyte"][:-1]})
+    with pytest.raises(DataError, match="cut short"):
+        load("mnist")
+
+
+def test_images_and_labels_of_different_sets_are_refused(places: dict[str, Path], files: dict[str, bytes]) -> None:
+    put(places["given"] / "mnist", files | {"train-labels-idx1-ubyte": files["t10k-labels-idx1-ubyte"]})
+    with pytest.raises(DataError, match=r"labels of mnist \(train\) have shape \(2,\).* each of the 6 images"):
+        load("mnist")
+
+
+def test_unknown_names_and_splits_are_refused(tmp_path: Path, files: dict[str, bytes]) -> None:
+    with pytest.raises(FileNotFoundError, match=r"no file or folder mnsit.*did you mean 'mnist'.*fashion-mnist-sample"):
+        load("mnsit")
+    with pytest.raises(ValueError, match="split must be one of 'train', 'test', but is 'valid'"):
+        load("mnist-sample", split="valid")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="size and channels are for folders of images, and mnist-sample is none"):
+        load("mnist-sample", size=32)
+    (tmp_path / "images").write_bytes(files["train-images-idx3-ubyte"])
+    with pytest.raises(DataError, match="no test split"):
+        load(tmp_path / "images", split="test")
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Download, from a server on this machine
+
+
+class Mirror(ThreadingHTTPServer):
+    """Serves `answers[path]`, a list of (status, body) used up one by one, the last one for ever."""
+
+    answers: dict[str, list[tuple[int, bytes]]]
+    asked: list[str]
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Mirror
+
+    def do_GET(self) -> None:
+        self.server.asked.append(self.path)
+        answers = self.server.answers.get(self.path, [(404, b"")])
+        status, body = answers.pop(0) if len(answers) > 1 else answers[0]
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def mirror(files: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Mirror]:
+    """A first mirror that has nothing and a second that has the tiny set, in place of the public ones."""
+    server = Mirror(("127.0.0.1", 0), Handler)
+    server.asked = []
+    server.answers = {f"/good/{name}.gz": [(200, gzip.compress(content))] for name, content in files.items()}
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    address = f"http://127.0.0.1:{server.server_address[1]}"
+    checksums = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
+    published = named.Published((f"{address}/bad/", f"{address}/good/"), checksums, ("a", "b"))
+    monkeypatch.setattr(named, "PUBLISHED", {"mnist": published})
+    monkeypatch.setattr(named, "SYSTEM", tmp_path / "system")
+    monkeypatch.delenv("POECAPS_DATA", raising=False)
+    monkeypatch.setattr("sys.platform", "linux")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def cached(tmp_path: Path) -> list[str]:
+    folder = tmp_path / "poecaps" / "mnist"
+    return sorted(file.name for file in folder.iterdir()) if folder.exists() else []
+
+
+def test_a_set_is_downloaded_once_unpacked_and_memory_mapped(
+    mirror: Mirror, digits: Array, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = load("mnist")
+    np.testing.assert_array_equal(data.images[..., 0], digits)
+    assert isinstance(data.images.base, np.memmap)
+    assert cached(tmp_path) == ["train-images-idx3-ubyte", "train-labels-idx1-ubyte"]
+    assert "/good/train-images-idx3-ubyte.gz" in capsys.readouterr().err
+    asked = len(mirror.asked)
+    assert len(load("mnist")) == 6
+    assert len(mirror.asked) == asked
+    assert len(load("mnist", split="test")) == 2
+    assert len(cached(tmp_path)) == 4
+
+
+def test_progress_is_shown_on_a_terminal(
+    mirror: Mirror, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    load("mnist")
+    assert "\rdownloading" in capsys.readouterr().err
+
+
+def test_a_failing_mirror_is_tried_again(mirror: Mirror) -> None:
+    good = mirror.answers["/good/train-images-idx3-ubyte.gz"]
+    good[:0] = [(503, b"busy"), (200, good[0][1][:-9])]
+    assert len(load("mnist")) == 6
+    assert mirror.asked.count("/good/train-images-idx3-ubyte.gz") == 3
+    assert mirror.asked.count("/bad/train-images-idx3-ubyte.gz") == named.ATTEMPTS
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (gzip.compress(b"something else"), "sha256 of the unpacked file is .*, not"),
+        (b"<html>", "the answer is no gzip file"),
+        (gzip.compress(bytes(1000))[:-9], "the answer is cut short"),
+    ],
+)
+def test_a_wrong_file_is_never_kept(mirror: Mirror, body: bytes, message: str, tmp_path: Path) -> None:
+    mirror.answers["/good/train-labels-idx1-ubyte.gz"] = [(200, body)]
+    with pytest.raises(DatasetNotFoundError, match=message) as caught:
+        load("mnist")
+    assert "/bad/train-labels-idx1-ubyte.gz: HTTP Error 404" in str(caught.value)
+    assert cached(tmp_path) == ["train-images-idx3-ubyte"]
+
+
+def test_a_cache_that_cannot_be_written_is_named(mirror: Mirror, tmp_path: Path) -> None:
+    (tmp_path / "poecaps").write_text("in the way")
+    with pytest.raises(DatasetNotFoundError, match=r"download: .*poecaps"):
+        load("mnist")
+
+
+@pytest.mark.parametrize(
+    ("platform", "variables", "expected"),
+    [
+        ("linux", {"XDG_CACHE_HOME": "/x"}, "/x/poecaps"),
+        ("linux", {"XDG_CACHE_HOME": ""}, "/home/me/.cache/poecaps"),
+        ("darwin", {}, "/home/me/Library/Caches/poecaps"),
+        ("win32", {"LOCALAPPDATA": "/local"}, "/local/poecaps"),
+    ],
+)
+def test_the_cache_is_where_the_system_keeps_caches(
+    platform: str, variables: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.platform", platform)
+    monkeypatch.setattr(Path, "home", lambda: Path("/home/me"))
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert named.cache() == Path(expected)

@@ -1,0 +1,45 @@
+"""What holds for the package as a whole."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import poecaps
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_every_public_name_is_there_and_documented() -> None:
+    for name in poecaps.__all__:
+        assert (getattr(poecaps, name).__doc__ or "").strip(), name
+
+
+def test_the_version_is_stated_once() -> None:
+    assert version("poecaps") == poecaps.__version__
+
+
+def test_the_package_is_typed() -> None:
+    assert (Path(poecaps.__file__).parent / "py.typed").exists()
+
+
+def test_importing_is_light() -> None:
+    """Beyond torch and NumPy, importing poecaps loads nothing but itself."""
+    program = (
+        "import sys, torch, numpy; before = set(sys.modules); import poecaps;"
+        "print({name.split('.')[0] for name in set(sys.modules) - before} - set(sys.stdlib_module_names))"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "{'poecaps'}"
+
+
+def test_the_readme_example_runs_and_tells_the_truth() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    result = subprocess.run([sys.executable, "-c", example], capture_output=True, text=True, check=True)
+    (claimed,) = re.findall(r"afterwards about (\d+) %", text)
+    (lost,) = re.findall(r"(\d+)% of the variance is lost", result.stdout)
+    assert abs(int(lost) - int(claimed)) <= 3
