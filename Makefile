@@ -8,7 +8,11 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: install test check format build clean
+# In the environment, not as an option, so that they bind the build of the package itself as well.
+export PIP_CONSTRAINT       := $(CURDIR)/constraints.txt
+export PIP_BUILD_CONSTRAINT := $(PIP_CONSTRAINT)
+
+.PHONY: install test check format clean
 
 install: $(VENV)/.installed
 
@@ -17,8 +21,8 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 	  { echo "poecaps needs Python 3.10 or newer, but $(PYTHON) is $$($(PYTHON) -V); set PYTHON=" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) install --quiet --constraint constraints.txt torch
-	$(PIP) install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(PIP) install --quiet torch
+	$(PIP) install --quiet --editable '.[dev]'
 	@touch $@
 
 test: install

@@ -6,6 +6,7 @@ import copy
 import itertools
 import math
 import shutil
+import socket
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -351,7 +352,7 @@ BACKENDS = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.filterwarnings("ignore")  # the compiler's own warnings differ from release to release
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_compile(backend: str, generator: torch.Generator) -> None:
     """The layer and its loss compile without a graph break, and give the same numbers and gradients."""
@@ -423,7 +424,8 @@ def ddp_worker(rank: int, rendezvous: str, results: str) -> None:
 
 def test_distributed_data_parallel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two processes with half a batch each end with the gradient of the whole batch."""
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", loopback)
     rendezvous = (tmp_path / "rendezvous").as_uri()
     spawn(ddp_worker, (rendezvous, str(tmp_path)), nprocs=2)
     generator = torch.Generator().manual_seed(3)
