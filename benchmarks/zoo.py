@@ -160,10 +160,10 @@ def measure(species: Species, seed: int, *, images: int, steps: int, rate: float
 def main() -> None:
     """Print a table of gains in exact log-likelihood, in nats per image."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--images", type=int, default=2000)
-    parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--rate", type=float, default=0.2)
+    parser.add_argument("--seeds", type=int, default=5, help="runs of each model (default: 5)")
+    parser.add_argument("--images", type=int, default=2000, help="drawn from the true model (default: 2000)")
+    parser.add_argument("--steps", type=int, default=500, help="full-batch gradient steps (default: 500)")
+    parser.add_argument("--rate", type=float, default=0.2, help="learning rate (default: 0.2)")
     options = parser.parse_args()
     print("| model | truth | exact ascent | CD-1 deterministic | CD-1 Bernoulli |\n" + "| --- " * 5 + "|")
     for species in ZOO:

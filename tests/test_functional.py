@@ -193,7 +193,7 @@ def test_coefficients_sum_to_one_along_the_named_axis_and_mix_the_votes(
 
 
 def test_cosine_routing_is_the_papers_loop(x: Tensor, weight: Tensor) -> None:
-    """The procedure of SPEC written with plain loops over Python floats, for the paper's options."""
+    """The procedure written with plain loops over Python floats, for the paper's options."""
     sharpness, u = 4.0, votes_of(x, weight).tolist()
     for image, result in zip(
         u, routing_by_agreement(x, weight, sharpness=sharpness).coefficients.tolist(), strict=True
@@ -319,8 +319,8 @@ def test_errors_name_the_argument_the_value_and_the_remedy(x: Tensor, weight: Te
         with pytest.raises(error, match=pattern):
             routing_by_agreement(*(tensors or (x, weight)), **options)  # type: ignore[arg-type]
 
-    fails(ValueError, r"x must have shape \(B, 7, 4\).*has shape \(7, 4\); add the batch axis", x[0], weight)
-    fails(ValueError, r"x must have shape \(B, 7, 4\).*has shape \(3, 6, 4\)", x[:, :6], weight)
+    fails(ValueError, r"x must have shape \(B, I=7, K=4\).*has shape \(7, 4\); add the batch axis", x[0], weight)
+    fails(ValueError, r"x must have shape \(B, I=7, K=4\).*has shape \(3, 6, 4\)", x[:, :6], weight)
     fails(ValueError, r"weight must have shape \(I, J, D, K\).*\(7, 5, 3\)", x, weight[..., 0])
     fails(TypeError, r"x must be a floating-point tensor, but its dtype is torch.int64", x.long(), weight)
     fails(TypeError, r"x is torch.float32 but weight is torch.float64; convert", x.float(), weight)
@@ -329,6 +329,7 @@ def test_errors_name_the_argument_the_value_and_the_remedy(x: Tensor, weight: Te
     fails(TypeError, r"iterations must be a whole number .*, but is 2.5", iterations=2.5)
     fails(ValueError, r"sharpness must be a finite number of at least 0, but is nan", sharpness=math.nan)
     fails(ValueError, r"sharpness must be a finite number of at least 0, but is -1", sharpness=-1)
+    fails(ValueError, r"sharpness must be a finite number of at least 0, but is inf", sharpness=math.inf)
     fails(TypeError, r"sharpness must be a number of at least 0, but is '5'", sharpness="5")
     fails(
         ValueError,
@@ -340,6 +341,28 @@ def test_errors_name_the_argument_the_value_and_the_remedy(x: Tensor, weight: Te
         squash(torch.tensor([1, 2]))
 
 
+def test_every_function_checks_its_shapes(x: Tensor, weight: Tensor) -> None:
+    c = routing_by_agreement(x, weight).coefficients
+    y = squash(F.preactivation(x, weight, c))
+    with pytest.raises(ValueError, match=r"coefficients must have shape \(B=3, I=7, J=5\).*take those of routing"):
+        F.preactivation(x, weight, c[:, :6])
+    with pytest.raises(ValueError, match=r"y must have shape \(B, J=5, D=3\).*those of the weight"):
+        F.reconstruction(y[:, :4], weight, c)
+    with pytest.raises(ValueError, match=r"z must have shape \(B, J, D\).*preactivation of routing"):
+        F.free_energy(y[0, 0])
+    with pytest.raises(ValueError, match=r"on must have shape \(B=3, J=5\)"):
+        F.free_energy(y, torch.ones(3, 1))
+    with pytest.raises(ValueError, match=r"on must have shape \(B=3, J=5\)"):
+        F.energy(y, torch.ones(3, 4))
+    with pytest.raises(TypeError, match=r"z must be a floating-point tensor"):
+        F.firing_probability(torch.ones(3, 5, 2, dtype=torch.int64))
+
+
+def test_nan_is_never_swallowed() -> None:
+    for function in (squash, unsquash, F.direction):
+        assert bool(function(torch.tensor([math.nan, 1.0])).isnan().any())
+
+
 def test_check_capsules_says_which_capsule_is_wrong() -> None:
     x = torch.zeros(2, 3, 4)
     check_capsules(x)
@@ -349,3 +372,17 @@ def test_check_capsules_says_which_capsule_is_wrong() -> None:
     x[1, 2, 0] = math.nan
     with pytest.raises(ValueError, match=r"x must be finite, but x\[1, 2\] = \[nan, 0.0, 0.0, 0.0\]"):
         check_capsules(x)
+
+
+def test_check_capsules_is_not_fooled_by_rounding_or_overflow() -> None:
+    check_capsules(squash(torch.full((4, 1000), 100.0)))
+    check_capsules(squash(torch.full((4, 1000), 100.0, dtype=torch.bfloat16)))
+    x = torch.zeros(2, 3, 4)
+    x[0, 0] = 3e38
+    x[1, 1, 1] = math.nan
+    with pytest.raises(ValueError, match=r"x must hold squashed capsules|x must be finite"):
+        check_capsules(x)
+
+
+def test_coefficients_of_half_precision_capsules_are_float32(x: Tensor, weight: Tensor) -> None:
+    assert routing_by_agreement(x.half(), weight.half()).coefficients.dtype == torch.float32

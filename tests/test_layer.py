@@ -9,6 +9,7 @@ import shutil
 import socket
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -228,6 +229,50 @@ def test_only_the_winners_fire_and_the_balance_decides_close_calls(generator: to
     torch.testing.assert_close(layer(x), squash(z))
 
 
+def test_the_score_is_the_log_of_the_squared_norm_plus_the_balance() -> None:
+    """A head start of log 4 beats a rival whose ‖z‖² is 3 times as large, and not one where it is 8 times as large."""
+    layer = CapsuleExperts(1, 1, 2, 1, iterations=1, winners=1, dtype=torch.float64)
+    layer.balance[0] = math.log(4)
+    for ratio, winner in ((3, 0), (8, 1)):
+        with torch.no_grad():
+            layer.weight[0, :, 0, 0] = torch.tensor([1.0, math.sqrt(ratio)])
+        fires = layer.firing_probability(torch.tensor([[[0.9]]], dtype=torch.float64))[0] > 0
+        assert fires.nonzero().flatten().tolist() == [winner]
+
+
+def test_reconstruct_hears_only_the_winners(generator: torch.Generator) -> None:
+    layer, x = make_layer(generator, winners=2), capsules(generator)
+    layer.balance[:2] = 1e3
+    alone = CapsuleExperts(I, K, 2, D, dtype=torch.float64)
+    alone.load_state_dict({"weight": layer.weight[:, :2].detach(), "balance": layer.balance[:2]})
+    torch.testing.assert_close(layer.reconstruct(x), alone.reconstruct(x))
+
+
+def test_competition_with_a_chain(generator: torch.Generator) -> None:
+    """Data and chain have winners of their own, held while they are mixed; the data's alone move the balance."""
+    layer, x, chain = make_layer(generator, winners=2, balance_rate=0.3), capsules(generator, 5), capsules(generator, 7)
+    w = layer.weight.detach()
+
+    def phase(x: Tensor, mixings: int) -> tuple[Tensor, Tensor, Tensor]:
+        c, z = layer.route(x).coefficients.detach(), layer.route(x).preactivation.detach()
+        wins = (z.norm(dim=-1) >= z.norm(dim=-1).topk(2).values[:, 1:]).double()
+        for _ in range(mixings):
+            y = squash(F.preactivation(x, w, c)) * wins.unsqueeze(-1)
+            x = F.reconstruction(y, w, c)
+        z = F.preactivation(x, w, c)
+        g = wins.unsqueeze(-1) * z / (1 + z.square().sum(-1, keepdim=True))
+        return 2 * torch.einsum("bij,bjd,bik->ijdk", c, g, x) / len(x), x, wins
+
+    data, _, wins = phase(x, 0)
+    model, mixed, _ = phase(chain, 3)
+    layer.contrastive_divergence(x, 3, chain=chain).backward()
+    torch.testing.assert_close(layer.weight.grad, model - data)
+    torch.testing.assert_close(chain, mixed)
+    torch.testing.assert_close(layer.balance.double(), 0.3 * (2 / J - wins.mean(0)), rtol=1e-6, atol=1e-7)
+    layer.reset_parameters()
+    assert not bool(layer.balance.any())
+
+
 def test_losers_are_off_in_both_phases(generator: torch.Generator) -> None:
     layer, x = make_layer(generator, winners=2), capsules(generator)
     layer.balance[:2] = 1e3
@@ -256,6 +301,8 @@ def test_the_balance_makes_all_experts_win_equally_often(generator: torch.Genera
         layer.contrastive_divergence(x)
     assert bool(((shares() - 1 / J).abs() < 0.05).all())
 
+    assert layer.to(torch.bfloat16).balance.dtype == torch.float32
+    layer.to(torch.float64)
     held = layer.balance.clone()
     layer.eval()
     layer.contrastive_divergence(x)
@@ -270,15 +317,19 @@ def test_the_same_seed_gives_the_same_result() -> None:
     def run() -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(7)
         layer = CapsuleExperts(I, K, J, D, generator=generator)
+        initial = layer.weight.detach().clone()
+        layer.reset_parameters(std=2.0, generator=generator)
         x = capsules(generator, dtype=torch.float32)
-        loss = layer.contrastive_divergence(x, 2, mixing="bernoulli", generator=generator)
-        loss.backward()
+        layer.contrastive_divergence(x, 2, mixing="bernoulli", generator=generator).backward()
         assert layer.weight.grad is not None
-        return loss.detach(), layer.weight.grad
+        return initial, layer.weight.grad
 
-    first, second = run(), run()
+    first = run()
+    torch.rand(1)  # what others draw meanwhile does not matter
+    second = run()
     assert torch.equal(first[0], second[0])
     assert torch.equal(first[1], second[1])
+    assert 0.005 < first[0].std().item() < 0.015
 
 
 @pytest.mark.parametrize("winners", [None, 2])
@@ -343,6 +394,25 @@ def test_autocast(dtype: torch.dtype, generator: torch.Generator) -> None:
     assert bool(layer.weight.grad.isfinite().all())
 
 
+def test_autocast_reconciles_half_and_float32_but_not_float64(generator: torch.Generator) -> None:
+    layer = make_layer(generator, dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert layer(capsules(generator, dtype=torch.bfloat16)).dtype == torch.bfloat16
+        with pytest.raises(TypeError, match=r"x is torch.float64 but the layer's weight is torch.float32"):
+            layer(capsules(generator))
+
+
+def test_a_layer_on_the_meta_device_knows_its_shapes() -> None:
+    layer = CapsuleExperts(I, K, J, D, device="meta")
+    assert layer(torch.empty(2, I, K, device="meta")).shape == (2, J, D)
+
+
+def test_defaults_are_the_papers() -> None:
+    layer = CapsuleExperts(I, K, J, D)
+    assert (layer.iterations, layer.sharpness, layer.normalize, layer.agreement) == (3, 1.0, "inputs", "cosine")
+    assert layer.winners is None
+
+
 BACKENDS = [
     "aot_eager",
     pytest.param(
@@ -370,6 +440,15 @@ def test_compile(backend: str, generator: torch.Generator) -> None:
         assert layer.weight.grad is not None
         results.append((code.detach(), loss.detach(), layer.weight.grad.clone()))
     torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_compile_with_dynamic_shapes_and_other_sharpness(generator: torch.Generator) -> None:
+    layer, x = make_layer(generator, dtype=torch.float32), capsules(generator, dtype=torch.float32)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=True)
+    for count, sharpness in ((8, 1.0), (5, 1.0), (5, 2.0), (7, 3.0)):
+        layer.sharpness = sharpness
+        torch.testing.assert_close(compiled(x[:count]), layer(x[:count]))
 
 
 def test_functional_transforms(generator: torch.Generator) -> None:
@@ -450,11 +529,11 @@ def test_bad_data_are_refused_by_name_value_and_remedy(generator: torch.Generato
     )
     nan, outside = x.clone(), x.clone()
     nan[1, 2, 3] = math.nan
-    outside[4, 5] = torch.tensor([0.6, 0.8, 0, 0])
+    outside[4, 5] = torch.tensor([0.6, 0.8, 0, 0], dtype=torch.float64)
     for method in methods:
-        with pytest.raises(ValueError, match=r"x must have shape \(B, 6, 4\).*\(6, 4\); add the batch axis"):
+        with pytest.raises(ValueError, match=r"x must have shape \(B, I=6, K=4\).*\(6, 4\); add the batch axis"):
             method(x[0])
-        with pytest.raises(ValueError, match=r"x must have shape \(B, 6, 4\).*\(8, 5, 4\); reshape it, or build"):
+        with pytest.raises(ValueError, match=r"x must have shape \(B, I=6, K=4\).*\(8, 5, 4\); reshape it, or build"):
             method(x[:, :5])
         with pytest.raises(TypeError, match=r"x is torch.float32 but the layer's weight is torch.float64"):
             method(x.float())
@@ -468,7 +547,19 @@ def test_bad_data_are_refused_by_name_value_and_remedy(generator: torch.Generato
         layer.contrastive_divergence(x, chain=outside)
     with pytest.raises(ValueError, match="x must hold at least one image"):
         layer.contrastive_divergence(x[:0])
-    with pytest.raises(ValueError, match=r"on must have shape \(8, 5\).*\(8, 4\)"):
+    with pytest.raises(ValueError, match="chain must hold at least one image"):
+        layer.contrastive_divergence(x, chain=x[:0].clone())
+    with pytest.raises(ValueError, match=r"chain is overwritten, but shares its memory with x; give it chain.clone"):
+        layer.contrastive_divergence(x, chain=x[:2])
+    with pytest.raises(ValueError, match=r"on must be 0 \(off\) or 1 \(on\) for every expert, but holds 2"):
+        layer.energy(x, torch.full((8, J), 2))
+    with pytest.raises(ValueError, match=r"x\[4, 5\] has norm 1"):
+        layer.energy(outside, torch.ones(8, J))
+    with pytest.raises(TypeError, match=r"on must be a torch.Tensor, but is list"):
+        layer.energy(x, [1] * J)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"x must have shape .*; reshape it"):
+        layer(x.flatten(1))
+    with pytest.raises(ValueError, match=r"on must have shape \(B=8, J=5\).*\(8, 4\)"):
         layer.energy(x, torch.ones(8, 4))
 
 
@@ -482,12 +573,18 @@ def test_bad_data_are_refused_by_name_value_and_remedy(generator: torch.Generato
         ({"winners": 6}, ValueError, "winners must be a whole number from 1 to 5, but is 6"),
         ({"winners": 0}, ValueError, "winners must be a whole number from 1 to 5, but is 0"),
         ({"balance_rate": -1.0}, ValueError, "balance_rate must be"),
+        ({"dtype": torch.int32}, TypeError, "dtype must be one of torch.float16"),
     ],
 )
 def test_bad_options_are_refused(options: dict[str, Any], error: type[Exception], message: str) -> None:
     sizes = {"in_capsules": I, "in_dim": K, "out_capsules": J, "out_dim": D}
     with pytest.raises(error, match=message):
         CapsuleExperts(**(sizes | options))
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    layer = CapsuleExperts(np.int64(I), K, J, D, sharpness=np.float32(5), winners=np.int32(2))
+    assert layer.weight.shape == (I, J, D, K)
 
 
 def test_bad_learning_options_are_refused(generator: torch.Generator) -> None:

@@ -40,6 +40,7 @@ def test_the_readme_example_runs_and_tells_the_truth() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     (example,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     result = subprocess.run([sys.executable, "-c", example], capture_output=True, text=True, check=True)
+    assert len([line for line in example.splitlines() if line.strip()]) == 10
     (claimed,) = re.findall(r"afterwards about (\d+) %", text)
     (lost,) = re.findall(r"(\d+)% of the variance is lost", result.stdout)
     assert abs(int(lost) - int(claimed)) <= 3

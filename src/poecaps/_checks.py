@@ -4,25 +4,33 @@ from __future__ import annotations
 
 import difflib
 import math
+import numbers
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._C._functorch import is_functorch_wrapped_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
+# torch has no public way to ask whether a tensor is inside torch.func; if this one goes, such tensors are checked too.
+_is_wrapped = getattr(torch._C._functorch, "is_functorch_wrapped_tensor", lambda _: False)
+
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def require_floating(name: str, value: Any) -> None:
-    """Refuse anything but a real floating-point tensor."""
+def require_tensor(name: str, value: Any) -> None:
+    """Refuse anything but a tensor."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(
             f"{name} must be a torch.Tensor, but is {type(value).__name__}; convert it with torch.as_tensor"
         )
+
+
+def require_floating(name: str, value: Any) -> None:
+    """Refuse anything but a real floating-point tensor."""
+    require_tensor(name, value)
     if value.dtype not in FLOATING:
         raise TypeError(
             f"{name} must be a floating-point tensor, but its dtype is {value.dtype}; "
@@ -32,17 +40,18 @@ def require_floating(name: str, value: Any) -> None:
 
 def require_shape(name: str, value: Tensor, axes: str, sizes: Sequence[int | None], remedy: str) -> None:
     """Refuse a tensor whose shape is not `sizes`; a size of None is free, `axes` are the letters to show."""
-    wanted = [letter if size is None else str(size) for letter, size in zip(axes, sizes, strict=True)]
-    if value.dim() == len(sizes) and all(
-        size is None or size == have for size, have in zip(sizes, value.shape, strict=True)
-    ):
+    if _fits(value.shape, sizes):
         return
-    if value.dim() == len(sizes) - 1 and axes[0] == "B":
+    if axes[0] == "B" and _fits(value.shape, sizes[1:]):
         remedy = f"add the batch axis with {name}.unsqueeze(0)"
-    raise ValueError(
-        f"{name} must have shape ({', '.join(wanted)}), axes ({', '.join(axes)}), "
-        f"but has shape {tuple(value.shape)}; {remedy}"
-    )
+    wanted = [letter if size is None else f"{letter}={size}" for letter, size in zip(axes, sizes, strict=True)]
+    raise ValueError(f"{name} must have shape ({', '.join(wanted)}), but has shape {tuple(value.shape)}; {remedy}")
+
+
+def _fits(shape: Sequence[int], sizes: Sequence[int | None]) -> bool:
+    if len(shape) != len(sizes):
+        return False
+    return all(size is None or size == shape[axis] for axis, size in enumerate(sizes))
 
 
 def require_choice(name: str, value: Any, choices: Sequence[str]) -> None:
@@ -57,23 +66,38 @@ def require_choice(name: str, value: Any, choices: Sequence[str]) -> None:
 def require_int(name: str, value: Any, low: int, high: int | None = None) -> None:
     """Refuse anything but a whole number from `low` to `high`."""
     bounds = f"of at least {low}" if high is None else f"from {low} to {high}"
-    if isinstance(value, bool) or not isinstance(value, int):
+    # The exact type first: it is the common case, and the one that torch.compile can trace.
+    if type(value) is not int and (isinstance(value, bool) or not isinstance(value, numbers.Integral)):
         raise TypeError(f"{name} must be a whole number {bounds}, but is {value!r} ({type(value).__name__})")
-    if value < low or (high is not None and value > high):
+    if int(value) < low or (high is not None and int(value) > high):
         raise ValueError(f"{name} must be a whole number {bounds}, but is {value}")
 
 
 def require_nonnegative(name: str, value: Any) -> None:
     """Refuse anything but a finite number of at least 0."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if type(value) not in (int, float) and (isinstance(value, bool) or not isinstance(value, numbers.Real)):
         raise TypeError(f"{name} must be a number of at least 0, but is {value!r} ({type(value).__name__})")
-    if not (math.isfinite(value) and value >= 0):
+    if not 0 <= value < math.inf:
         raise ValueError(f"{name} must be a finite number of at least 0, but is {value}")
 
 
+def require_dtype(name: str, value: torch.dtype | None) -> None:
+    """Refuse a dtype that capsules cannot have."""
+    if value is not None and value not in FLOATING:
+        raise TypeError(f"{name} must be one of {', '.join(map(str, FLOATING))}, but is {value}")
+
+
+def require_images(name: str, value: Tensor) -> None:
+    """Refuse an empty batch."""
+    if value.shape[0] == 0:
+        raise ValueError(f"{name} must hold at least one image to learn from, but its batch axis is empty")
+
+
 def require_same_dtype(name: str, value: Tensor, other_name: str, other: Tensor) -> None:
-    """Refuse tensors of two precisions, unless autocast is there to reconcile them."""
-    if value.dtype != other.dtype and not torch.is_autocast_enabled(value.device.type):
+    """Refuse tensors of two precisions, unless autocast is there to reconcile them, which it does up to float32."""
+    if value.dtype == other.dtype:
+        return
+    if torch.float64 in (value.dtype, other.dtype) or not torch.is_autocast_enabled(value.device.type):
         raise TypeError(
             f"{name} is {value.dtype} but {other_name} is {other.dtype}; "
             f"convert one of them, for example with {name}.to({other.dtype})"
@@ -108,28 +132,47 @@ def check_values_on_cpu(x: Tensor, name: str, *, ball: bool) -> None:
     On an accelerator reading a value would stall the queue, so there data are checked with
     `check_capsules` as they enter.
     """
-    if torch.compiler.is_compiling() or x.device.type != "cpu":
-        return
-    if type(x) in (torch.Tensor, torch.nn.Parameter) and not is_functorch_wrapped_tensor(x):
+    if _is_readable(x):
         _check_values(x.detach(), name, ball=ball)
 
 
-def _check_values(x: Tensor, name: str, *, ball: bool) -> None:
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    norms = torch.linalg.vector_norm(wide, dim=-1)
-    # One comparison finds every fault: it is false for NaN, for infinity and for a norm that is too large.
-    limit = 1.0 if ball else math.inf
-    inside = norms < limit
-    if bool(inside.all()):
+def check_states_on_cpu(on: Tensor, name: str) -> None:
+    """Refuse states of experts other than 0 and 1, where looking costs nothing."""
+    if _is_readable(on) and not bool(((on == 0) | (on == 1)).all()):
+        bad = on[(on != 0) & (on != 1)][0].item()
+        raise ValueError(f"{name} must be 0 (off) or 1 (on) for every expert, but holds {bad}")
+
+
+def require_apart(name: str, value: Tensor, other_name: str, other: Tensor) -> None:
+    """Refuse a tensor that would be overwritten together with another."""
+    if torch.compiler.is_compiling() or not _is_plain(value) or not _is_plain(other):
         return
-    where = tuple(int(index) for index in (~inside).nonzero()[0])
-    if not bool(wide[where].isfinite().all()):
-        raise ValueError(
-            f"{name} must be finite, but {name}{list(where)} = {x[where].tolist()}; "
-            "look for a division by zero or a diverged training step before this call"
-        )
-    if ball:
-        raise ValueError(
-            f"{name} must hold squashed capsules, of norm below 1, but {name}{list(where)} has norm "
-            f"{norms[where].item():.6g}; apply poecaps.squash to it first"
-        )
+    if value.untyped_storage().data_ptr() == other.untyped_storage().data_ptr():
+        raise ValueError(f"{name} is overwritten, but shares its memory with {other_name}; give it {name}.clone()")
+
+
+def _is_readable(x: Tensor) -> bool:
+    """Whether values can be looked at for free: on the CPU, outside compilation and `torch.func`."""
+    return not torch.compiler.is_compiling() and x.device.type == "cpu" and _is_plain(x)
+
+
+def _is_plain(x: Tensor) -> bool:
+    return type(x) in (torch.Tensor, torch.nn.Parameter) and not _is_wrapped(x)
+
+
+def _check_values(x: Tensor, name: str, *, ball: bool) -> None:
+    norms = torch.linalg.vector_norm(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1)
+    # One comparison clears the common case: it is false for NaN, for infinity and for a norm that is too large.
+    suspects = (~(norms < (1.0 if ball else math.inf))).nonzero()
+    for where in map(tuple, suspects.tolist()):
+        capsule = x[where].double()
+        if not bool(capsule.isfinite().all()):
+            raise ValueError(
+                f"{name} must be finite, but {name}{list(where)} = {x[where].tolist()}; "
+                "look for a division by zero or a diverged training step before this call"
+            )
+        if ball and capsule.norm() >= 1:
+            raise ValueError(
+                f"{name} must hold squashed capsules, of norm below 1, but {name}{list(where)} has norm "
+                f"{capsule.norm().item():.9g}; apply poecaps.squash to it first"
+            )

@@ -23,12 +23,30 @@ import torch
 from poecaps import _checks as checks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
 Axis = Literal["inputs", "outputs"]
 Agreement = Literal["cosine", "inner"]
+__all__ = [
+    "AGREEMENTS",
+    "AXES",
+    "Agreement",
+    "Axis",
+    "Routing",
+    "direction",
+    "energy",
+    "firing_probability",
+    "free_energy",
+    "preactivation",
+    "reconstruction",
+    "routing_by_agreement",
+    "squash",
+    "unsquash",
+    "votes",
+]
+
 AXES: tuple[Axis, ...] = get_args(Axis)
 AGREEMENTS: tuple[Agreement, ...] = get_args(Agreement)
 
@@ -83,7 +101,7 @@ def unsquash(x: Tensor, dim: int = -1) -> Tensor:
     p = norm.clamp(max=_largest_norm(x.dtype))
     p = torch.where(p > 0, p, 0.5)  # any constant: it only keeps the square root's gradient finite at 0
     z = torch.sqrt(p / (1 - p)) * unit
-    return torch.where(norm > 0, z, 0).to(x.dtype)
+    return torch.where(norm == 0, 0, z).to(x.dtype)
 
 
 def direction(v: Tensor, dim: int = -1) -> Tensor:
@@ -162,8 +180,6 @@ def routing_by_agreement(
         Coefficients (B, I, J) and preactivations (B, J, D), differentiable in `x` and `weight`.
     """
     check_routing_options(iterations, sharpness, normalize, agreement)
-    _check_capsules_and_weight(x, weight)
-
     u = votes(x, weight)
     listener: Callable[[Tensor], Tensor] = direction if agreement == "cosine" else squash
     voter = direction(u) if agreement == "cosine" else u
@@ -181,6 +197,9 @@ def routing_by_agreement(
 
 def votes(x: Tensor, weight: Tensor) -> Tensor:
     """Compute u_ij = W_ij x_i: (B, I, K), (I, J, D, K) → (B, I, J, D)."""
+    _check_weight(weight)
+    inputs, _, _, dim = weight.shape
+    _check_capsules("x", x, "BIK", (None, inputs, dim), weight)
     return torch.einsum("bik,ijdk->bijd", x, weight)
 
 
@@ -197,7 +216,9 @@ def preactivation(x: Tensor, weight: Tensor, coefficients: Tensor) -> Tensor:
     -------
     (B, J, D)
     """
-    return _mix_votes(coefficients, votes(x, weight))
+    u = votes(x, weight)
+    _check_coefficients(coefficients, u.shape[:3])
+    return _mix_votes(coefficients, u)
 
 
 def reconstruction(y: Tensor, weight: Tensor, coefficients: Tensor) -> Tensor:
@@ -215,6 +236,10 @@ def reconstruction(y: Tensor, weight: Tensor, coefficients: Tensor) -> Tensor:
     (B, I, K)
         Squashed input capsules.
     """
+    _check_weight(weight)
+    inputs, experts, out_dim, _ = weight.shape
+    _check_capsules("y", y, "BJD", (None, experts, out_dim), weight)
+    _check_coefficients(coefficients, (len(y), inputs, experts))
     back = torch.einsum("bjd,ijdk->bijk", y, weight)
     return squash(torch.einsum("bij,bijk->bik", coefficients.to(back.dtype), back))
 
@@ -237,6 +262,9 @@ def energy(z: Tensor, on: Tensor) -> Tensor:
     (B,)
         At least float32. An expert that is on with z_j = 0 makes it +∞.
     """
+    _check_preactivation(z)
+    checks.require_tensor("on", on)
+    checks.require_shape("on", on, "BJ", z.shape[:2], "say for each image which experts are on")
     norm = _polar(z, -1)[0].squeeze(-1)
     active = on != 0
     log_square = 2 * torch.log(torch.where(active, norm, 1))
@@ -257,20 +285,24 @@ def free_energy(z: Tensor, on: Tensor | None = None) -> Tensor:
     (B,)
         At least float32.
     """
+    _check_preactivation(z)
     z = z.to(_at_least_float32(z.dtype))
     log_partition = torch.log1p(z.square().sum(-1))
     if on is not None:
+        checks.require_tensor("on", on)
+        checks.require_shape("on", on, "BJ", z.shape[:2], "say for each image which experts may fire")
         log_partition = log_partition * on
     return -log_partition.sum(-1)
 
 
 def firing_probability(z: Tensor) -> Tensor:
     """Compute P(a_j = 1 | x) = ‖z_j‖²/(1+‖z_j‖²) = ‖squash(z_j)‖: (B, J, D) → (B, J)."""
+    _check_preactivation(z)
     return _firing(_polar(z, -1)[0]).squeeze(-1).to(z.dtype)
 
 
 # ---------------------------------------------------------------------------------------------------------
-# Floating point
+# What a caller may hand in, and floating point
 
 
 def check_routing_options(iterations: int, sharpness: float, normalize: str, agreement: str) -> None:
@@ -281,13 +313,26 @@ def check_routing_options(iterations: int, sharpness: float, normalize: str, agr
     checks.require_choice("agreement", agreement, AGREEMENTS)
 
 
-def _check_capsules_and_weight(x: Tensor, weight: Tensor) -> None:
-    checks.require_floating("x", x)
+def _check_weight(weight: Tensor) -> None:
     checks.require_floating("weight", weight)
     checks.require_shape("weight", weight, "IJDK", (None,) * 4, "give one D×K map for every pair (i, j)")
-    capsules, _, _, dim = weight.shape
-    checks.require_shape("x", x, "BIK", (None, capsules, dim), "I and K must be those of the weight")
-    checks.require_same_dtype("x", x, "weight", weight)
+
+
+def _check_capsules(name: str, x: Tensor, axes: str, sizes: tuple[int | None, ...], weight: Tensor) -> None:
+    checks.require_floating(name, x)
+    checks.require_shape(name, x, axes, sizes, f"{axes[1]} and {axes[2]} must be those of the weight")
+    checks.require_same_dtype(name, x, "weight", weight)
+
+
+def _check_coefficients(coefficients: Tensor, sizes: Sequence[int]) -> None:
+    checks.require_floating("coefficients", coefficients)
+    remedy = "take those of routing_by_agreement for the same batch and weight"
+    checks.require_shape("coefficients", coefficients, "BIJ", sizes, remedy)
+
+
+def _check_preactivation(z: Tensor) -> None:
+    checks.require_floating("z", z)
+    checks.require_shape("z", z, "BJD", (None,) * 3, "give the preactivation of routing_by_agreement")
 
 
 def _mix_votes(coefficients: Tensor, u: Tensor) -> Tensor:

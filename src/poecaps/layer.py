@@ -12,6 +12,8 @@ from poecaps import _checks as checks
 from poecaps import functional as F
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
 Mixing = Literal["deterministic", "bernoulli"]
@@ -37,9 +39,9 @@ class CapsuleExperts(nn.Module):
     Parameters
     ----------
     in_capsules, in_dim
-        I and K.
+        I, the number of input capsules, and K, their dimension.
     out_capsules, out_dim
-        J and D.
+        J, the number of experts, and D, their dimension.
     iterations, sharpness, normalize, agreement
         Options of `poecaps.routing_by_agreement`.
     winners
@@ -98,6 +100,7 @@ class CapsuleExperts(nn.Module):
             checks.require_int(name, size, 1)
         F.check_routing_options(iterations, sharpness, normalize, agreement)
         checks.require_nonnegative("balance_rate", balance_rate)
+        checks.require_dtype("dtype", dtype)
         self.in_capsules, self.in_dim = in_capsules, in_dim
         self.out_capsules, self.out_dim = out_capsules, out_dim
         self.iterations, self.sharpness = iterations, sharpness
@@ -124,6 +127,12 @@ class CapsuleExperts(nn.Module):
         checks.require_nonnegative("std", std)
         nn.init.normal_(self.weight, std=std, generator=generator)
         nn.init.zeros_(self.balance)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> CapsuleExperts:
+        """Convert the layer, but for the balance in half precision, where its small steps would be lost."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.balance = self.balance.to(torch.promote_types(self.balance.dtype, torch.float32))
+        return self
 
     def forward(self, x: Tensor) -> Tensor:
         """Encode: the squashed experts squash(z_j), 0 for those that lose the competition.
@@ -183,10 +192,9 @@ class CapsuleExperts(nn.Module):
         (B,)
         """
         self._check(x, ball=True)
-        sizes = (x.shape[0], self.out_capsules)
-        checks.require_shape("on", on, "BJ", sizes, "say for each image which experts are on")
         z = self._route(x).preactivation
         energy = F.energy(z, on)
+        checks.check_states_on_cpu(on, "on")
         allowed = self._may_fire(z)
         if allowed is None:
             return energy
@@ -257,22 +265,34 @@ class CapsuleExperts(nn.Module):
             on average that is squash(z_j).
         chain : (N, I, K), optional
             A persistent chain: mixing starts from it, with its own routing, instead of from `x`, and it is
-            overwritten with the result. N need not be B. Start it with a copy of some data.
+            overwritten with the result. N need not be B. Start it with a copy of some data once the experts have
+            learned a little: 0 is a fixed point of the mixing, so a chain started at small weights dies there, and
+            the weights run away without a negative phase. Replace part of it with data now and then.
         generator
             Source of the Bernoulli draws.
 
         Returns
         -------
         ()
-            The loss, at least float32. Its value is no likelihood; only its gradient means anything.
+            The loss, at least float32. Its value is no likelihood and may rise while learning goes well; only its
+            gradient means anything.
+
+        Notes
+        -----
+        `DistributedDataParallel` averages gradients of what goes through its `forward` alone: wrap a module whose
+        forward calls this method. `torch.compile` breaks its graph at a `generator`.
+
+        With Σ_i c_ij = 1 the coefficients are near 1/I and enter the gradient twice, so it is small: Adam wants a
+        learning rate of 0.01 to 0.1, SGD with momentum one of 10 to 100.
         """
         checks.require_int("k", k, 1)
         checks.require_choice("mixing", mixing, MIXINGS)
         self._check(x, ball=True)
-        if x.shape[0] == 0:
-            raise ValueError("x must hold at least one image to learn from, but its batch axis is empty")
+        checks.require_images("x", x)
         if chain is not None:
             self._check(chain, ball=True, name="chain")
+            checks.require_images("chain", chain)
+            checks.require_apart("chain", chain, "x", x)
         with torch.no_grad():
             data = self._hold(x.detach())
             model = data if chain is None else self._hold(chain)
@@ -314,7 +334,8 @@ class CapsuleExperts(nn.Module):
         if self.winners is None:
             return None
         with torch.no_grad():
-            score = z.to(self.balance.dtype).square().sum(-1).log() + self.balance
+            wide = z.to(torch.promote_types(z.dtype, torch.float32))
+            score = wide.square().sum(-1).log() + self.balance
             best = score.topk(self.winners, dim=-1).indices
             return torch.zeros_like(score, dtype=torch.bool).scatter(-1, best, True)
 

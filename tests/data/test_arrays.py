@@ -34,6 +34,8 @@ def test_npy_is_memory_mapped(digits: Array, order: Any, tmp_path: Path) -> None
     found = load(tmp_path / "x.npy")
     assert is_mapped(found.images)
     np.testing.assert_array_equal(found.images[..., 0], digits)
+    (tmp_path / "x.npy").rename(tmp_path / "X.NPY")
+    assert len(load(tmp_path / "X.NPY")) == 6
 
 
 @pytest.mark.parametrize("order", ["C", "F"])
@@ -62,14 +64,17 @@ def test_a_large_compressed_member_is_unpacked_to_disk(
 def test_npz_names(digits: Array, tmp_path: Path) -> None:
     path = tmp_path / "x.npz"
     np.savez(path, x_train=digits, y_train=np.arange(6), x_test=digits[:2], y_test=np.arange(2))
-    assert len(load(path)) == 6
-    assert len(load(path, split="test")) == 2
+    train, test = load(path), load(path, split="test")
+    assert train.labels is not None
+    assert test.labels is not None
+    assert train.labels.tolist() == [0, 1, 2, 3, 4, 5]
+    assert test.labels.tolist() == [0, 1]
     np.savez(path, digits)
     assert load(path).labels is None
-    with pytest.raises(DataError, match="holds the arrays arr_0, but none of x_test, test_images"):
+    with pytest.raises(DataError, match="holds the arrays arr_0, but none called x_test or test_images"):
         load(path, split="test")
     np.savez(path, pixels=digits)
-    with pytest.raises(DataError, match=r"holds the arrays pixels, but none of .*images; save it with np.savez"):
+    with pytest.raises(DataError, match=r"holds the arrays pixels, but none called .*images; save it with np.savez"):
         load(path)
 
 
@@ -94,6 +99,29 @@ def test_python_objects_are_refused_unopened(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no NumPy array file"):
         load(tmp_path / "pickle.npy")
     assert not (tmp_path / "exploded").exists()
+
+
+@pytest.mark.parametrize("shape", ["(True, 5, 4)", "(-3, -5, 4)", "(0, 5, 4)", "(3, 5, 4.0)"])
+def test_impossible_shapes_are_refused(shape: str, tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.zeros((3, 5, 4), np.uint8))
+    content = (tmp_path / "x.npy").read_bytes()
+    (tmp_path / "x.npy").write_bytes(
+        content.replace(b"(3, 5, 4), }" + b" " * (len(shape) - 9), f"{shape}, }}".encode())
+    )
+    with pytest.raises(DataError, match=r"x.npy"):
+        load(tmp_path / "x.npy")
+
+
+def test_a_member_that_claims_its_neighbours_bytes_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.npz"
+    np.savez(path, images=np.zeros((3, 5, 4), np.uint8), labels=np.zeros(99, np.uint8))
+    content = path.read_bytes()
+    longer = content.replace(b"'shape': (3, 5, 4), }", b"'shape': (9, 5, 4), }")
+    at = longer.index(b"PK\x01\x02")  # the central directory: uncompressed size at byte 24 of its first entry
+    size = int.from_bytes(longer[at + 24 : at + 28], "little") + 120
+    path.write_bytes(longer[: at + 24] + size.to_bytes(4, "little") + longer[at + 28 :])
+    with pytest.raises(DataError, match=r"x.npz"):
+        load(path)
 
 
 @pytest.fixture(scope="module")

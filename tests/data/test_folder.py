@@ -107,13 +107,84 @@ def test_subfolders_are_labels_and_train_and_test_are_splits(digits: Array, tmp_
         load(tmp_path / "train", split="test")
 
 
+def test_the_first_level_is_the_label_and_one_subfolder_is_none(digits: Array, tmp_path: Path) -> None:
+    for name in ("a/x/y/0.png", "b/x/z/0.png", "b/x/y/1.png"):
+        save(tmp_path / "two" / name, digits[0])
+    two = load(tmp_path / "two")
+    assert two.label_names == ("a", "b")
+    assert two.labels is not None
+    assert two.labels.tolist() == [0, 1, 1]
+    save(tmp_path / "one" / "a" / "0.png", digits[0])
+    assert load(tmp_path / "one").labels is None
+
+
+def test_other_formats_under_a_known_suffix_are_refused(digits: Array, tmp_path: Path) -> None:
+    Image.fromarray(digits[0]).save(tmp_path / "a.gif")
+    (tmp_path / "a.gif").rename(tmp_path / "a.png")
+    with pytest.raises(DataError, match=r"a.png is no sound image"):
+        load(tmp_path)
+
+
+def test_black_and_white_and_transparent_grey_are_grey(digits: Array, tmp_path: Path) -> None:
+    save(tmp_path / "a.png", Image.fromarray(digits[0]).convert("1"))
+    save(tmp_path / "b.png", Image.fromarray(digits[0]).convert("LA"))
+    assert load(tmp_path).shape == (1, 5, 4)
+
+
+def test_both_splits_number_their_labels_alike(digits: Array, tmp_path: Path) -> None:
+    for name in ("train/ant", "train/bee", "test/bee", "test/cat"):
+        save(tmp_path / name / "0.png", digits[0])
+    train, test = load(tmp_path), load(tmp_path, split="test")
+    assert train.label_names == test.label_names == ("ant", "bee", "cat")
+    assert train.labels is not None
+    assert test.labels is not None
+    assert train.labels.tolist() == [0, 1]
+    assert test.labels.tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("folders", [["test"], ["cat", "dog", "test"], ["training", "test"]])
+def test_test_images_are_never_taken_for_training(folders: list[str], digits: Array, tmp_path: Path) -> None:
+    for folder in folders:
+        save(tmp_path / folder / "0.png", digits[0])
+    with pytest.raises(DataError, match="has a subfolder 'test' but not its counterpart"):
+        load(tmp_path)
+
+
+def test_one_image_outside_the_subfolders_and_there_are_no_labels(digits: Array, tmp_path: Path) -> None:
+    for name in ("ant/0.png", "bee/0.png", "0.png"):
+        save(tmp_path / name, digits[0])
+    assert load(tmp_path).labels is None
+
+
+def test_a_folder_that_cannot_be_read_is_an_error(
+    digits: Array, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path / "a.png", digits[0])
+
+    def forbidden(top: object, onerror: Any) -> Any:
+        onerror(PermissionError(13, "Permission denied", "secret"))
+        return iter(())
+
+    monkeypatch.setattr("os.walk", forbidden)
+    with pytest.raises(PermissionError, match="secret"):
+        load(tmp_path)
+
+
+def test_a_path_that_is_no_folder_is_named(digits: Array, tmp_path: Path) -> None:
+    save(tmp_path / "a.png", digits[0])
+    with pytest.raises(NotADirectoryError, match=r"a.png is no folder"):
+        read_folder(tmp_path / "a.png")
+    with pytest.raises(DataError, match=r"a.png is one picture; name the folder that holds it"):
+        load(tmp_path / "a.png")
+
+
 def test_other_files_are_skipped_and_named(digits: Array, tmp_path: Path) -> None:
     save(tmp_path / "a.png", digits[0])
     (tmp_path / "notes.txt").write_text("no picture")
     (tmp_path / ".DS_Store").write_bytes(b"")
     data = load(tmp_path)
     assert data.skipped == (str(tmp_path / "notes.txt"),)
-    assert "1 files skipped" in repr(data)
+    assert "1 file skipped" in repr(data)
 
 
 @pytest.mark.parametrize("content", [b"", b"not a picture", b"\x89PNG\r\n\x1a\n" + b"\0" * 50])
@@ -145,10 +216,10 @@ def test_an_image_too_large_to_be_true_is_refused(
 
 
 def test_a_folder_without_images_says_what_is_there(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"holds no image .*found nothing"):
+    with pytest.raises(DataError, match=r"holds no image .*but nothing; name a folder"):
         read_folder(tmp_path)
     (tmp_path / "data.csv").write_text("1,2")
-    with pytest.raises(DataError, match=r"holds no image .*found data.csv. Name a folder with images"):
+    with pytest.raises(DataError, match=r"holds no image .*but data.csv; name a folder with images"):
         load(tmp_path)
 
 
@@ -165,7 +236,10 @@ def test_many_images_go_to_disk(digits: Array, tmp_path: Path, monkeypatch: pyte
     ("options", "message"),
     [
         ({"channels": 2}, "channels must be 1 .grey. or 3 .RGB., but is 2"),
-        ({"size": 0}, "size .height. must be a whole number of at least 1, but is 0"),
+        ({"channels": True}, "channels must be 1 .grey. or 3 .RGB., but is True"),
+        ({"size": 0}, "size must be a whole number from 1 to 16384, but is 0"),
+        ({"size": 10**6}, "size must be a whole number from 1 to 16384, but is 1000000"),
+        ({"size": (16, 16, 3)}, r"size must be one number, or height and width, but is \(16, 16, 3\)"),
         ({"path": "x"}, "path is for sets known by name"),
     ],
 )

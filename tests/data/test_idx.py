@@ -124,6 +124,13 @@ def test_errors_say_what_is_wrong(content: bytes, message: str, path: Path) -> N
     assert str(path) in str(caught.value)
 
 
+def test_blank_images_compress_well_and_are_read(path: Path, idx_bytes: Callable[[Array], bytes]) -> None:
+    blank = np.zeros((5000, 28, 28), np.uint8)
+    path.write_bytes(gzip.compress(idx_bytes(blank)))
+    assert blank.nbytes > 1000 * path.stat().st_size
+    assert not read_idx(path).any()
+
+
 def test_a_plain_file_is_memory_mapped(digits: Array, path: Path, idx_bytes: Callable[[Array], bytes]) -> None:
     path.write_bytes(idx_bytes(digits))
     assert isinstance(read_idx(path), np.memmap)

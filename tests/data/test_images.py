@@ -31,6 +31,28 @@ def test_a_batch_is_drawn_by_any_kind_of_index(digits: Array, indices: Any) -> N
     assert torch.equal(ImageSet(digits).batch(indices), ImageSet(digits[[1, 3]]).batch(slice(None)))
 
 
+def test_a_mask_chooses_the_images_where_it_is_true(digits: Array) -> None:
+    mask = np.arange(6) % 2 == 1
+    assert torch.equal(ImageSet(digits).batch(mask), ImageSet(digits[mask]).batch(slice(None)))
+
+
+@pytest.mark.parametrize("indices", [3, [1.5], [[1, 2]], np.array([True, False]), None], ids=repr)
+def test_other_indices_are_refused(digits: Array, indices: Any) -> None:
+    with pytest.raises(TypeError, match="indices must be a row of whole numbers, a slice or a mask of 6 truth values"):
+        ImageSet(digits).batch(indices)
+    with pytest.raises(TypeError, match=r"for several images use batch"):
+        ImageSet(digits)[0:2]  # type: ignore[index]
+
+
+def test_tensors_and_lists_of_labels_are_taken(digits: Array) -> None:
+    data = ImageSet(torch.from_numpy(digits), [0, 1, 2, 3, 4, 5])  # type: ignore[arg-type]
+    assert torch.equal(data.batch([2]), ImageSet(digits).batch([2]))
+    assert data.labels is not None
+    assert data.labels.tolist() == [0, 1, 2, 3, 4, 5]
+    with pytest.raises(DataError, match="go up to 18446744073709551615"):
+        ImageSet(digits, np.full(6, 2**64 - 1, np.uint64))
+
+
 def test_axes_are_brought_to_one_order(digits: Array) -> None:
     colour = np.stack([digits, digits // 2, digits // 3], axis=-1)
     first = ImageSet(np.moveaxis(colour, -1, 1))
@@ -72,7 +94,7 @@ def test_a_dataloader_takes_it(digits: Array) -> None:
 
 def test_it_introduces_itself_in_one_line(digits: Array) -> None:
     data = ImageSet(digits, np.arange(6) % 3, source="here", skipped=("a.txt",))
-    assert repr(data) == "ImageSet(6 grey images of 5×4, 3 labels, from here, 1 files skipped)"
+    assert repr(data) == "ImageSet(6 grey images of 5×4, 3 labels, from here, 1 file skipped)"
 
 
 @pytest.mark.parametrize(
@@ -82,11 +104,14 @@ def test_it_introduces_itself_in_one_line(digits: Array) -> None:
         (np.zeros((6, 5, 4, 2), np.uint8), r"have shape \(6, 5, 4, 2\)"),
         (np.zeros((0, 5, 4), np.uint8), "are empty"),
         (np.zeros((6, 5, 4), np.int32), "are int32; give uint8"),
-        (np.full((6, 5, 4), 255.0), "image 0 has the value 255.0; .* dividing by 255"),
+        (np.full((6, 5, 4), 255.0), "image 0 has the value 255.0; divide by"),
         (np.full((6, 5, 4), np.nan), "image 0 has the value nan"),
+        (np.full((6, 5, 4), -0.5), "image 0 has the value -0.5; mend them"),
+        (np.arange(6.0).reshape(6, 1, 1), "image 2 has the value 2.0"),
     ],
 )
-def test_images_that_would_be_garbage_are_refused(images: Array, message: str) -> None:
+def test_images_that_would_be_garbage_are_refused(images: Array, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("poecaps.data.images.CHUNK", 2)
     with pytest.raises(DataError, match=message):
         ImageSet(images)
 

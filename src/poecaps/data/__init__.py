@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import difflib
+import os
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import get_args
 
 from poecaps import _checks as checks
 from poecaps.data import named
 from poecaps.data._storage import DataError
 from poecaps.data.arrays import Array, read_npy, read_npz
-from poecaps.data.folder import read_folder
-from poecaps.data.idx import Split, find_labels, find_split, read_idx
+from poecaps.data.folder import SUFFIXES, read_folder, subfolders
+from poecaps.data.idx import PREFIX, Split, find_images, find_labels, read_idx
 from poecaps.data.images import ImageSet
 from poecaps.data.named import DatasetNotFoundError
-
-if TYPE_CHECKING:
-    import os
 
 __all__ = ["DataError", "DatasetNotFoundError", "ImageSet", "load", "read_folder", "read_idx"]
 
@@ -39,14 +37,18 @@ def load(
         - ``"mnist"``, ``"fashion-mnist"``: the full sets, looked for in `path`, or else in ``$POECAPS_DATA/<name>``,
           the user cache and ``/usr/share/datasets/<name>``, then downloaded into the cache;
         - an IDX file of images, gzipped or plain (labels are found beside it), or a folder with MNIST's four files;
-        - a ``.npy`` file, or a ``.npz`` file with ``images`` and perhaps ``labels`` (or ``x_train``, ``y_train``, …);
-        - a folder of PNG, JPEG or WebP images, which may have subfolders ``train`` and ``test``.
+        - a ``.npy`` file, or a ``.npz`` file with the images of the split as ``x_train`` or ``train_images``
+          (``x_test``, ``test_images``), or without a split as ``images``, ``x`` or ``arr_0``; labels likewise as
+          ``y_train``, ``train_labels``, ``labels``, ``y`` or ``arr_1``;
+        - a folder of PNG, JPEG or WebP images, which may have subfolders ``train`` and ``test``, and in them one
+          subfolder for each label; see `read_folder`.
     split
         ``"train"`` or ``"test"``; a source that is not split has only ``"train"``.
     path
-        The folder that holds a full set known by name.
+        The folder that holds a full set known by name, or the root in which torchvision put it.
     size, channels
-        For a folder of images: bring all to this (height, width), and to grey (1) or RGB (3).
+        For a folder of images: scale each to cover this (height, width) and crop its centre; bring all to grey (1) or
+        RGB (3).
     download
         Whether a full set may be downloaded.
 
@@ -58,18 +60,23 @@ def load(
         If there is nothing of that name.
     """
     checks.require_choice("split", split, get_args(Split))
-    if isinstance(source, str) and source in named.NAMES:
+    if not isinstance(source, (str, os.PathLike)) or not os.fspath(source):
+        given = "empty" if isinstance(source, str) else f"of type {type(source).__name__}"
+        raise TypeError(f"source must be a name or a path, but is {given}; wrap an array with ImageSet(array)")
+    if os.fspath(source) in named.NAMES:
         _refuse("size and channels are", "folders of images", source, size, channels)
-        return named.load_named(source, split, path, download)
+        return named.load_named(os.fspath(source), split, path, download)
     _refuse("path is", "sets known by name", source, path)
     where = Path(source).expanduser()
     if not where.exists():
-        close = difflib.get_close_matches(str(source), named.NAMES, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
+        close = difflib.get_close_matches(os.fspath(source).lower(), named.NAMES, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else "."
         raise FileNotFoundError(
             f"there is no file or folder {source}{hint} Sets known by name: {', '.join(named.NAMES)}"
         )
-    if where.is_dir() and find_split(where, split) is None:
+    if not where.is_dir() and not where.is_file():
+        raise DataError(f"{where} is neither a file nor a folder")
+    if where.is_dir() and not any(find_images(where, each) for each in get_args(Split)):
         return _load_folder(where, split, size, channels)
     _refuse("size and channels are", "folders of images", source, size, channels)
     images, labels = _read_arrays(where, split)
@@ -78,10 +85,13 @@ def load(
 
 def _read_arrays(where: Path, split: Split) -> tuple[Array, Array | None]:
     """Images and labels of a file, or of a folder of IDX files."""
-    pair = find_split(where, split) if where.is_dir() else None
-    if pair is not None:
-        return read_idx(pair[0]), read_idx(pair[1])
-    if where.suffix == ".npz":
+    suffix = where.suffix.lower()
+    if where.is_dir():
+        found = find_images(where, split)
+        if found is None:
+            raise DataError(f"{where} has no {split} split: there is no {PREFIX[split]}-images-idx3-ubyte in it")
+        return _read_idx_pair(found)
+    if suffix == ".npz":
         plain = split == "train"
         images, labels = read_npz(
             where,
@@ -94,22 +104,30 @@ def _read_arrays(where: Path, split: Split) -> tuple[Array, Array | None]:
         return images, labels
     if split == "test":
         raise DataError(f"{where} is one set of images, with no test split; name the file of the test images instead")
-    if where.suffix == ".npy":
+    if suffix == ".npy":
         return read_npy(where), None
-    beside = find_labels(where)
-    return read_idx(where), None if beside is None else read_idx(beside)
+    if suffix in SUFFIXES:
+        raise DataError(f"{where} is one picture; name the folder that holds it and others")
+    return _read_idx_pair(where)
+
+
+def _read_idx_pair(images: Path) -> tuple[Array, Array | None]:
+    beside = find_labels(images)
+    return read_idx(images), None if beside is None else read_idx(beside)
 
 
 def _load_folder(where: Path, split: Split, size: int | tuple[int, int] | None, channels: int | None) -> ImageSet:
-    if size is not None:
-        size = (size, size) if isinstance(size, int) else size
-        for name, pixels in zip(("height", "width"), size, strict=True):
-            checks.require_int(f"size ({name})", pixels, 1)
-    if channels not in (None, 1, 3):
-        raise ValueError(f"channels must be 1 (grey) or 3 (RGB), but is {channels!r}")
-    if (where / split).is_dir():
-        where = where / split
-    elif split == "test":
+    """Images of a folder, or of its part for this split; both parts number their labels alike."""
+    parts = [where / each for each in get_args(Split) if (where / each).is_dir()]
+    if len(parts) == 2:
+        names = sorted(set.union(*map(subfolders, parts)))
+        return read_folder(where / split, size=size, channels=channels, label_names=names)
+    if parts:
+        raise DataError(
+            f"{where} has a subfolder {parts[0].name!r} but not its counterpart, so it is unclear what to learn from; "
+            f"name {parts[0]} itself, or make both 'train' and 'test'"
+        )
+    if split == "test":
         raise DataError(f"{where} has no subfolder 'test'; make one, or name the folder of the test images instead")
     return read_folder(where, size=size, channels=channels)
 

@@ -25,24 +25,26 @@ class SupportsRead(Protocol):
 class DataError(ValueError):
     """A file or folder does not hold what its name or header promises."""
 
+    __module__ = "poecaps.data"
+
 
 def allocate(shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
     """Return an array to be filled; a large one lives in a temporary file that vanishes with it."""
     size = math.prod(shape) * dtype.itemsize
     if size <= SPILL:
         return np.empty(shape, dtype)
-    with tempfile.TemporaryFile(prefix="poecaps-") as file:
-        try:
+    try:
+        with tempfile.TemporaryFile(prefix="poecaps-") as file:
             if hasattr(os, "posix_fallocate"):  # so that a full disk is an error here and no crash later
                 os.posix_fallocate(file.fileno(), 0, size)
             else:
                 file.truncate(size)
-        except OSError as error:
-            raise DataError(
-                f"unpacking needs {size / 2**20:.0f} MiB in {tempfile.gettempdir()}, which has no room for them "
-                f"({error.strerror}); free some, or point TMPDIR to a larger disk"
-            ) from error
-        return np.memmap(file, dtype, mode="r+", shape=tuple(shape))
+            return np.memmap(file, dtype, mode="r+", shape=tuple(shape))
+    except (OSError, OverflowError) as error:
+        raise DataError(
+            f"unpacking needs {size / 2**20:,.0f} MiB in {tempfile.gettempdir()}, which has no room for them "
+            f"({error}); free some, or point TMPDIR to a larger disk"
+        ) from error
 
 
 def read_stream(stream: SupportsRead, shape: Sequence[int], dtype: np.dtype[Any], what: str) -> np.ndarray[Any, Any]:

@@ -48,8 +48,8 @@ def read_npz(path: str | os.PathLike[str], wanted: Sequence[Sequence[str]]) -> l
                 found = [next((names[name] for name in choices if name in names), None) for choices in wanted]
                 if found[0] is None:
                     raise DataError(
-                        f"{path} holds the arrays {', '.join(sorted(names)) or '(none)'}, but none of "
-                        f"{', '.join(wanted[0])}; save it with np.savez(path, {wanted[0][-1]}=…)"
+                        f"{path} holds the arrays {', '.join(sorted(names)) or '(none)'}, but none called "
+                        f"{' or '.join(wanted[0])}; save it with np.savez(path, {wanted[0][-1]}=…)"
                     )
                 return [None if info is None else _read_member(path, archive, info) for info in found]
         except DataError:
@@ -69,19 +69,19 @@ def _read_member(path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo) ->
     with path.open("rb") as file:  # the local header is 30 bytes and two names, their lengths at bytes 26 and 28
         file.seek(info.header_offset + 26)
         start = info.header_offset + 30 + sum(struct.unpack("<HH", file.read(4)))
-    return _map(path, start + header, info.file_size - header, shape, fortran, dtype, what)
+    available = min(info.file_size, info.compress_size, path.stat().st_size - start)
+    return _map(path, start + header, available - header, shape, fortran, dtype, what)
 
 
 def _read_header(file: IO[bytes], what: str) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
     try:
-        version = npy.read_magic(file)
-        read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
+        read = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}[npy.read_magic(file)]
         shape, fortran, dtype = read(file)
     except Exception as error:  # a damaged header makes NumPy's parser raise almost anything
-        raise DataError(f"{what} is no NumPy array file ({error})") from error
+        raise DataError(f"{what} is no NumPy array file ({error}); save it anew with np.save or np.savez") from error
     if dtype.hasobject:
         raise DataError(f"{what} holds Python objects, which could run code when opened; save a plain numeric array")
-    if min(shape, default=1) < 1 or not dtype.itemsize:
+    if not all(type(side) is int and side > 0 for side in shape) or not dtype.itemsize:
         raise DataError(f"{what} is empty: its shape is {shape}")
     return shape, fortran, dtype
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,34 +10,44 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from poecaps import _checks as checks
 from poecaps.data._storage import DataError, allocate
 from poecaps.data.images import ImageSet
 
 if TYPE_CHECKING:
-    import os
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from PIL.Image import Image
 
+MAX_SIDE = 16384  # pixels; more is a slip of the keyboard
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
+FORMATS = ("PNG", "JPEG", "WEBP")  # and no other decoder, whatever a file is called
 GREY_MODES = ("1", "L", "LA", "I", "I;16", "I;16B", "I;16L")
 
 
 def read_folder(
-    path: str | os.PathLike[str], *, size: tuple[int, int] | None = None, channels: int | None = None
+    path: str | os.PathLike[str],
+    *,
+    size: int | tuple[int, int] | None = None,
+    channels: int | None = None,
+    label_names: Sequence[str] | None = None,
 ) -> ImageSet:
     """Read all PNG, JPEG and WebP images below a folder, in the order of their paths.
 
-    Where the images lie in two or more subfolders, and only there, the first-level subfolder is the label.
+    Where all images lie in subfolders, two or more, the first-level subfolder is the label. One image outside them, and
+    there are no labels.
 
     Parameters
     ----------
     path
         The folder.
     size : (height, width), optional
-        Scale each image to cover this size and crop its centre. Without it all images must have one size.
+        Scale each image to cover this size and crop its centre; one number for a square. Without it all images must
+        have one size.
     channels
         1 for grey, 3 for RGB; by default grey if all images are grey. Transparency is laid on black.
+    label_names
+        The subfolders that there may be, in the order of their labels; by default those that there are, sorted.
 
     Raises
     ------
@@ -44,12 +55,17 @@ def read_folder(
         If there is no image, one cannot be decoded, or sizes differ and no `size` is given.
     """
     root = Path(path)
-    files = sorted(file for file in root.rglob("*") if file.is_file() and not file.name.startswith("."))
+    if not root.is_dir():
+        raise NotADirectoryError(f"{root} is no folder; name the folder that holds the images")
+    size = _as_size(size)
+    if channels is not None and (type(channels) is not int or channels not in (1, 3)):
+        raise ValueError(f"channels must be 1 (grey) or 3 (RGB), but is {channels!r}")
+    files = sorted(_walk(root))
     pictures = [file for file in files if file.suffix.lower() in SUFFIXES]
     if not pictures:
         there = ", ".join(file.name for file in files[:3]) + (", …" if len(files) > 3 else "")
         raise DataError(
-            f"{root} holds no image ({', '.join(SUFFIXES)}); found {there or 'nothing'}. Name a folder with images"
+            f"{root} holds no image ({', '.join(SUFFIXES)}), but {there or 'nothing'}; name a folder with images"
         )
     if channels is None:
         channels = 1 if all(map(_is_grey, pictures)) else 3
@@ -65,7 +81,7 @@ def read_folder(
             )
         images[index] = image
 
-    labels, names = _labels(root, pictures)
+    labels, names = _labels(root, pictures, label_names)
     skipped = tuple(str(file) for file in files if file.suffix.lower() not in SUFFIXES)
     return ImageSet(images, labels, label_names=names, source=str(root), skipped=skipped)
 
@@ -78,8 +94,10 @@ def _opened(file: Path) -> Iterator[Image]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
-            with Image.open(file) as image:
+            with Image.open(file, formats=FORMATS) as image:
                 yield image
+    except (MemoryError, PermissionError):
+        raise
     except Exception as error:  # Pillow has many ways to say that a file is damaged
         raise DataError(f"{file} is no sound image ({error}); mend or remove it") from error
 
@@ -106,9 +124,38 @@ def _decode(file: Path, size: tuple[int, int] | None, channels: int) -> np.ndarr
         return np.asarray(image).reshape(*image.size[::-1], channels)
 
 
-def _labels(root: Path, pictures: list[Path]) -> tuple[np.ndarray[Any, Any] | None, tuple[str, ...]]:
+def subfolders(root: Path) -> set[str]:
+    """Names of the first-level folders in which there are images."""
+    parents = {file.relative_to(root).parts[0] for file in _walk(root) if file.suffix.lower() in SUFFIXES}
+    return {name for name in parents if (root / name).is_dir()}
+
+
+def _walk(root: Path) -> Iterator[Path]:
+    """Yield all files below a folder, but hidden ones; a folder that cannot be read is an error, not a gap."""
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    for folder, _, files in os.walk(root, onerror=refuse):
+        yield from (Path(folder) / file for file in files if not file.startswith("."))
+
+
+def _as_size(size: int | tuple[int, int] | None) -> tuple[int, int] | None:
+    if size is None:
+        return None
+    sides = tuple(size) if isinstance(size, (tuple, list)) else (size, size)
+    if len(sides) != 2:
+        raise ValueError(f"size must be one number, or height and width, but is {size!r}")
+    for side in sides:
+        checks.require_int("size", side, 1, MAX_SIDE)
+    return int(sides[0]), int(sides[1])
+
+
+def _labels(
+    root: Path, pictures: list[Path], label_names: Sequence[str] | None
+) -> tuple[np.ndarray[Any, Any] | None, tuple[str, ...]]:
     parents = [file.relative_to(root).parts[:-1] for file in pictures]
-    names = sorted({parts[0] for parts in parents if parts})
+    names = sorted({parts[0] for parts in parents if parts}) if label_names is None else list(label_names)
     if len(names) < 2 or not all(parents):
         return None, ()
     return np.array([names.index(parts[0]) for parts in parents]), tuple(names)

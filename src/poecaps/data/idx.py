@@ -65,11 +65,9 @@ def read_idx(path: str | os.PathLike[str]) -> np.ndarray[Any, Any]:
             raise DataError(f"{path} is a damaged gzip file ({error}); get it anew") from error
 
 
-def find_split(folder: Path, split: Split) -> tuple[Path, Path] | None:
-    """Find the images and the labels of a split in a folder, under any of their customary names."""
-    images = _first_file(folder, f"{PREFIX[split]}-images-idx3-ubyte")
-    labels = _first_file(folder, f"{PREFIX[split]}-labels-idx1-ubyte")
-    return None if images is None or labels is None else (images, labels)
+def find_images(folder: Path, split: Split) -> Path | None:
+    """Find the images of a split in a folder, under any of their customary names."""
+    return _first_file(folder, f"{PREFIX[split]}-images-idx3-ubyte")
 
 
 def find_labels(images: Path) -> Path | None:

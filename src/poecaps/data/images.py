@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,8 +27,8 @@ class ImageSet:
     Attributes
     ----------
     images : (N, H, W, C)
-        uint8 or bool, or floats from 0 to 1; C is 1 or 3. May be memory-mapped. `(N, H, W)` and `(N, C, H, W)` are
-        accepted and viewed as `(N, H, W, C)`.
+        uint8 or bool, or floats from 0 to 1; C is 1 or 3. May be memory-mapped. `(N, H, W)` and `(N, C, H, W)`, and
+        tensors, are accepted and viewed as an array of `(N, H, W, C)`.
     labels : (N,), optional
         Whole numbers.
     label_names
@@ -52,9 +53,11 @@ class ImageSet:
     def __repr__(self) -> str:
         channels, height, width = self.shape
         colour = "grey" if channels == 1 else "RGB"
+        noun = "image" if len(self) == 1 else "images"
         labelled = "unlabelled" if self.labels is None else f"{len(np.unique(self.labels))} labels"
-        skipped = f", {len(self.skipped)} files skipped" if self.skipped else ""
-        return f"ImageSet({len(self):,} {colour} images of {height}×{width}, {labelled}, from {self.source}{skipped})"
+        files = "file" if len(self.skipped) == 1 else "files"
+        skipped = f", {len(self.skipped)} {files} skipped" if self.skipped else ""
+        return f"ImageSet({len(self):,} {colour} {noun} of {height}×{width}, {labelled}, from {self.source}{skipped})"
 
     def __len__(self) -> int:
         return len(self.images)
@@ -68,44 +71,72 @@ class ImageSet:
     def batch(self, indices: Sequence[int] | np.ndarray[Any, Any] | Tensor | slice) -> Tensor:
         """Draw images as floats.
 
+        Parameters
+        ----------
+        indices : (B,)
+            Which ones: whole numbers, a slice, or a mask of N truth values.
+
         Returns
         -------
         (B, C, H, W)
             float32 from 0 to 1.
         """
-        if isinstance(indices, slice):
-            indices = range(*indices.indices(len(self)))
-        chosen = np.moveaxis(self.images[np.asarray(indices, dtype=np.int64)], -1, 1)
+        chosen = np.moveaxis(self.images[self._as_indices(indices)], -1, 1)
         batch = torch.from_numpy(np.ascontiguousarray(chosen, dtype=np.float32))
         return batch.div_(255) if self.images.dtype == np.uint8 else batch
 
     def batches(
         self, size: int, *, generator: torch.Generator | None = None, drop_last: bool = False
     ) -> Iterator[Tensor]:
-        """Draw every image once, `size` at a time: shuffled by `generator`, or in order without one.
+        """Draw every image once, without labels, `size` at a time.
 
-        Yields
-        ------
-        (B, C, H, W)
+        Parameters
+        ----------
+        size
+            Images in a batch, B.
+        generator
+            Shuffles the images; without one they come in order.
+        drop_last
+            Whether to leave out a last batch of fewer images.
+
+        Returns
+        -------
+        iterator of (B, C, H, W)
             float32 from 0 to 1.
         """
         checks.require_int("size", size, 1)
         order = np.arange(len(self))
         if generator is not None:
             order = torch.randperm(len(self), generator=generator, device=generator.device).cpu().numpy()
-        for start in range(0, len(self), size):
-            indices = order[start : start + size]
-            if len(indices) == size or not drop_last:
-                yield self.batch(indices)
+        stop = len(self) - len(self) % size if drop_last else len(self)
+        return (self.batch(order[start : start + size]) for start in range(0, stop, size))
 
     def __getitem__(self, index: int) -> Tensor | tuple[Tensor, int]:
-        image = self.batch([index])[0]
+        """Return an image (C, H, W), with its label where there are labels."""
+        if not isinstance(index, numbers.Integral):
+            raise TypeError(f"index must be one whole number, but is {index!r}; for several images use batch(…)")
+        image = self.batch([int(index)])[0]
         return image if self.labels is None else (image, int(self.labels[index]))
 
+    def _as_indices(self, indices: Any) -> np.ndarray[Any, Any]:
+        if isinstance(indices, slice):
+            return np.arange(len(self))[indices]
+        chosen = np.asarray(indices)
+        if chosen.ndim == 1 and chosen.dtype == np.bool_ and len(chosen) == len(self):
+            return np.flatnonzero(chosen)
+        if chosen.ndim != 1 or (chosen.dtype.kind not in "iu" and chosen.size):
+            raise TypeError(
+                f"indices must be a row of whole numbers, a slice or a mask of {len(self)} truth values, "
+                f"but have shape {chosen.shape} and type {chosen.dtype}"
+            )
+        return chosen.astype(np.int64)
 
-def _as_nhwc(images: np.ndarray[Any, Any], source: str) -> np.ndarray[Any, Any]:
+
+def _as_nhwc(images: Any, source: str) -> Any:
+    if isinstance(images, torch.Tensor):
+        images = images.numpy(force=True)
     if not isinstance(images, np.ndarray):
-        raise TypeError(f"images must be a NumPy array, but is {type(images).__name__}")
+        raise TypeError(f"images must be a NumPy array or a tensor, but is {type(images).__name__}")
     if images.ndim == 3:
         images = images[..., np.newaxis]
     elif images.ndim == 4 and images.shape[-1] not in (1, 3) and images.shape[1] in (1, 3):
@@ -113,7 +144,7 @@ def _as_nhwc(images: np.ndarray[Any, Any], source: str) -> np.ndarray[Any, Any]:
     if images.ndim != 4 or images.shape[-1] not in (1, 3):
         raise DataError(
             f"the images of {source} have shape {images.shape}; give (N, H, W), (N, H, W, C) or (N, C, H, W) "
-            "with C 1 or 3"
+            "with C 1 or 3; reshape flat rows, drop a channel of transparency"
         )
     if images.size == 0:
         raise DataError(f"the images of {source} are empty: their shape is {images.shape}")
@@ -128,17 +159,21 @@ def _as_nhwc(images: np.ndarray[Any, Any], source: str) -> np.ndarray[Any, Any]:
         bad = ~((part >= 0) & (part <= 1))
         if bad.any():
             where = tuple(int(index) for index in np.argwhere(bad)[0])
+            remedy = "divide by the largest value they can have, such as 255" if part[where] > 1 else "mend them"
             raise DataError(
                 f"the images of {source} must be floats from 0 to 1, but image {start + where[0]} has the value "
-                f"{part[where]}; bring them there, for example by dividing by 255"
+                f"{part[where]}; {remedy}"
             )
     return images
 
 
-def _as_labels(labels: np.ndarray[Any, Any], count: int, source: str) -> np.ndarray[Any, Any]:
+def _as_labels(labels: Any, count: int, source: str) -> Any:
+    labels = labels.numpy(force=True) if isinstance(labels, torch.Tensor) else np.asarray(labels)
     if labels.ndim != 1 or labels.dtype.kind not in "iu" or len(labels) != count:
         raise DataError(
             f"the labels of {source} have shape {labels.shape} and type {labels.dtype}; "
             f"there must be one whole number for each of the {count} images"
         )
-    return np.asarray(labels, dtype=np.int64)
+    if labels.max() > np.iinfo(np.int64).max:
+        raise DataError(f"the labels of {source} go up to {labels.max()}, which does not fit into 64 bits with a sign")
+    return labels.astype(np.int64)
