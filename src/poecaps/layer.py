@@ -10,6 +10,7 @@ from torch import nn
 
 from poecaps import _checks as checks
 from poecaps import functional as F
+from poecaps import kernels
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,6 +26,7 @@ class _Held:
     """Capsules with what is held fixed while they are mixed: their coefficients and who may fire."""
 
     x: Tensor  # (B, I, K)
+    z: Tensor  # (B, J, D), the preactivation of x
     coefficients: Tensor  # (B, I, J)
     on: Tensor | None  # (B, J) of bool; None: all may fire
 
@@ -313,7 +315,7 @@ class CapsuleExperts(nn.Module):
         )
 
     def _route(self, x: Tensor) -> F.Routing:
-        return F.routing_by_agreement(
+        return kernels.routing_by_agreement(
             x,
             self.weight,
             iterations=self.iterations,
@@ -341,21 +343,20 @@ class CapsuleExperts(nn.Module):
 
     def _hold(self, x: Tensor) -> _Held:
         routing = self._route(x)
-        return _Held(x, routing.coefficients, self._may_fire(routing.preactivation))
+        return _Held(x, routing.preactivation, routing.coefficients, self._may_fire(routing.preactivation))
 
     def _mix(self, held: _Held, mixing: Mixing, generator: torch.Generator | None) -> _Held:
-        """Go up and down once: x → z_j → what the experts send → x̃."""
-        z = F.preactivation(held.x, self.weight, held.coefficients)
+        """Go down and up once: z_j → what the experts send → x̃ → z̃_j."""
         if mixing == "deterministic":
-            y = F.squash(z)
+            y = F.squash(held.z)
         else:
-            fires = torch.bernoulli(F.firing_probability(z).float(), generator=generator).to(z.dtype)
-            y = fires.unsqueeze(-1) * F.direction(z)
-        x = F.reconstruction(_only(held.on, y), self.weight, held.coefficients)
-        return _Held(x.to(held.x.dtype), held.coefficients, held.on)
+            fires = torch.bernoulli(F.firing_probability(held.z).float(), generator=generator).to(held.z.dtype)
+            y = fires.unsqueeze(-1) * F.direction(held.z)
+        x = kernels.reconstruction(_only(held.on, y), self.weight, held.coefficients).to(held.x.dtype)
+        return _Held(x, kernels.preactivation(x, self.weight, held.coefficients), held.coefficients, held.on)
 
     def _held_free_energy(self, held: _Held) -> Tensor:
-        z = F.preactivation(held.x, self.weight, held.coefficients)
+        z = kernels.preactivation(held.x, self.weight, held.coefficients)
         return F.free_energy(z, held.on)
 
     def _nudge_balance(self, on: Tensor | None) -> None:

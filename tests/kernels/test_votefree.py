@@ -1,0 +1,95 @@
+"""Routing without votes gives what the reference gives, in float32 to 1e-5 of the float64 reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from poecaps import CapsuleExperts, squash
+from poecaps import functional as F
+from poecaps.kernels import votefree
+
+OPTIONS = [(axis, agreement) for axis in F.AXES for agreement in F.AGREEMENTS]
+SIZES = [(1, 1, 1, 1, 1), (2, 7, 3, 5, 4), (3, 40, 8, 6, 16), (5, 13, 2, 1, 9)]
+
+
+def problem(sizes: tuple[int, ...], generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    b, i, k, j, d = sizes
+    x = squash(torch.randn(b, i, k, generator=generator))
+    return x, torch.randn(i, j, d, k, generator=generator)
+
+
+def relative_error(ours: Tensor, exact: Tensor) -> float:
+    return ((ours.double() - exact).norm() / exact.norm()).item()
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("iterations", [1, 2, 3, 8])
+@pytest.mark.parametrize(("normalize", "agreement"), OPTIONS)
+def test_routing(
+    sizes: tuple[int, ...], iterations: int, normalize: F.Axis, agreement: F.Agreement, generator: torch.Generator
+) -> None:
+    x, weight = problem(sizes, generator)
+    # Inner products are unbounded: sharper, and eight iterations would magnify rounding beyond any fixed bound.
+    options = {
+        "iterations": iterations,
+        "sharpness": 5.0 if agreement == "cosine" else 1.0,
+        "normalize": normalize,
+        "agreement": agreement,
+    }
+    exact = F.routing_by_agreement(x.double(), weight.double(), **options)  # type: ignore[arg-type]
+    ours = votefree.routing_by_agreement(x, weight, **options)  # type: ignore[arg-type]
+    assert relative_error(ours.coefficients, exact.coefficients) < 1e-5
+    assert relative_error(ours.preactivation, exact.preactivation) < 1e-5
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_up_and_down_with_held_coefficients(sizes: tuple[int, ...], generator: torch.Generator) -> None:
+    x, weight = problem(sizes, generator)
+    c = torch.rand(sizes[0], sizes[1], sizes[3], generator=generator)
+    y = squash(torch.randn(sizes[0], sizes[3], sizes[4], generator=generator))
+    exact = (x.double(), weight.double().requires_grad_(), c.double())
+    weight.requires_grad_()
+    for function in ("preactivation", "reconstruction"):
+        first = x if function == "preactivation" else y
+        ours = getattr(votefree, function)(first, weight, c)
+        reference = getattr(F, function)(first.double(), *exact[1:])
+        assert relative_error(ours, reference) < 1e-5
+    pull = torch.randn(sizes[0], sizes[3], sizes[4], generator=generator)
+    (votefree.preactivation(x, weight, c) * pull).sum().backward()
+    (F.preactivation(*exact) * pull).sum().backward()
+    assert weight.grad is not None
+    assert exact[1].grad is not None
+    assert relative_error(weight.grad, exact[1].grad) < 1e-5
+
+
+@pytest.mark.parametrize(("normalize", "agreement"), OPTIONS)
+def test_zero_capsules_and_zero_weights(normalize: F.Axis, agreement: F.Agreement, generator: torch.Generator) -> None:
+    x, weight = problem((2, 7, 3, 5, 4), generator)
+    x[:, 2] = 0
+    weight[:, 1] = 0
+    options = {"iterations": 3, "sharpness": 5.0, "normalize": normalize, "agreement": agreement}
+    ours = votefree.routing_by_agreement(x, weight, **options)  # type: ignore[arg-type]
+    exact = F.routing_by_agreement(x.double(), weight.double(), **options)  # type: ignore[arg-type]
+    assert relative_error(ours.coefficients, exact.coefficients) < 1e-5
+    assert relative_error(ours.preactivation, exact.preactivation) < 1e-5
+
+
+def test_learning_takes_the_version_without_votes_on_the_cpu(
+    generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A training step and an encoding without gradients make no vote; a forward with gradients does."""
+
+    def no_votes(*_: Tensor) -> Tensor:
+        raise AssertionError("votes were made")
+
+    layer = CapsuleExperts(7, 3, 5, 4, winners=2, generator=generator).eval()
+    x, _ = problem((2, 7, 3, 5, 4), generator)
+    expected = layer(x).detach()
+    monkeypatch.setattr(F, "votes", no_votes)
+    layer.contrastive_divergence(x, 2, mixing="bernoulli", chain=x.clone(), generator=generator).backward()
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x), expected)
+    with pytest.raises(AssertionError, match="votes were made"):
+        layer(x)
