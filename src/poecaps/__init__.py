@@ -2,12 +2,19 @@
 
 from poecaps import data, functional
 from poecaps._checks import check_capsules
+from poecaps._files import ModelError
+from poecaps.autoencoder import ConvAutoencoder
 from poecaps.functional import Routing, routing_by_agreement, squash, unsquash
 from poecaps.layer import CapsuleExperts
+from poecaps.network import Architecture, CapsuleNetwork
 
 __version__ = "0.1.0"
 __all__ = [
+    "Architecture",
     "CapsuleExperts",
+    "CapsuleNetwork",
+    "ConvAutoencoder",
+    "ModelError",
     "Routing",
     "check_capsules",
     "data",

@@ -1,0 +1,93 @@
+"""Files that hold weights: safetensors with a checksum, put in place at once or not at all, never a pickle."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+
+class ModelError(ValueError):
+    """A file is no model or checkpoint of ours, or a damaged one, or of a version we do not know."""
+
+    __module__ = "poecaps"
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write a file under another name and then rename it, so that a crash or a full disk leaves the old one whole."""
+    handle, part = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(part).chmod(0o644)
+        Path(part).replace(path)
+    finally:
+        Path(part).unlink(missing_ok=True)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write indented JSON, atomically."""
+    write_atomically(path, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object."""
+    try:
+        value = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path} is no JSON file ({error})") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} holds a JSON {type(value).__name__}, where an object is due")
+    return value
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
+    """Write tensors and a JSON object about them, atomically."""
+    import safetensors.torch
+
+    whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    metadata = {"about": json.dumps(about, ensure_ascii=False), "sha256": _digest(whole)}
+    write_atomically(path, safetensors.torch.save(whole, metadata))
+
+
+def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Read what `write_tensors` wrote.
+
+    Raises
+    ------
+    ModelError
+        If the file is damaged, cut short or was not written by us.
+    """
+    import safetensors
+
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
+    except safetensors.SafetensorError as error:
+        raise ModelError(f"{path} is a damaged file, or no safetensors file ({error})") from error
+    if "about" not in metadata or "sha256" not in metadata:
+        raise ModelError(f"{path} is a safetensors file, but none that poecaps wrote")
+    if _digest(tensors) != metadata["sha256"]:
+        raise ModelError(f"{path} is damaged: its weights do not match their checksum; use another copy")
+    return tensors, json.loads(metadata["about"])
+
+
+def _digest(tensors: Mapping[str, Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        digest.update(f"{name} {tensors[name].dtype} {tuple(tensors[name].shape)}".encode())
+        digest.update(tensors[name].reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,170 @@
+"""Stage 1: the convolutional autoencoder whose filters turn images into capsules."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from poecaps import _checks as checks
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class ConvAutoencoder(nn.Module):
+    """Two convolutions up, and the same filters transposed down.
+
+    Up: `kernel`×`kernel` filters with stride 1, leaky ReLU, then with stride 2, leaky ReLU; dropout. Down: the same
+    filters transposed, leaky ReLU, then a sigmoid. With the paper's sizes 28×28 → 20×20 → 6×6×128.
+
+    Parameters
+    ----------
+    channels
+        C of the images, 1 (grey) or 3 (RGB).
+    features
+        Filters of each convolution.
+    kernel
+        Side of the filters.
+    dropout
+        Share of hidden features that training hides from the decoder.
+    bias
+        Whether the convolutions have biases, one set going up and one going down.
+    slope
+        Of the leaky ReLU, for negative values.
+    generator
+        Source of the initial filters.
+    device, dtype
+        As for any `torch.nn` layer.
+    """
+
+    up_1: nn.Parameter | None
+    up_2: nn.Parameter | None
+    down_2: nn.Parameter | None
+    down_1: nn.Parameter | None
+
+    def __init__(
+        self,
+        channels: int = 1,
+        *,
+        features: int = 128,
+        kernel: int = 9,
+        dropout: float = 0.2,
+        bias: bool = True,
+        slope: float = 0.2,
+        generator: torch.Generator | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        for name, value in {"channels": channels, "features": features, "kernel": kernel}.items():
+            checks.require_int(name, value, 1)
+        for name, number in {"dropout": dropout, "slope": slope}.items():
+            checks.require_nonnegative(name, number)
+            if number >= 1:
+                raise ValueError(f"{name} must be below 1, but is {number}")
+        self.channels, self.features, self.kernel = channels, features, kernel
+        self.dropout, self.slope = dropout, slope
+
+        def empty(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(*shape, device=device, dtype=dtype))
+
+        self.first = empty(features, channels, kernel, kernel)
+        self.second = empty(features, features, kernel, kernel)
+        for name, size in {"up_1": features, "up_2": features, "down_2": features, "down_1": channels}.items():
+            self.register_parameter(name, empty(size) if bias else None)
+        self.reset_parameters(generator)
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Draw filters that keep the variance of what they see (He et al.), and zero the biases."""
+        gain = nn.init.calculate_gain("leaky_relu", self.slope)
+        for filters in (self.first, self.second):
+            nn.init.normal_(filters, std=gain / filters[0].numel() ** 0.5, generator=generator)
+        for bias in (self.up_1, self.up_2, self.down_2, self.down_1):
+            if bias is not None:
+                nn.init.zeros_(bias)
+
+    def grid(self, size: tuple[int, int]) -> tuple[int, int]:
+        """Height and width of the features of an image of this height and width.
+
+        Raises
+        ------
+        ValueError
+            If the image is too small to have any.
+        """
+        height, width = ((side - self.kernel + 1 - self.kernel) // 2 + 1 for side in size)
+        if height < 1 or width < 1:
+            least = 2 * self.kernel - 1
+            raise ValueError(
+                f"images must be at least {least}×{least} for filters of {self.kernel}×{self.kernel}, "
+                f"but are {size[0]}×{size[1]}; enlarge them, or use a smaller kernel"
+            )
+        return height, width
+
+    def encode(self, images: Tensor) -> Tensor:
+        """Compute features.
+
+        Parameters
+        ----------
+        images : (B, C, H, W)
+            From 0 to 1.
+
+        Returns
+        -------
+        (B, F, h, w)
+            With (h, w) = `grid((H, W))`.
+        """
+        checks.require_floating("images", images)
+        checks.require_shape("images", images, "BCHW", (None, self.channels, None, None), "C must be that of the model")
+        self.grid((images.shape[2], images.shape[3]))
+        hidden = self._leak(nn.functional.conv2d(images, self.first, self.up_1))
+        return self._leak(nn.functional.conv2d(hidden, self.second, self.up_2, stride=2))
+
+    def decode(self, features: Tensor, size: tuple[int, int]) -> Tensor:
+        """Draw images of this height and width from features.
+
+        Parameters
+        ----------
+        features : (B, F, h, w)
+            With (h, w) = `grid(size)`.
+        size
+            (H, W).
+
+        Returns
+        -------
+        (B, C, H, W)
+            From 0 to 1.
+        """
+        return torch.sigmoid(self.logits(features, size))
+
+    def logits(self, features: Tensor, size: tuple[int, int]) -> Tensor:
+        """Compute the images of `decode` before their sigmoid."""
+        checks.require_floating("features", features)
+        sizes = (None, self.features, *self.grid(size))
+        checks.require_shape("features", features, "BFhw", sizes, "encode an image of the size that you decode")
+        # A stride of 2 forgets whether the side before it was odd or even; the image's size tells.
+        padding = [(side - 2 * self.kernel + 1) % 2 for side in size]
+        hidden = nn.functional.conv_transpose2d(features, self.second, self.down_2, stride=2, output_padding=padding)
+        return nn.functional.conv_transpose2d(self._leak(hidden), self.first, self.down_1)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Reconstruct images, with dropout in training mode: (B, C, H, W) → (B, C, H, W)."""
+        return torch.sigmoid(self._reconstruction_logits(images))
+
+    def loss(self, images: Tensor) -> Tensor:
+        """Compute the mean cross-entropy between pixels and their reconstruction, with dropout in training mode.
+
+        Parameters
+        ----------
+        images : (B, C, H, W)
+        """
+        logits = self._reconstruction_logits(images).float()
+        return nn.functional.binary_cross_entropy_with_logits(logits, images.float())
+
+    def _reconstruction_logits(self, images: Tensor) -> Tensor:
+        features = nn.functional.dropout(self.encode(images), self.dropout, self.training)
+        return self.logits(features, (images.shape[2], images.shape[3]))
+
+    def _leak(self, x: Tensor) -> Tensor:
+        return nn.functional.leaky_relu(x, self.slope)

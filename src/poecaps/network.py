@@ -1,0 +1,443 @@
+"""The whole model: images → features → capsules → experts, and back."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import torch
+from torch import nn
+
+from poecaps import _checks as checks
+from poecaps import functional as F
+from poecaps._files import ModelError, read_json, read_tensors, write_json, write_tensors
+from poecaps.autoencoder import ConvAutoencoder
+from poecaps.layer import CapsuleExperts
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterable, Mapping
+
+    from torch import Tensor
+
+Domain = Literal["complete", "restricted", "learned", "joint"]
+DOMAINS: tuple[Domain, ...] = get_args(Domain)
+
+FORMAT, VERSION = "poecaps", 1
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Everything that shapes a `CapsuleNetwork`; what training changes is in its weights."""
+
+    image_shape: tuple[int, int, int] = (1, 28, 28)
+    """C, H, W."""
+    features: int = 128
+    """Filters of each convolution."""
+    kernel: int = 9
+    """Side of the filters."""
+    bias: bool = True
+    """Whether the convolutions have biases."""
+    dropout: float = 0.2
+    """Share of features hidden from the decoder while the autoencoder trains."""
+    capsule_dim: int = 8
+    """Features that make one input capsule."""
+    experts: tuple[tuple[int, int], ...] = ((20, 16),)
+    """Number and dimension of the experts of each capsule layer, from the lowest to the highest."""
+    iterations: int = 3
+    """Repeats of routing by agreement."""
+    sharpness: float = 5.0
+    """Factor of the agreement in routing."""
+    normalize: F.Axis = "inputs"
+    """Whether an expert shares its attention among inputs, or an input its votes among experts."""
+    agreement: F.Agreement = "cosine"
+    """How agreement is measured."""
+    winners: int | None = None
+    """How many experts may fire for an image; None: all."""
+    decoder_sharpness: float = 1.0
+    """Factor of the agreement in the routing of the capsule decoder."""
+    centre: bool = True
+    """Whether the mean over the training images is subtracted from each input capsule."""
+    scale: float | None = 0.4
+    """Mean norm that input capsules are scaled to before they are squashed; None: left as they are."""
+    whiten: bool = False
+    """Whether each input capsule is whitened by its covariance over the training images."""
+    components: int = 50
+    """Gaussians in the density that whole codes are drawn from."""
+
+
+class CapsuleScaling(nn.Module):
+    """An affine map for each capsule, fitted to training data, that is undone on the way back.
+
+    x_i = squash(s A_i (a_i − m_i)), with m the mean (or 0), A_i the inverse root of the covariance (or 1) and s one
+    number that brings the mean norm to its target (or 1).
+    """
+
+    mean: Tensor
+    matrix: Tensor
+    inverse: Tensor
+
+    def __init__(self, capsules: int, dim: int, *, centre: bool, scale: float | None, whiten: bool) -> None:
+        super().__init__()
+        self.centre, self.scale, self.whiten = centre, scale, whiten
+        identity = torch.eye(dim).expand(capsules, dim, dim)
+        self.register_buffer("mean", torch.zeros(capsules, dim))
+        self.register_buffer("matrix", identity.clone())
+        self.register_buffer("inverse", identity.clone())
+
+    def to_capsules(self, a: Tensor) -> Tensor:
+        """Squash scaled activations: (B, I, K) → (B, I, K)."""
+        return F.squash(torch.einsum("ikl,bil->bik", self.matrix, a.to(self.mean.dtype) - self.mean))
+
+    def from_capsules(self, x: Tensor) -> Tensor:
+        """Undo `to_capsules`: (B, I, K) → (B, I, K)."""
+        return torch.einsum("ikl,bil->bik", self.inverse, F.unsquash(x)) + self.mean
+
+    @torch.no_grad()
+    def fit(self, batches: Iterable[Tensor]) -> None:
+        """Fit to activations (B, I, K), seen in two passes over `batches`, which must be the same both times."""
+        count = 0
+        first, second = torch.zeros_like(self.mean, dtype=torch.float64), self.matrix.double() * 0
+        for a in batches:
+            a = a.double()
+            count += len(a)
+            first += a.sum(0)
+            second += torch.einsum("bik,bil->ikl", a, a)
+        mean = first / count
+        covariance = second / count - torch.einsum("ik,il->ikl", mean, mean)
+        if self.centre:
+            self.mean.copy_(mean)
+        matrix = self.inverse.double()
+        if self.whiten:
+            values, vectors = torch.linalg.eigh(covariance)
+            values = values.clamp(min=0) + 1e-3 * values.clamp(min=0).mean() + 1e-12
+            matrix = vectors @ (values.rsqrt().unsqueeze(-1) * vectors.mT)
+        if self.scale is not None:
+            total, norms = 0, torch.zeros((), dtype=torch.float64, device=self.mean.device)
+            for a in batches:
+                norms += torch.einsum("ikl,bil->bik", matrix, a.double() - self.mean).norm(dim=-1).mean(1).sum()
+                total += len(a)
+            matrix = matrix * (self.scale * total / norms)
+        self.matrix.copy_(matrix)
+        self.inverse.copy_(torch.linalg.inv(matrix))
+
+
+class CapsuleDecoder(CapsuleExperts):
+    """Capsules below from experts above, routed from the J experts to the I inputs with weights e_ji, Σ_j e_ji = 1.
+
+    As a layer it is `CapsuleExperts` upside down: its inputs are the experts, its weight U has shape (J, I, K, D).
+    """
+
+    def decoding_loss(self, y: Tensor, x: Tensor) -> Tensor:
+        """Compute the loss whose gradient in U is −ΔU, for experts y found for the capsules x.
+
+        With z_i = unsquash(x_i), z̃_i = Σ_j e_ji U_ji y_j, x̃_i = squash(z̃_i) and ỹ_j = squash(Σ_i e_ji U_jiᵀ x̃_i), all
+        held fixed::
+
+            ΔU_ji = 2 · mean e_ji ( g(z_i) y_jᵀ − g(z̃_i) ỹ_jᵀ )
+
+        Parameters
+        ----------
+        y : (B, J, D)
+        x : (B, I, K)
+        """
+        with torch.no_grad():
+            routing = self.route(y)
+            e = routing.coefficients
+            y_model = F.reconstruction(F.squash(routing.preactivation), self.weight, e)
+            data, model = _pull(F.unsquash(x)), _pull(routing.preactivation)
+        toward = (data * F.preactivation(y, self.weight, e)).sum((1, 2)).mean()
+        away = (model * F.preactivation(y_model, self.weight, e)).sum((1, 2)).mean()
+        return 2 * (away - toward)
+
+
+def _pull(z: Tensor) -> Tensor:
+    """g(z) = z/(1+‖z‖²)."""
+    pull: Tensor = z / (1 + z.square().sum(-1, keepdim=True))
+    return pull
+
+
+class CodeDensity(nn.Module):
+    """What generation knows about the codes of the training images, in the space before squashing.
+
+    For each expert: the mean direction of its codes, and a Gaussian fitted to the codes of the images for which it
+    fires. For whole codes: a mixture of Gaussians of low rank, one for each cluster of codes.
+    """
+
+    mean_direction: Tensor
+    mean: Tensor
+    factor: Tensor
+    joint_share: Tensor
+    joint_mean: Tensor
+    joint_factor: Tensor
+
+    def __init__(self, experts: int, dim: int, *, components: int, rank: int = 32) -> None:
+        super().__init__()
+        size = experts * dim
+        self.register_buffer("mean_direction", torch.zeros(experts, dim))
+        self.register_buffer("mean", torch.zeros(experts, dim))
+        self.register_buffer("factor", torch.eye(dim).repeat(experts, 1, 1))
+        self.register_buffer("joint_share", torch.full((components,), 1 / components))
+        self.register_buffer("joint_mean", torch.zeros(components, size))
+        self.register_buffer("joint_factor", torch.zeros(components, size, min(rank, size)))
+
+    @torch.no_grad()
+    def fit(self, codes: Tensor, generator: torch.Generator | None = None) -> None:
+        """Fit to squashed codes (N, J, D); `generator` chooses the first centres of the clusters."""
+        z = F.unsquash(codes.float())
+        self.mean_direction.copy_(F.direction(z).mean(0))
+        for j in range(z.shape[1]):
+            self.mean[j], self.factor[j] = _gaussian(z[z[:, j].any(-1), j], z.shape[2])
+        flat = z.flatten(1)
+        nearest = _clusters(flat, len(self.joint_mean), generator)
+        for m in range(len(self.joint_mean)):
+            members = flat[nearest == m]
+            self.joint_share[m] = len(members) / len(flat)
+            self.joint_mean[m], self.joint_factor[m] = _gaussian(members, self.joint_factor.shape[2])
+
+    def sample(self, count: int, domain: Domain, expert: int | None, generator: torch.Generator | None) -> Tensor:
+        """Draw preactivations (count, J, D); see `CapsuleNetwork.generate`."""
+        experts, dim = self.mean.shape
+        device = self.mean.device
+        if domain == "joint":
+            which = torch.multinomial(self.joint_share, count, replacement=True, generator=generator)
+            noise = torch.randn(count, self.joint_factor.shape[2], 1, generator=generator, device=device)
+            return (self.joint_mean[which] + (self.joint_factor[which] @ noise).squeeze(-1)).view(-1, experts, dim)
+        noise = torch.randn(count, dim, generator=generator, device=device)
+        chosen = torch.randint(experts, (count,), generator=generator, device=device)
+        if expert is not None:
+            chosen = torch.full_like(chosen, expert)
+        if domain == "learned":
+            noise = self.mean[chosen] + (self.factor[chosen] @ noise.unsqueeze(-1)).squeeze(-1)
+        elif domain == "restricted":
+            agrees = (noise * self.mean_direction[chosen]).sum(-1, keepdim=True) >= 0
+            noise = torch.where(agrees, noise, -noise)
+        return nn.functional.one_hot(chosen, experts).unsqueeze(-1) * noise.unsqueeze(1)
+
+
+def _gaussian(z: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """Mean (S,) and factor (S, rank) of the Gaussian of this rank nearest to points (N, S); 0 where there are none."""
+    if len(z) == 0:
+        return z.new_zeros(z.shape[1]), z.new_zeros(z.shape[1], rank)
+    mean = z.mean(0)
+    centred = (z - mean).double()
+    values, vectors = torch.linalg.eigh(centred.T @ centred / len(z))
+    factor = vectors[:, -rank:] * values[-rank:].clamp(min=0).sqrt()
+    return mean, factor.to(z.dtype)
+
+
+def _clusters(z: Tensor, count: int, generator: torch.Generator | None, rounds: int = 25) -> Tensor:
+    """Index of the cluster of each point (N, S), by Lloyd's algorithm: (N,)."""
+    first = torch.randperm(len(z), generator=generator, device=None if generator is None else generator.device)
+    centres = z[first[:count].to(z.device)]
+    nearest = torch.zeros(len(z), dtype=torch.long, device=z.device)
+    for _ in range(rounds):
+        nearest = torch.cat([torch.cdist(part, centres).argmin(1) for part in z.split(4096)])
+        members = torch.bincount(nearest, minlength=len(centres)).clamp(min=1).unsqueeze(1)
+        centres = torch.zeros_like(centres).index_add_(0, nearest, z) / members
+    return nearest
+
+
+class CapsuleNetwork(nn.Module):
+    """Autoencoder, capsule encoder and capsule decoder, joined."""
+
+    def __init__(self, architecture: Architecture | None = None, *, generator: torch.Generator | None = None) -> None:
+        super().__init__()
+        self.architecture = a = architecture or Architecture()
+        channels, height, width = a.image_shape
+        self.autoencoder = ConvAutoencoder(
+            channels, features=a.features, kernel=a.kernel, dropout=a.dropout, bias=a.bias, generator=generator
+        )
+        if a.features % a.capsule_dim:
+            raise ValueError(f"features must be a multiple of capsule_dim, but {a.features} is none of {a.capsule_dim}")
+        rows, columns = self.autoencoder.grid((height, width))
+        below = (rows * columns * a.features // a.capsule_dim, a.capsule_dim)
+        self.scaling = CapsuleScaling(*below, centre=a.centre, scale=a.scale, whiten=a.whiten)
+        self.encoders, self.decoders = nn.ModuleList(), nn.ModuleList()
+        for above in a.experts:
+            self.encoders.append(
+                CapsuleExperts(
+                    *below,
+                    *above,
+                    iterations=a.iterations,
+                    sharpness=a.sharpness,
+                    normalize=a.normalize,
+                    agreement=a.agreement,
+                    winners=a.winners,
+                    generator=generator,
+                )
+            )
+            self.decoders.append(
+                CapsuleDecoder(
+                    *above,
+                    *below,
+                    iterations=a.iterations,
+                    sharpness=a.decoder_sharpness,
+                    agreement=a.agreement,
+                    generator=generator,
+                )
+            )
+            below = above
+        self.density = CodeDensity(*below, components=a.components)
+
+    def activations(self, images: Tensor) -> Tensor:
+        """Features grouped into capsules, before scaling and squashing: (B, C, H, W) → (B, I, K)."""
+        features = self.autoencoder.encode(images)
+        return features.permute(0, 2, 3, 1).reshape(len(features), -1, self.architecture.capsule_dim)
+
+    def capsules(self, images: Tensor) -> Tensor:
+        """Input capsules of the first layer: (B, C, H, W) → (B, I, K)."""
+        return self.scaling.to_capsules(self.activations(images))
+
+    def encode(self, images: Tensor) -> Tensor:
+        """Code of images, the experts of the highest layer: (B, C, H, W) → (B, J, D)."""
+        x = self.capsules(images)
+        for encoder in self.encoders:
+            x = encoder(x)
+        return x
+
+    def decode(self, code: Tensor) -> Tensor:
+        """Images from codes: (B, J, D) → (B, C, H, W)."""
+        x = code
+        for decoder in reversed(self.decoders):
+            x = decoder(x)
+        return self.draw(x)
+
+    def draw(self, x: Tensor) -> Tensor:
+        """Images from input capsules: (B, I, K) → (B, C, H, W)."""
+        _, height, width = self.architecture.image_shape
+        rows, columns = self.autoencoder.grid((height, width))
+        features = self.scaling.from_capsules(x).reshape(len(x), rows, columns, -1).permute(0, 3, 1, 2)
+        return self.autoencoder.decode(features, (height, width))
+
+    def reconstruct(self, images: Tensor) -> Tensor:
+        """Encode and decode: (B, C, H, W) → (B, C, H, W)."""
+        return self.decode(self.encode(images))
+
+    def free_energy(self, images: Tensor) -> Tensor:
+        """F of the input capsules under the first layer: (B, C, H, W) → (B,)."""
+        free_energy: Tensor = self.encoders[0].free_energy(self.capsules(images))  # type: ignore[operator]
+        return free_energy
+
+    def sample(
+        self,
+        count: int,
+        domain: Domain = "joint",
+        *,
+        expert: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """Draw codes of the highest layer from a domain: (count, J, D); see `generate`."""
+        checks.require_int("count", count, 1)
+        checks.require_choice("domain", domain, DOMAINS)
+        if expert is not None:
+            if domain == "joint":
+                raise ValueError("expert must be None in the domain 'joint', where all experts are drawn together")
+            checks.require_int("expert", expert, 0, self.architecture.experts[-1][0] - 1)
+        return F.squash(self.density.sample(count, domain, expert, generator))
+
+    def generate(
+        self,
+        count: int,
+        domain: Domain = "joint",
+        *,
+        expert: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """Draw images from the model.
+
+        Parameters
+        ----------
+        count
+            How many.
+        domain
+            Where codes are drawn before they are squashed and decoded. With one expert on and all others 0:
+            ``"complete"``, N(0, 1) in every dimension (the paper);
+            ``"restricted"``, the same, negated where it disagrees with the expert's mean direction over the training
+            images (the paper);
+            ``"learned"``, a Gaussian fitted to the codes of the training images for which the expert fires.
+            With all experts together: ``"joint"``, a mixture of Gaussians fitted to whole codes.
+        expert
+            Which expert is on; None: one drawn at random for each image.
+        generator
+            Source of the draws, on the model's device.
+
+        Returns
+        -------
+        (count, C, H, W)
+            From 0 to 1.
+        """
+        return self.decode(self.sample(count, domain, expert=expert, generator=generator))
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write `config.json` and `model.safetensors` into a folder, which `load` reads back."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        about = {"format": FORMAT, "version": VERSION}
+        write_tensors(folder / "model.safetensors", self.state_dict(), about)
+        write_json(folder / "config.json", about | {"architecture": asdict(self.architecture)})
+
+    @classmethod
+    def load(cls, folder: str | os.PathLike[str], device: torch.device | str = "cpu") -> CapsuleNetwork:
+        """Read what `save` wrote, in evaluation mode.
+
+        Raises
+        ------
+        FileNotFoundError
+            If the folder holds no model.
+        ModelError
+            If its files are damaged, foreign, or of a newer version.
+        """
+        folder = Path(folder)
+        for name in ("config.json", "model.safetensors"):
+            if not (folder / name).is_file():
+                raise FileNotFoundError(f"{folder} holds no trained model: there is no {name} in it")
+        config = read_json(folder / "config.json")
+        architecture = read_architecture(config, folder / "config.json")
+        tensors, about = read_tensors(folder / "model.safetensors")
+        check_version(about, folder / "model.safetensors")
+        try:
+            with torch.device("meta"):  # nothing is allocated before the sizes are known to agree
+                network = cls(architecture)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ModelError(f"{folder / 'config.json'} describes no possible architecture ({error})") from error
+        network.load_tensors(tensors, folder / "model.safetensors")
+        return network.to(device).eval()
+
+    def load_tensors(self, tensors: Mapping[str, Tensor], source: Path) -> None:
+        """Take over a state_dict read from a file, if it is one of this architecture."""
+        wanted = {name: tuple(tensor.shape) for name, tensor in self.state_dict().items()}
+        found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        for name in sorted(wanted.keys() | found.keys()):
+            if wanted.get(name) != found.get(name):
+                raise ModelError(
+                    f"{source} does not fit its architecture: {name} has the shape {found.get(name, 'missing')}, "
+                    f"where {wanted.get(name, 'nothing')} is due"
+                )
+        self.load_state_dict(dict(tensors), assign=True)
+
+
+def check_version(about: Mapping[str, Any], source: Path) -> None:
+    """Refuse files of other programs and of later versions of this one."""
+    if about.get("format") != FORMAT or not isinstance(about.get("version"), int):
+        raise ModelError(f"{source} was not written by poecaps")
+    if about["version"] > VERSION:
+        raise ModelError(
+            f"{source} has format version {about['version']}, but this poecaps knows versions up to {VERSION}; upgrade"
+        )
+
+
+def read_architecture(config: Mapping[str, Any], source: Path) -> Architecture:
+    """Rebuild an `Architecture` from its JSON."""
+    check_version(config, source)
+    values = config.get("architecture")
+    known = {field.name for field in fields(Architecture)}
+    if not isinstance(values, dict) or values.keys() != known:
+        raise ModelError(f"{source} is damaged: it must describe an architecture by {', '.join(sorted(known))}")
+    try:
+        shape = tuple(values["image_shape"])
+        experts = tuple(tuple(layer) for layer in values["experts"])
+    except TypeError as error:
+        raise ModelError(f"{source} is damaged: image_shape and experts must be lists ({error})") from error
+    return Architecture(**values | {"image_shape": shape, "experts": experts})

@@ -1,0 +1,282 @@
+"""Facts about the whole model: scaling, the decoder's rule, the domains of generation, and its files."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from poecaps import squash, unsquash
+from poecaps._files import ModelError, read_tensors, write_tensors
+from poecaps.network import DOMAINS, Architecture, CapsuleDecoder, CapsuleNetwork, CapsuleScaling, CodeDensity
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+TINY = Architecture(image_shape=(1, 20, 19), features=8, capsule_dim=4, experts=((3, 5),), components=4)
+
+
+@pytest.fixture
+def network(generator: torch.Generator) -> CapsuleNetwork:
+    network = CapsuleNetwork(TINY, generator=generator).eval()
+    network.density.fit(squash(torch.randn(200, 3, 5, generator=generator)), generator)
+    return network
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Scaling
+
+
+@pytest.mark.parametrize("centre", [False, True])
+@pytest.mark.parametrize("whiten", [False, True])
+@pytest.mark.parametrize("scale", [None, 0.4])
+def test_scaling_does_what_it_is_asked_and_is_undone(
+    centre: bool, whiten: bool, scale: float | None, generator: torch.Generator
+) -> None:
+    turns = torch.linalg.qr(torch.randn(3, 4, 4, generator=generator)).Q
+    spread = torch.tensor([1.0, 0.7, 0.5, 0.3])
+    a = torch.einsum("bik,ikl->bil", torch.randn(600, 3, 4, generator=generator) * spread, turns)
+    a = a + torch.tensor([2.0, -1.0, 0.5, 0.0])
+    scaling = CapsuleScaling(3, 4, centre=centre, scale=scale, whiten=whiten)
+    scaling.fit(a.split(100))
+    x = scaling.to_capsules(a)
+    torch.testing.assert_close(scaling.from_capsules(x), a, rtol=1e-3, atol=1e-3)
+    z = unsquash(x)
+    if centre:
+        assert z.mean(0).abs().max() < 1e-3
+    if scale is not None:
+        assert z.norm(dim=-1).mean().item() == pytest.approx(scale, rel=1e-3)
+    if whiten:
+        for i in range(3):
+            covariance = torch.cov(z[:, i].T, correction=0)
+            torch.testing.assert_close(covariance / covariance.diagonal().mean(), torch.eye(4), rtol=0.02, atol=0.02)
+    if not centre and not whiten and scale is None:
+        torch.testing.assert_close(x, squash(a))
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The decoder's rule
+
+
+def test_gradient_of_the_decoding_loss_is_the_rule_written_with_loops(generator: torch.Generator) -> None:
+    experts, d, inputs, k = 3, 4, 5, 2
+    decoder = CapsuleDecoder(experts, d, inputs, k, sharpness=2.0, dtype=torch.float64)
+    decoder.reset_parameters(std=1.0, generator=generator)
+    y = squash(torch.randn(6, experts, d, dtype=torch.float64, generator=generator))
+    x = squash(torch.randn(6, inputs, k, dtype=torch.float64, generator=generator))
+    decoder.decoding_loss(y, x).backward()
+
+    u, e = decoder.weight.detach(), decoder.route(y).coefficients.detach()
+    torch.testing.assert_close(e.sum(1), torch.ones(6, inputs, dtype=torch.float64))
+
+    def small(z: Tensor) -> Tensor:
+        return z * z.norm() / (1 + z @ z)
+
+    def g(z: Tensor) -> Tensor:
+        return z / (1 + z @ z)
+
+    delta = torch.zeros_like(u)
+    for n in range(6):
+        z_model = [sum(e[n, j, i] * u[j, i] @ y[n, j] for j in range(experts)) for i in range(inputs)]
+        x_model = [small(z) for z in z_model]  # type: ignore[arg-type]
+        y_model = [small(sum(e[n, j, i] * u[j, i].T @ x_model[i] for i in range(inputs))) for j in range(experts)]  # type: ignore[arg-type]
+        for j, i in itertools.product(range(experts), range(inputs)):
+            z = x[n, i] / x[n, i].norm() * (x[n, i].norm() / (1 - x[n, i].norm())).sqrt()
+            step = torch.outer(g(z), y[n, j]) - torch.outer(g(z_model[i]), y_model[j])  # type: ignore[arg-type]
+            delta[j, i] += 2 * e[n, j, i] * step / 6
+    torch.testing.assert_close(decoder.weight.grad, -delta, rtol=1e-9, atol=1e-12)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The whole
+
+
+@pytest.mark.parametrize("shape", [(1, 28, 28), (3, 32, 32), (1, 28, 20)])
+def test_images_of_any_kind_go_through(shape: tuple[int, int, int], generator: torch.Generator) -> None:
+    network = CapsuleNetwork(replace(TINY, image_shape=shape, experts=((6, 5), (3, 4))), generator=generator).eval()
+    images = torch.rand(2, *shape, generator=generator)
+    assert network.encode(images).shape == (2, 3, 4)
+    assert network.reconstruct(images).shape == images.shape
+    assert network.free_energy(images).shape == (2,)
+    for domain in DOMAINS:
+        assert network.generate(2, domain, generator=generator).shape == images.shape
+
+
+def test_each_position_holds_its_own_capsules(network: CapsuleNetwork, generator: torch.Generator) -> None:
+    """Capsule i lies at position i // 2 here (8 features make 2 capsules of 4), channels in order; `draw` undoes it."""
+    images = torch.rand(1, 1, 20, 19, generator=generator)
+    features = network.autoencoder.encode(images)
+    a = network.activations(images)
+    rows, columns = features.shape[2:]
+    for row, column, half in itertools.product(range(rows), range(columns), range(2)):
+        expected = features[0, 4 * half : 4 * half + 4, row, column]
+        torch.testing.assert_close(a[0, (row * columns + column) * 2 + half], expected)
+    drawn = network.draw(network.capsules(images))
+    torch.testing.assert_close(drawn, network.autoencoder.decode(features, (20, 19)), rtol=1e-3, atol=1e-4)
+
+
+def test_domains(network: CapsuleNetwork, generator: torch.Generator) -> None:
+    for domain in ("complete", "restricted", "learned"):
+        code = network.sample(300, domain, expert=1, generator=generator)
+        assert bool((code[:, [0, 2]] == 0).all())
+        assert bool((code[:, 1].norm(dim=-1) > 0).all())
+    agreement = network.density.mean_direction[1]
+    restricted = network.sample(300, "restricted", expert=1, generator=generator)[:, 1] @ agreement
+    complete = network.sample(300, "complete", expert=1, generator=generator)[:, 1] @ agreement
+    assert bool((restricted >= 0).all())
+    assert 0.3 < (complete > 0).float().mean().item() < 0.7
+    assert bool((network.sample(50, "joint", generator=generator).norm(dim=-1) > 0).all())
+    anyone = network.sample(300, "learned", generator=generator).norm(dim=-1) > 0
+    assert bool((anyone.sum(1) == 1).all())
+    assert bool((anyone.sum(0) > 50).all())
+
+
+def test_densities_have_the_moments_of_the_codes(generator: torch.Generator) -> None:
+    """Codes in two clusters: the mixture finds both, and each expert's Gaussian has its mean and covariance."""
+    density = CodeDensity(2, 3, components=2)
+    z = torch.randn(2000, 2, 3, generator=generator) * torch.tensor([0.5, 0.2, 0.1])
+    z[1000:] += 4
+    density.fit(squash(z), generator)
+    drawn = density.sample(20_000, "joint", None, generator)
+    high = drawn[:, 0, 0] > 2
+    assert 0.47 < high.float().mean().item() < 0.53
+    torch.testing.assert_close(drawn[high].std(0), z[1000:].std(0), rtol=0.1, atol=0.01)
+    learned = density.sample(20_000, "learned", 1, generator)[:, 1]
+    torch.testing.assert_close(learned.mean(0), z[:, 1].mean(0), rtol=0.1, atol=0.05)
+    torch.testing.assert_close(torch.cov(learned.T), torch.cov(z[:, 1].T), rtol=0.1, atol=0.05)
+
+
+def test_the_density_of_an_expert_ignores_images_it_lost(generator: torch.Generator) -> None:
+    density = CodeDensity(2, 3, components=2)
+    z = torch.randn(1000, 2, 3, generator=generator) * 0.1 + 2
+    z[:700, 1] = 0
+    density.fit(squash(z), generator)
+    torch.testing.assert_close(density.mean[1], torch.full((3,), 2.0), rtol=0.05, atol=0)
+
+
+def test_the_same_seed_gives_the_same_images(network: CapsuleNetwork) -> None:
+    first, second, other = (
+        network.generate(3, "joint", generator=torch.Generator().manual_seed(seed)) for seed in (1, 1, 2)
+    )
+    assert torch.equal(first, second)
+    assert not torch.equal(first, other)
+
+
+def test_mistakes_are_named(network: CapsuleNetwork) -> None:
+    with pytest.raises(ValueError, match=r"domain must be one of .*, but is 'joined'; did you mean 'joint'"):
+        network.generate(1, "joined")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="expert must be a whole number from 0 to 2, but is 3"):
+        network.generate(1, "learned", expert=3)
+    with pytest.raises(ValueError, match="expert must be None in the domain 'joint'"):
+        network.generate(1, "joint", expert=1)
+    with pytest.raises(ValueError, match="features must be a multiple of capsule_dim"):
+        CapsuleNetwork(replace(TINY, capsule_dim=3))
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Files
+
+
+def test_what_was_saved_is_loaded(network: CapsuleNetwork, tmp_path: Path, generator: torch.Generator) -> None:
+    network.save(tmp_path / "model")
+    loaded = CapsuleNetwork.load(tmp_path / "model")
+    assert loaded.architecture == network.architecture
+    images = torch.rand(2, 1, 20, 19, generator=generator)
+    assert torch.equal(loaded.reconstruct(images), network.reconstruct(images))
+    assert not loaded.training
+
+
+@pytest.fixture
+def saved(network: CapsuleNetwork, tmp_path: Path) -> Path:
+    network.save(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_missing_or_cut_file_is_one_clear_error(saved: Path, name: str) -> None:
+    content = (saved / name).read_bytes()
+    for length in (0, 1, 7, 100, len(content) // 2, len(content) - 2):
+        (saved / name).write_bytes(content[:length])
+        with pytest.raises(ModelError, match=name):
+            CapsuleNetwork.load(saved)
+    (saved / name).unlink()
+    with pytest.raises(FileNotFoundError, match=f"holds no trained model: there is no {name}"):
+        CapsuleNetwork.load(saved)
+
+
+def test_an_altered_weight_is_noticed(saved: Path) -> None:
+    content = bytearray((saved / "model.safetensors").read_bytes())
+    content[-5] ^= 1
+    (saved / "model.safetensors").write_bytes(content)
+    with pytest.raises(ModelError, match="do not match their checksum"):
+        CapsuleNetwork.load(saved)
+
+
+def test_foreign_and_newer_files_are_refused(saved: Path) -> None:
+    tensors, about = read_tensors(saved / "model.safetensors")
+    write_tensors(saved / "model.safetensors", tensors, about | {"version": 99})
+    with pytest.raises(ModelError, match="has format version 99, but this poecaps knows versions up to 1; upgrade"):
+        CapsuleNetwork.load(saved)
+    write_tensors(saved / "model.safetensors", tensors, {"format": "other"})
+    with pytest.raises(ModelError, match="was not written by poecaps"):
+        CapsuleNetwork.load(saved)
+    write_tensors(saved / "model.safetensors", {"scaling.mean": tensors["scaling.mean"]}, about)
+    with pytest.raises(ModelError, match=r"does not fit its architecture: .* has the shape missing"):
+        CapsuleNetwork.load(saved)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"features": 10**9}, "does not fit its architecture|no possible architecture"),
+        ({"features": "many"}, "no possible architecture"),
+        ({"image_shape": 5}, "must be lists"),
+        ({"image_shape": [1, 2, 3]}, "no possible architecture"),
+        ({"normalize": "sideways"}, "no possible architecture"),
+        ({"surprise": 1}, "must describe an architecture by"),
+    ],
+)
+def test_a_hostile_config_is_refused_before_anything_is_built(
+    saved: Path, changes: dict[str, Any], message: str
+) -> None:
+    config = json.loads((saved / "config.json").read_text())
+    config["architecture"] |= changes
+    (saved / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=message):
+        CapsuleNetwork.load(saved)
+
+
+@given(content=st.binary(max_size=200))
+def test_random_bytes_are_refused(content: bytes, tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "config.json").write_bytes(content)
+    (folder / "model.safetensors").write_bytes(content)
+    with pytest.raises(ModelError):
+        CapsuleNetwork.load(folder)
+    (folder / "config.json").write_text(json.dumps({"format": "poecaps", "version": 1, "architecture": asdict(TINY)}))
+    with pytest.raises(ModelError):
+        CapsuleNetwork.load(folder)
+
+
+def test_a_failing_write_leaves_the_old_model_whole(
+    saved: Path, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = CapsuleNetwork.load(saved).state_dict()
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        CapsuleNetwork(TINY, generator=generator).save(saved)
+    monkeypatch.undo()
+    after = CapsuleNetwork.load(saved).state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert sorted(file.name for file in saved.iterdir()) == ["config.json", "model.safetensors"]
