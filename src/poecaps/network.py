@@ -11,6 +11,7 @@ from torch import nn
 
 from poecaps import _checks as checks
 from poecaps import functional as F
+from poecaps import kernels
 from poecaps._files import ModelError, read_json, read_tensors, write_json, write_tensors
 from poecaps.autoencoder import ConvAutoencoder
 from poecaps.layer import CapsuleExperts
@@ -145,10 +146,10 @@ class CapsuleDecoder(CapsuleExperts):
         with torch.no_grad():
             routing = self.route(y)
             e = routing.coefficients
-            y_model = F.reconstruction(F.squash(routing.preactivation), self.weight, e)
+            y_model = kernels.reconstruction(F.squash(routing.preactivation), self.weight, e)
             data, model = _pull(F.unsquash(x)), _pull(routing.preactivation)
-        toward = (data * F.preactivation(y, self.weight, e)).sum((1, 2)).mean()
-        away = (model * F.preactivation(y_model, self.weight, e)).sum((1, 2)).mean()
+        toward = (data * kernels.preactivation(y, self.weight, e)).sum((1, 2)).mean()
+        away = (model * kernels.preactivation(y_model, self.weight, e)).sum((1, 2)).mean()
         return 2 * (away - toward)
 
 

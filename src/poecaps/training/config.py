@@ -1,0 +1,129 @@
+"""What a training run is made of, as dataclasses that are saved as JSON beside its results."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, Literal, TypeVar, get_type_hints
+
+from poecaps.layer import Mixing  # noqa: TC001 (needed when the dataclasses are read back)
+from poecaps.network import Architecture
+
+T = TypeVar("T")
+Precision = Literal["auto", "float32", "bfloat16"]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage of training: how long, and with which optimiser."""
+
+    epochs: int = 5
+    """Passes over the training images."""
+    optimizer: Literal["adam", "sgd"] = "adam"
+    """Adam, or SGD with momentum."""
+    rate: float = 1e-3
+    """Learning rate at the start."""
+    final_rate: float = 0.01
+    """Learning rate at the end, as a share of that at the start; it falls along a cosine."""
+    momentum: float = 0.9
+    """Of SGD; the first moment of Adam."""
+    l2: float = 0.0
+    """Weight of the ℓ2 penalty."""
+    std: float = 0.01
+    """Standard deviation of the initial weights of a capsule layer."""
+
+    def rate_at(self, progress: float) -> float:
+        """Learning rate when this share of the stage is done."""
+        fall = 0.5 * (1 + math.cos(math.pi * progress))
+        return self.rate * (self.final_rate + (1 - self.final_rate) * fall)
+
+
+@dataclass(frozen=True)
+class EncoderStage(Stage):
+    """Contrastive divergence of the capsule encoder."""
+
+    k: int = 1
+    """How often a step mixes."""
+    mixing: Mixing = "deterministic"
+    """Whether experts send their mean or a Bernoulli draw down."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """A whole training run."""
+
+    data: str = "mnist-sample"
+    """Name of a set, or path of a file or folder of images."""
+    data_path: str | None = None
+    """Folder that holds a full set known by name."""
+    size: tuple[int, int] | None = None
+    """Height and width to bring a folder of images to."""
+    channels: int | None = None
+    """1 (grey) or 3 (RGB) for a folder of images."""
+    model: Architecture = field(default_factory=Architecture)
+    """Sizes and options of the model; its image_shape follows from the data."""
+    autoencoder: Stage = field(default_factory=Stage)
+    """Stage 1."""
+    encoder: EncoderStage = field(default_factory=EncoderStage)
+    """Stage 2, for each capsule layer."""
+    decoder: Stage = field(default_factory=Stage)
+    """Stage 3, for each capsule layer."""
+    batch_size: int = 128
+    """Images in a step, of all processes together."""
+    seed: int = 0
+    """Of every random number."""
+    device: str = "auto"
+    """auto, cpu, cuda, cuda:1, mps, …"""
+    precision: Precision = "auto"
+    """Of the convolutions: bfloat16 where the machine is fast with it, or float32."""
+    checkpoint_every: int = 200
+    """Steps between checkpoints."""
+
+
+def from_json(kind: type[T], values: Any) -> T:
+    """Rebuild a dataclass of this module from the JSON of its fields.
+
+    Raises
+    ------
+    ValueError
+        If fields are missing or unknown.
+    """
+    known = {each.name for each in fields(kind)}  # type: ignore[arg-type]
+    if not isinstance(values, dict) or values.keys() != known:
+        raise ValueError(f"{kind.__name__} must have the fields {', '.join(sorted(known))}")
+    hints = get_type_hints(kind)
+    rebuilt = {}
+    for name, value in values.items():
+        if is_dataclass(hints[name]):
+            rebuilt[name] = from_json(hints[name], value)
+        else:
+            rebuilt[name] = _as_tuples(value)
+    return kind(**rebuilt)
+
+
+def _as_tuples(value: Any) -> Any:
+    return tuple(map(_as_tuples, value)) if isinstance(value, list) else value
+
+
+def default() -> Config:
+    """Return what works best."""
+    return Config(
+        model=Architecture(normalize="outputs", sharpness=20.0, whiten=True),
+        autoencoder=Stage(epochs=5, rate=1e-3),
+        encoder=EncoderStage(epochs=8, rate=0.05),
+        decoder=Stage(epochs=10, rate=0.03),
+    )
+
+
+def paper() -> Config:
+    """Return the paper's recipe as literally as it can be read."""
+    sgd = {"optimizer": "sgd", "l2": 1e-7, "momentum": 0.9}
+    return Config(
+        model=Architecture(bias=False, sharpness=1.0, centre=False, scale=None, whiten=False),
+        autoencoder=Stage(epochs=10, rate=1e-3),
+        encoder=EncoderStage(epochs=10, rate=100.0, **sgd),  # type: ignore[arg-type]
+        decoder=Stage(epochs=10, rate=100.0, **sgd),  # type: ignore[arg-type]
+    )
+
+
+PRESETS = {"default": default, "paper": paper}
