@@ -8,6 +8,8 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
+import numpy as np
+
 import poecaps
 
 ROOT = Path(__file__).parent.parent
@@ -34,6 +36,18 @@ def test_importing_is_light() -> None:
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "{'poecaps'}"
+
+
+def test_the_documented_way_to_train_runs(tmp_path: Path) -> None:
+    """The example of docs/whole-model.md, with one epoch of 64 images in place of its minutes."""
+    text = (ROOT / "docs" / "whole-model.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    np.save(tmp_path / "few.npy", poecaps.data.load("mnist-sample").images[:64])
+    stages = "autoencoder=Stage(epochs=1), encoder=EncoderStage(epochs=1), decoder=Stage(epochs=1)"
+    short = f', data="few.npy", {stages})'
+    example = example.replace(', data="mnist-sample")', short).replace("PRESETS\n", "PRESETS, EncoderStage, Stage\n")
+    subprocess.run([sys.executable, "-c", example], cwd=tmp_path, check=True)
+    assert (tmp_path / "runs" / "digits" / "model.safetensors").exists()
 
 
 def test_the_readme_example_runs_and_tells_the_truth() -> None:

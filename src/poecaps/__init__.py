@@ -7,8 +7,10 @@ from poecaps.autoencoder import ConvAutoencoder
 from poecaps.functional import Routing, routing_by_agreement, squash, unsquash
 from poecaps.layer import CapsuleExperts
 from poecaps.network import Architecture, CapsuleNetwork
+from poecaps.training import TrainingError, resume, train
 
 __version__ = "0.1.0"
+load = CapsuleNetwork.load
 __all__ = [
     "Architecture",
     "CapsuleExperts",
@@ -16,10 +18,14 @@ __all__ = [
     "ConvAutoencoder",
     "ModelError",
     "Routing",
+    "TrainingError",
     "check_capsules",
     "data",
     "functional",
+    "load",
+    "resume",
     "routing_by_agreement",
     "squash",
+    "train",
     "unsquash",
 ]

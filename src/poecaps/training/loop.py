@@ -381,9 +381,9 @@ class _Run:
 def effective_rank(code: Tensor) -> float:
     """Participation ratio (Σλ)²/Σλ² of the covariance of codes (N, S): how many directions carry their variance."""
     centred = (code - code.mean(0)).double()
-    values = torch.linalg.svdvals(centred).square()
-    total = values.sum()
-    return (total.square() / values.square().sum()).item() if total > 0 else 0.0
+    covariance = centred.T @ centred
+    total = covariance.trace()  # Σλ; Σλ² is the sum of its squared entries
+    return (total.square() / covariance.square().sum()).item() if total > 0 else 0.0
 
 
 def _optimizer(stage: Stage, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
