@@ -163,13 +163,6 @@ def test_bernoulli_mixing_draws_each_state_as_often_as_the_model_says(generator:
     assert bool(((count / draws - probability).abs() < 5 * spread).all())
 
 
-def test_a_unit_vector_sent_with_the_firing_probability_is_squash_on_average(
-    generator: torch.Generator,
-) -> None:
-    z = torch.randn(4, J, D, generator=generator)
-    torch.testing.assert_close(F.firing_probability(z).unsqueeze(-1) * F.direction(z), squash(z))
-
-
 def test_a_persistent_chain_goes_on_from_where_it_was(generator: torch.Generator) -> None:
     layer, x = make_layer(generator, sharpness=3.0), capsules(generator, 3)
     chain = capsules(generator, 4)

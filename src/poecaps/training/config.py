@@ -30,7 +30,7 @@ class Stage:
     l2: float = 0.0
     """Weight of the ℓ2 penalty."""
     std: float = 0.01
-    """Standard deviation of the initial weights of a capsule layer."""
+    """Standard deviation of the initial weights of a capsule layer; the autoencoder's follow from its sizes."""
 
     def rate_at(self, progress: float) -> float:
         """Learning rate when this share of the stage is done."""
