@@ -10,6 +10,8 @@ from torch import nn
 from poecaps import _checks as checks
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
 
@@ -152,18 +154,25 @@ class ConvAutoencoder(nn.Module):
         """Reconstruct images, with dropout in training mode: (B, C, H, W) → (B, C, H, W)."""
         return torch.sigmoid(self._reconstruction_logits(images))
 
-    def loss(self, images: Tensor) -> Tensor:
+    def loss(self, images: Tensor, *, draw: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """Compute the mean cross-entropy between pixels and their reconstruction, with dropout in training mode.
 
         Parameters
         ----------
         images : (B, C, H, W)
+        draw
+            Source of the dropout in place of torch's own: returns uniform numbers from 0 to 1 in the shape of its
+            argument, the features.
         """
-        logits = self._reconstruction_logits(images).float()
+        logits = self._reconstruction_logits(images, draw).float()
         return nn.functional.binary_cross_entropy_with_logits(logits, images.float())
 
-    def _reconstruction_logits(self, images: Tensor) -> Tensor:
-        features = nn.functional.dropout(self.encode(images), self.dropout, self.training)
+    def _reconstruction_logits(self, images: Tensor, draw: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        features = self.encode(images)
+        if draw is None:
+            features = nn.functional.dropout(features, self.dropout, self.training)
+        elif self.training:
+            features = features * (draw(features) >= self.dropout) / (1 - self.dropout)
         return self.logits(features, (images.shape[2], images.shape[3]))
 
     def _leak(self, x: Tensor) -> Tensor:

@@ -177,7 +177,7 @@ class CapsuleExperts(nn.Module):
         self._check(x, ball=True)
         routing = self._route(x)
         z = routing.preactivation
-        return F.reconstruction(_only(self._may_fire(z), F.squash(z)), self.weight, routing.coefficients)
+        return kernels.reconstruction(_only(self._may_fire(z), F.squash(z)), self.weight, routing.coefficients)
 
     def energy(self, x: Tensor, on: Tensor) -> Tensor:
         """Compute E(x, a) = −Σ_j a_j log‖z_j‖²; +∞ if an expert is on that lost the competition.
@@ -245,6 +245,7 @@ class CapsuleExperts(nn.Module):
         mixing: Mixing = "deterministic",
         chain: Tensor | None = None,
         generator: torch.Generator | None = None,
+        draw: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
         r"""Compute the loss mean F(x) − mean F(x̃), whose gradient in W is −ΔW of Algorithm 1.
 
@@ -272,6 +273,8 @@ class CapsuleExperts(nn.Module):
             the weights run away without a negative phase. Replace part of it with data now and then.
         generator
             Source of the Bernoulli draws.
+        draw
+            Another source, in place of `generator`: returns uniform numbers from 0 to 1 in the shape of its argument.
 
         Returns
         -------
@@ -299,7 +302,7 @@ class CapsuleExperts(nn.Module):
             data = self._hold(x.detach())
             model = data if chain is None else self._hold(chain)
             for _ in range(k):
-                model = self._mix(model, mixing, generator)
+                model = self._mix(model, mixing, generator, draw)
             if chain is not None:
                 chain.copy_(model.x)
             if self.training:
@@ -345,13 +348,20 @@ class CapsuleExperts(nn.Module):
         routing = self._route(x)
         return _Held(x, routing.preactivation, routing.coefficients, self._may_fire(routing.preactivation))
 
-    def _mix(self, held: _Held, mixing: Mixing, generator: torch.Generator | None) -> _Held:
+    def _mix(
+        self,
+        held: _Held,
+        mixing: Mixing,
+        generator: torch.Generator | None,
+        draw: Callable[[Tensor], Tensor] | None,
+    ) -> _Held:
         """Go down and up once: z_j → what the experts send → x̃ → z̃_j."""
         if mixing == "deterministic":
             y = F.squash(held.z)
         else:
-            fires = torch.bernoulli(F.firing_probability(held.z).float(), generator=generator).to(held.z.dtype)
-            y = fires.unsqueeze(-1) * F.direction(held.z)
+            fires = F.firing_probability(held.z).float()
+            fires = torch.bernoulli(fires, generator=generator) if draw is None else (draw(fires) < fires)
+            y = fires.to(held.z.dtype).unsqueeze(-1) * F.direction(held.z)
         x = kernels.reconstruction(_only(held.on, y), self.weight, held.coefficients).to(held.x.dtype)
         return _Held(x, kernels.preactivation(x, self.weight, held.coefficients), held.coefficients, held.on)
 

@@ -371,6 +371,39 @@ class CapsuleNetwork(nn.Module):
         """
         return self.decode(self.sample(count, domain, expert=expert, generator=generator))
 
+    def traverse(self, expert: int, offsets: Tensor, *, start: Tensor | None = None) -> Tensor:
+        """Vary the instantiation parameters of an expert one at a time, before squashing.
+
+        Parameters
+        ----------
+        expert
+            Whose parameters.
+        offsets : (S,)
+            How far to go from the start, in standard deviations of the parameter over the training images for which
+            the expert fires.
+        start : (J, D), optional
+            Code to start from; by default the mean of the expert's training codes, with all others 0.
+
+        Returns
+        -------
+        (D, S, C, H, W)
+            One row of images for each parameter.
+        """
+        experts, dim = self.architecture.experts[-1]
+        checks.require_int("expert", expert, 0, experts - 1)
+        mean, factor = self.density.mean[expert], self.density.factor[expert]
+        if start is None:
+            z = torch.zeros_like(self.density.mean)
+            z[expert] = mean
+        else:
+            checks.require_shape("start", start, "JD", (experts, dim), "give the code of one image")
+            z = F.unsquash(start.to(mean))
+        steps = torch.diag(factor.norm(dim=1)).unsqueeze(1) * offsets.to(mean).unsqueeze(1)  # (D, S, D)
+        varied = z.repeat(dim, len(offsets), 1, 1)
+        varied[:, :, expert] += steps
+        images = self.decode(F.squash(varied.flatten(0, 1)))
+        return images.view(dim, len(offsets), *images.shape[1:])
+
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write `config.json` and `model.safetensors` into a folder, which `load` reads back."""
         folder = Path(folder)

@@ -145,7 +145,7 @@ def training_curves(metrics: PathLike, path: PathLike) -> Path:
     from matplotlib.layout_engine import ConstrainedLayoutEngine
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-    stages = _read_metrics(Path(metrics))
+    stages = read_metrics(Path(metrics))
     names = dict.fromkeys(name for curves in stages.values() for name in curves)
     colours = {name: COLOURS[index % len(COLOURS)] for index, name in enumerate(names)}
     rows, width = max(map(len, stages.values())), max(12.0, 2.4 * len(stages))
@@ -179,8 +179,8 @@ def training_curves(metrics: PathLike, path: PathLike) -> Path:
     return _write(path, picture.getvalue(), arrays)
 
 
-def _read_metrics(source: Path) -> dict[str, dict[str, Array]]:
-    """Return the points (points, 2) of every curve of every stage, both in the order of the file."""
+def read_metrics(source: Path) -> dict[str, dict[str, Array]]:
+    """Read the points (points, 2) of every curve of every stage, both in the order of the file."""
     found: dict[str, dict[str, dict[float, float]]] = {}
     lines = source.read_bytes().split(b"\n")
     for number, line in enumerate(lines, start=1):

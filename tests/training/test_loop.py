@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -16,57 +18,13 @@ import numpy as np
 import pytest
 import torch
 
-from poecaps import Architecture, CapsuleNetwork, ModelError
-from poecaps.training import Config, EncoderStage, Stage, TrainingError, resume, train
-from poecaps.training.loop import CHECKPOINT, METRICS, effective_rank
-
-
-def config_for(data: Path, **changes: Any) -> Config:
-    """A run of seconds: 96 bars of 20×19 pixels, 8 features, 2 layers of experts."""
-    model = Architecture(features=8, capsule_dim=4, experts=((4, 5), (3, 4)), components=4, dropout=0.2, whiten=True)
-    tiny = Config(
-        data=str(data),
-        model=model,
-        autoencoder=Stage(epochs=6, rate=5e-3),
-        encoder=EncoderStage(epochs=4, rate=0.05, mixing="bernoulli"),
-        decoder=Stage(epochs=6, rate=0.03),
-        batch_size=16,
-        device="cpu",
-        checkpoint_every=7,
-    )
-    return replace(tiny, **changes)
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("data") / "bars.npy"
-    random = np.random.default_rng(0)
-    images = np.zeros((96, 20, 19), np.uint8)
-    for image in images:
-        row, column = random.integers(2, 12, 2)
-        image[row : row + 6, column : column + 2 + 3 * random.integers(2)] = 255
-    np.save(path, images)
-    return path
-
-
-@pytest.fixture(scope="module")
-def finished(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("runs") / "whole"
-    train(config_for(data), folder)
-    return folder
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return dict(CapsuleNetwork.load(folder).state_dict())
-
-
-def assert_same_weights(first: Path, second: Path) -> None:
-    ours, theirs = weights(first), weights(second)
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-
-
-def metrics(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
+from poecaps import Architecture, ModelError
+from poecaps._files import read_tensors, write_tensors
+from poecaps.data import DataError
+from poecaps.training import EncoderStage, Progress, Stage, TrainingError, resume, train
+from poecaps.training.loop import CHECKPOINT, METRICS
+from poecaps.training.stages import effective_rank
+from tests.training.runs import OPTIONS, assert_same_weights, config_for, metrics, weights
 
 
 def test_a_trained_network_beats_the_mean_image(data: Path, tmp_path: Path) -> None:
@@ -128,8 +86,8 @@ class Stop(Exception):  # noqa: N818
 def test_a_broken_run_goes_on_to_bit_identical_weights(
     at: tuple[str, int], data: Path, finished: Path, tmp_path: Path
 ) -> None:
-    def stop(line: dict[str, Any]) -> None:
-        if line["stage"] == at[0] and line["step"] >= at[1]:
+    def stop(progress: Progress) -> None:
+        if progress.stage == at[0] and progress.step >= at[1]:
             raise Stop
 
     with pytest.raises(Stop):
@@ -139,29 +97,66 @@ def test_a_broken_run_goes_on_to_bit_identical_weights(
     assert metrics(tmp_path / "run") == metrics(finished)
 
 
+def command(*arguments: str | Path) -> list[str]:
+    return [sys.executable, "-m", "poecaps", *map(str, arguments)]
+
+
+def wait_for_lines(process: subprocess.Popen[Any], folder: Path, lines: int) -> None:
+    """Wait until a run has written so many lines of metrics."""
+    while process.poll() is None:
+        if (folder / METRICS).exists() and (folder / METRICS).read_text().count("\n") >= lines:
+            return
+        time.sleep(0.002)
+    raise AssertionError("the run ended too early")
+
+
 def test_a_killed_process_goes_on_to_bit_identical_weights(data: Path, finished: Path, tmp_path: Path) -> None:
-    """kill -9 at some moment, twice, and resume each time."""
+    """kill -9 at some moment, twice, and `poecaps train --resume` each time."""
     folder = tmp_path / "run"
-    module = Path(__file__)
-    start = f"""
-import sys; sys.path.insert(0, {str(module.parent)!r})
-from pathlib import Path
-from test_loop import config_for
-from poecaps.training import resume, train
-folder = Path({str(folder)!r})
-resume(folder) if (folder / {CHECKPOINT!r}).exists() else train(config_for(Path({str(data)!r})), folder)
-"""
-    for lines in (8, 30):
-        process = subprocess.Popen([sys.executable, "-c", start])
-        while process.poll() is None and not (
-            (folder / METRICS).exists() and (folder / METRICS).read_text().count("\n") >= lines
-        ):
-            time.sleep(0.002)
+    start = command("train", "--data", data, "--out", folder, "--quiet", "--no-figures", *OPTIONS)
+    go_on = command("train", "--resume", folder, "--quiet", "--no-figures")
+    for arguments, lines in ((start, 4), (go_on, 25)):
+        process = subprocess.Popen(arguments)
+        wait_for_lines(process, folder, lines)
         process.send_signal(signal.SIGKILL)
         process.wait()
-    subprocess.run([sys.executable, "-c", start], check=True)
+    subprocess.run(go_on, check=True)
     assert_same_weights(folder, finished)
     assert metrics(folder) == metrics(finished)
+    starts = [(start["stage"], start["step"]) for start in json.loads((folder / "run.json").read_text())["starts"]]
+    assert len(starts) == 3
+    assert starts[0] == ("autoencoder", 0)
+    assert starts[2][0].startswith(("encoder", "decoder"))
+
+
+def test_a_run_killed_before_its_first_step_can_go_on(data: Path, finished: Path, tmp_path: Path) -> None:
+    def stop(progress: Progress) -> None:
+        raise Stop
+
+    with pytest.raises(Stop):
+        train(config_for(data), tmp_path / "run", report=stop)
+    resume(tmp_path / "run")
+    assert_same_weights(tmp_path / "run", finished)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_saves_and_prints_the_command_to_go_on_with(
+    number: signal.Signals, data: Path, finished: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "a run"
+    arguments = command("train", "--data", data, "--out", folder, *OPTIONS, "--checkpoint-every", "100000")
+    process = subprocess.Popen(arguments, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    wait_for_lines(process, folder, 15)
+    process.send_signal(number)
+    _, err = process.communicate()
+    assert process.returncode == 130
+    assert f"go on with: poecaps train --resume '{folder}'" in err
+    assert "Traceback" not in err
+    _, about = read_tensors(folder / CHECKPOINT)
+    assert about["task"] >= 1
+    assert about["task"] > 1 or about["step"] > 0  # not only between stages
+    resume(folder)
+    assert_same_weights(folder, finished)
 
 
 def test_divergence_names_stage_step_and_rate_and_keeps_the_checkpoint(data: Path, tmp_path: Path) -> None:
@@ -205,6 +200,139 @@ def test_what_is_no_run_is_refused(data: Path, finished: Path, tmp_path: Path) -
     (tmp_path / CHECKPOINT).write_bytes((finished / "model.safetensors").read_bytes())
     with pytest.raises(ModelError, match="is no checkpoint of a run"):
         resume(tmp_path)
+
+
+class Hostile:
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def __reduce__(self) -> Any:
+        return (Path.touch, (self.target,))
+
+
+def test_opening_a_strangers_checkpoint_runs_no_code(tmp_path: Path) -> None:
+    touched = tmp_path / "touched"
+    (tmp_path / CHECKPOINT).write_bytes(pickle.dumps({"model": Hostile(touched)}))
+    with pytest.raises(ModelError, match="no safetensors file"):
+        resume(tmp_path)
+    torch.save({"model": Hostile(touched)}, tmp_path / CHECKPOINT)
+    with pytest.raises(ModelError, match="no safetensors file"):
+        resume(tmp_path)
+    assert not touched.exists()
+    pickle.loads(pickle.dumps(Hostile(touched)))  # what a program would do that unpickles
+    assert touched.exists()
+
+
+@pytest.mark.parametrize(
+    ("about", "state", "message"),
+    [
+        ({"version": 99}, {}, "upgrade"),
+        ({"task": 77}, {}, "is damaged: it stands at step"),
+        ({"step": -1}, {}, "is damaged: it stands at step"),
+        ({"config": {"data": 5}}, {}, "is no checkpoint of a run"),
+        ({}, {"optimizer.99.exp_avg": torch.zeros(2)}, "which is no state of this optimiser"),
+        ({}, {"optimizer.0.lambda": torch.zeros(2)}, "which is no state of this optimiser"),
+        ({}, {"optimizer.0.exp_avg": torch.zeros(2)}, r"optimizer.0.exp_avg has the shape \(2,\)"),
+        ({}, {"model.more": torch.zeros(2)}, "does not fit its architecture: more"),
+    ],
+)
+def test_an_altered_checkpoint_is_one_clear_error(
+    about: dict[str, Any], state: dict[str, torch.Tensor], message: str, data: Path, tmp_path: Path
+) -> None:
+    def stop(progress: Progress) -> None:
+        if progress.step == 10:
+            raise Stop
+
+    with pytest.raises(Stop):
+        train(config_for(data), tmp_path / "run", report=stop)
+    tensors, before = read_tensors(tmp_path / "run" / CHECKPOINT)
+    write_tensors(tmp_path / "run" / CHECKPOINT, tensors | state, before | about)
+    with pytest.raises(ModelError, match=message):
+        resume(tmp_path / "run")
+
+
+def test_a_finished_run_is_only_opened(finished: Path) -> None:
+    def never(progress: Progress) -> None:
+        raise Stop
+
+    files = {file: file.stat().st_mtime_ns for file in finished.iterdir()}
+    network = resume(finished, report=never)
+    assert {file: file.stat().st_mtime_ns for file in finished.iterdir()} == files
+    assert all(torch.equal(value, weights(finished)[name]) for name, value in network.state_dict().items())
+
+
+def test_other_data_than_the_run_began_with_are_refused(data: Path, tmp_path: Path) -> None:
+    mine = tmp_path / "mine.npy"
+    np.save(mine, np.load(data))
+
+    def stop(progress: Progress) -> None:
+        if progress.step == 10:
+            raise Stop
+
+    with pytest.raises(Stop):
+        train(config_for(mine), tmp_path / "run", report=stop)
+    np.save(mine, 255 - np.load(data))
+    with pytest.raises(DataError, match=r"are not those that the run in .* began with"):
+        resume(tmp_path / "run")
+
+
+def test_a_folder_that_cannot_be_written_is_one_clear_error(data: Path) -> None:
+    with pytest.raises(TrainingError, match="cannot write into /proc/none"):
+        train(config_for(data), "/proc/none")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"batch_size": 0}, "batch_size must be a whole number of at least 1, but is 0"),
+        ({"seed": -1}, "seed must be a whole number of at least 0"),
+        ({"checkpoint_every": 0}, "checkpoint_every must be"),
+        ({"precision": "float16"}, "precision must be one of"),
+        ({"device": "cudda"}, "device must be auto, cpu, or an accelerator that this machine has, but is 'cudda'"),
+        ({"autoencoder": Stage(epochs=-1)}, r"autoencoder.epochs must be"),
+        ({"encoder": EncoderStage(rate=float("nan"))}, r"encoder.rate must be a finite number"),
+        ({"encoder": EncoderStage(k=0)}, r"encoder.k must be"),
+        ({"decoder": Stage(momentum=1.0)}, r"decoder.momentum must be below 1"),
+        ({"model": Architecture(image_shape=(1, 9, 9))}, "image_shape follows from the data"),
+    ],
+)
+def test_options_that_cannot_be_meant_are_refused(
+    changes: dict[str, Any], message: str, data: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        train(config_for(data, **changes), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_training_leaves_the_random_numbers_of_the_caller_alone(data: Path, tmp_path: Path) -> None:
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    torch.manual_seed(7)
+    train(config_for(data, encoder=EncoderStage(epochs=1, mixing="bernoulli")), tmp_path / "run")
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_what_does_not_fit_into_memory_lies_in_mapped_files(
+    data: Path, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Images, features and codes; and what is learned does not depend on where they lie."""
+    monkeypatch.setattr("poecaps.data._storage.SPILL", 0)
+    mapped: dict[str, tuple[int, int]] = {}
+
+    def look(progress: Progress) -> None:
+        maps = Path("/proc/self/maps").read_text().splitlines()
+        temporary = [line for line in maps if tempfile.gettempdir() in line and line.endswith("(deleted)")]
+        mapped[progress.stage] = sum(line.endswith(str(data)) for line in maps), len(temporary)
+
+    train(config_for(data), tmp_path / "run", report=look)
+    assert mapped == {  # the images; their features, then the experts of one layer, then those of the other
+        "autoencoder": (1, 0),
+        "encoder 1": (1, 1),
+        "encoder 2": (1, 2),
+        "decoder 1": (1, 2),
+        "decoder 2": (1, 3),
+    }
+    assert_same_weights(tmp_path / "run", finished)
 
 
 def test_effective_rank_counts_directions(generator: torch.Generator) -> None:

@@ -2,5 +2,17 @@
 
 from poecaps.training.config import PRESETS, Config, EncoderStage, Stage, default, paper
 from poecaps.training.loop import TrainingError, resume, train
+from poecaps.training.progress import Progress
 
-__all__ = ["PRESETS", "Config", "EncoderStage", "Stage", "TrainingError", "default", "paper", "resume", "train"]
+__all__ = [
+    "PRESETS",
+    "Config",
+    "EncoderStage",
+    "Progress",
+    "Stage",
+    "TrainingError",
+    "default",
+    "paper",
+    "resume",
+    "train",
+]

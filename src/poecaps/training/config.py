@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, Literal, TypeVar, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
-from poecaps.layer import Mixing  # noqa: TC001 (needed when the dataclasses are read back)
+from poecaps import _checks as checks
+from poecaps.layer import MIXINGS, Mixing
 from poecaps.network import Architecture
 
 T = TypeVar("T")
 Precision = Literal["auto", "float32", "bfloat16"]
+Optimizer = Literal["adam", "sgd"]
+OPTIMIZERS: tuple[Optimizer, ...] = get_args(Optimizer)
 
 
 @dataclass(frozen=True)
@@ -19,7 +22,7 @@ class Stage:
 
     epochs: int = 5
     """Passes over the training images."""
-    optimizer: Literal["adam", "sgd"] = "adam"
+    optimizer: Optimizer = "adam"
     """Adam, or SGD with momentum."""
     rate: float = 1e-3
     """Learning rate at the start."""
@@ -31,6 +34,15 @@ class Stage:
     """Weight of the ℓ2 penalty."""
     std: float = 0.01
     """Standard deviation of the initial weights of a capsule layer; the autoencoder's follow from its sizes."""
+
+    def check(self, name: str) -> None:
+        """Refuse values that cannot be meant, naming the stage they belong to."""
+        checks.require_int(f"{name}.epochs", self.epochs, 0)
+        checks.require_choice(f"{name}.optimizer", self.optimizer, OPTIMIZERS)
+        for field_name in ("rate", "final_rate", "momentum", "l2", "std"):
+            checks.require_nonnegative(f"{name}.{field_name}", getattr(self, field_name))
+        if self.momentum >= 1:
+            raise ValueError(f"{name}.momentum must be below 1, but is {self.momentum}")
 
     def rate_at(self, progress: float) -> float:
         """Learning rate when this share of the stage is done."""
@@ -46,6 +58,12 @@ class EncoderStage(Stage):
     """How often a step mixes."""
     mixing: Mixing = "deterministic"
     """Whether experts send their mean or a Bernoulli draw down."""
+
+    def check(self, name: str) -> None:
+        """Refuse values that cannot be meant, naming the stage they belong to."""
+        super().check(name)
+        checks.require_int(f"{name}.k", self.k, 1)
+        checks.require_choice(f"{name}.mixing", self.mixing, MIXINGS)
 
 
 @dataclass(frozen=True)
@@ -78,6 +96,21 @@ class Config:
     """Of the convolutions: bfloat16 where the machine is fast with it, or float32."""
     checkpoint_every: int = 200
     """Steps between checkpoints."""
+
+    def check(self) -> None:
+        """Refuse values that cannot be meant.
+
+        Raises
+        ------
+        ValueError, TypeError
+            Naming the field, what it is and what it may be.
+        """
+        for name in ("autoencoder", "encoder", "decoder"):
+            getattr(self, name).check(name)
+        checks.require_int("batch_size", self.batch_size, 1)
+        checks.require_int("checkpoint_every", self.checkpoint_every, 1)
+        checks.require_int("seed", self.seed, 0)
+        checks.require_choice("precision", self.precision, get_args(Precision))
 
 
 def from_json(kind: type[T], values: Any) -> T:

@@ -1,23 +1,28 @@
-"""One loop that drives the three stages: autoencoder, capsule encoders, capsule decoders."""
+"""One loop that drives the three stages, from wherever it was interrupted."""
 
 from __future__ import annotations
 
 import json
 import math
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+import time
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from poecaps import functional as F
-from poecaps._files import ModelError, read_tensors, write_tensors
-from poecaps.data import load
-from poecaps.data._storage import allocate
-from poecaps.network import FORMAT, VERSION, CapsuleNetwork, check_version
-from poecaps.training.config import Config, EncoderStage, Stage, from_json
+from poecaps._files import ModelError, read_tensors, write_atomically, write_tensors
+from poecaps.data import DataError, load
+from poecaps.data.named import NAMES
+from poecaps.network import FORMAT, VERSION, Architecture, CapsuleNetwork, check_version
+from poecaps.training import record as records
+from poecaps.training import workers as processes
+from poecaps.training.config import Config, Stage, from_json
+from poecaps.training.interrupts import Interrupts
+from poecaps.training.progress import Progress
+from poecaps.training.stages import Material, Task, plan
 
 if TYPE_CHECKING:
     import os
@@ -25,12 +30,14 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from poecaps.data import ImageSet
+    Report = Callable[[Progress], None]
 
-CHUNK = 250  # images that go through the frozen autoencoder together
-PROBE = 512  # training images that the running numbers are measured on
-LOGS_PER_EPOCH = 4
+CHECKPOINT, METRICS = "checkpoint.safetensors", "metrics.jsonl"
+MEASURES_PER_EPOCH = 2
+STOP_CHECK = 10  # steps between two questions whether another process was interrupted
 EXPLODED = 1e6  # a mean weight of this size is no model any more
+FITTED = 100_000  # codes that the density is fitted to, of more images a random part
+STATE = {"step", "exp_avg", "exp_avg_sq", "momentum_buffer"}  # what the optimisers remember
 
 
 class TrainingError(RuntimeError):
@@ -39,10 +46,14 @@ class TrainingError(RuntimeError):
     __module__ = "poecaps"
 
 
-def train(
-    config: Config, folder: str | os.PathLike[str], *, report: Callable[[dict[str, Any]], None] | None = None
-) -> CapsuleNetwork:
-    """Train a network and save it in a folder, with its running numbers in `metrics.jsonl`.
+def train(config: Config, folder: str | os.PathLike[str], *, report: Report | None = None) -> CapsuleNetwork:
+    """Train a network and save it in a folder.
+
+    The folder receives the network (`config.json`, `model.safetensors`), a record of the run (`run.json`: options,
+    versions, fingerprint of the data, command), its running numbers (`metrics.jsonl`) and its last checkpoint.
+    An interrupt (Ctrl-C) takes effect after the current step, once a checkpoint is saved.
+
+    Started by `torchrun`, all processes train one network together, each on its share of every batch.
 
     Parameters
     ----------
@@ -51,23 +62,33 @@ def train(
     folder
         Where results go. It must be new or empty; to go on with a run, use `resume`.
     report
-        Called with the running numbers, a few times an epoch.
+        Called with a `poecaps.training.Progress` after every step.
 
     Raises
     ------
+    ValueError, TypeError
+        If an option cannot be meant.
     FileExistsError
         If the folder holds something already.
     TrainingError
         If training diverges or a file cannot be written; the last checkpoint stays whole.
     """
+    config.check()
+    config = replace(config, data=_settled(config.data), data_path=_settled(config.data_path))
     folder = Path(folder)
-    if folder.exists() and any(folder.iterdir()):
+    again = processes.attempt() > 0
+    if again and (folder / CHECKPOINT).is_file():
+        return resume(folder, report=report)
+    if processes.expected().first and not again and folder.exists() and any(folder.iterdir()):
         raise FileExistsError(f"{folder} is not empty; name a new folder, or go on with the run in it by resume")
-    return _Run(config, folder, report).go(task=0, step=0)
+    with _started(config, folder, report) as run:
+        return run.go(task=0, step=0)
 
 
-def resume(folder: str | os.PathLike[str], *, report: Callable[[dict[str, Any]], None] | None = None) -> CapsuleNetwork:
+def resume(folder: str | os.PathLike[str], *, report: Report | None = None) -> CapsuleNetwork:
     """Go on with a run from its last checkpoint; on a CPU the result is that of a run without a break, bit for bit.
+
+    A run that is finished is only opened.
 
     Raises
     ------
@@ -75,6 +96,8 @@ def resume(folder: str | os.PathLike[str], *, report: Callable[[dict[str, Any]],
         If there is no checkpoint in the folder.
     ModelError
         If the checkpoint is damaged, foreign, or of a newer version.
+    poecaps.data.DataError
+        If the images are no longer those that the run began with.
     """
     folder = Path(folder)
     source = folder / CHECKPOINT
@@ -84,274 +107,225 @@ def resume(folder: str | os.PathLike[str], *, report: Callable[[dict[str, Any]],
     check_version(about, source)
     try:
         config = from_json(Config, about["config"])
+        config.check()
         task, step = int(about["task"]), int(about["step"])
     except (KeyError, TypeError, ValueError) as error:
         raise ModelError(f"{source} is no checkpoint of a run ({error})") from error
-    run = _Run(config, folder, report)
-    model = {name.removeprefix("model."): value for name, value in tensors.items() if name.startswith("model.")}
-    run.network.load_tensors(model, source)
-    run.network.to(run.device)
-    run.forget_metrics_after(task, step)
-    return run.go(task, step, {name: value for name, value in tensors.items() if name.startswith("optimizer.")})
+    if (folder / records.RECORD).is_file() and records.read(folder).get("finished"):
+        return CapsuleNetwork.load(folder, find_device(config.device))
+    with _started(config, folder, report) as run:
+        if not (0 <= task <= len(run.tasks) and step >= 0):
+            raise ModelError(f"{source} is damaged: it stands at step {step} of stage {task + 1} of {len(run.tasks)}")
+        model = {name.removeprefix("model."): value for name, value in tensors.items() if name.startswith("model.")}
+        run.network.load_tensors(model, source)
+        run.network.to(run.device)
+        state = {name: value for name, value in tensors.items() if name.startswith("optimizer.")}
+        return run.go(task, step, state)
 
 
-CHECKPOINT, METRICS = "checkpoint.safetensors", "metrics.jsonl"
-
-
-@dataclass(frozen=True)
-class _Task:
-    """One stage for one part of the network."""
-
-    name: str
-    stage: Stage
-    part: nn.Module
-    prepare: Callable[[], None]  # before the first step
-    loss: Callable[[np.ndarray[Any, Any]], Tensor]  # of the images with these indices
-    measure: Callable[[], dict[str, float]]
+@contextmanager
+def _started(config: Config, folder: Path, report: Report | None) -> Iterator[_Run]:
+    device, interrupts = find_device(config.device), Interrupts()
+    with interrupts.watched(), processes.joined(device) as workers:
+        yield _Run(config, folder, report, device, workers, interrupts)
 
 
 class _Run:
     """Everything a run holds while it goes."""
 
-    def __init__(self, config: Config, folder: Path, report: Callable[[dict[str, Any]], None] | None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        folder: Path,
+        report: Report | None,
+        device: torch.device,
+        workers: processes.Workers,
+        interrupts: Interrupts,
+    ) -> None:
         self.config, self.folder, self.report = config, folder, report
-        self.data: ImageSet = load(
-            config.data,
-            **({"path": config.data_path} if config.data_path else {}),  # type: ignore[arg-type]
-            **({"size": config.size} if config.size else {}),  # type: ignore[arg-type]
-            **({"channels": config.channels} if config.channels else {}),  # type: ignore[arg-type]
-        )
-        self.device = _device(config.device)
-        self.half = _wants_bfloat16(config.precision, self.device)
-        architecture = replace(config.model, image_shape=self.data.shape)
-        self.network = CapsuleNetwork(architecture, generator=_generator(config.seed, 0)).to(self.device)
-        self.batch_size = min(config.batch_size, len(self.data))
-        self.steps_per_epoch = len(self.data) // self.batch_size
-        self.activations: np.ndarray[Any, Any] | None = None
-        self.codes: dict[int, Tensor] = {}
-        self.tasks = list(self._plan())
+        self.device, self.workers, self.interrupts = device, workers, interrupts
+        data = load(config.data, path=config.data_path, size=config.size, channels=config.channels)
+        if config.model.image_shape not in (Architecture().image_shape, data.shape):
+            raise ValueError(
+                f"model.image_shape follows from the data, whose images are {data.shape}, but is "
+                f"{config.model.image_shape}; leave it out"
+            )
+        architecture = replace(config.model, image_shape=data.shape)
+        self.network = CapsuleNetwork(architecture, generator=_generator(config.seed, 0)).to(device)
+        self.batch_size = min(config.batch_size, len(data))
+        if self.batch_size % workers.size:
+            raise ValueError(
+                f"batch_size must be a multiple of the number of processes, {workers.size}, but is {self.batch_size}"
+            )
+        self.steps_per_epoch = len(data) // self.batch_size
+        self.half = _wants_bfloat16(config.precision, device)
+        self.material = Material(data, self.network, device, workers, half=self.half)
+        self.tasks = plan(config, self.material)
+        self.order: tuple[tuple[int, int], Tensor] | None = None
 
     def go(self, task: int, step: int, optimizer_state: dict[str, Tensor] | None = None) -> CapsuleNetwork:
         """Run the tasks from this position on, then fit the density of codes and save the network."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        record = self._begin(task, step) if self.workers.first else {}
+        self.network.autoencoder.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # faster
         for index in range(task, len(self.tasks)):
             self._do(index, step, optimizer_state or {})
             step, optimizer_state = 0, None
-        self.network.eval()
-        top = len(self.network.encoders)
-        self.network.density.fit(self._codes(top), _generator(self.config.seed, 1))
-        self._write(lambda: self.network.save(self.folder))
+        self._fit_density()
+        self.network.autoencoder.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
+        if self.workers.first:
+            self._write(lambda: self.network.save(self.folder))
+            record["finished"] = records.now()
+            self._write(lambda: records.write(self.folder, record))
         return self.network
 
-    def _plan(self) -> Iterator[_Task]:
-        config, network = self.config, self.network
-        nothing: Callable[[], None] = lambda: None  # noqa: E731
-        yield _Task(
-            "autoencoder",
-            config.autoencoder,
-            network.autoencoder,
-            nothing,
-            self._autoencoder_loss,
-            self._see_autoencoder,
+    def _begin(self, task: int, step: int) -> dict[str, Any]:
+        """Write into the folder what is started here, on which data."""
+        self._write(lambda: self.folder.mkdir(parents=True, exist_ok=True))
+        if (task, step) == (0, 0):  # so that a run killed at any moment can go on
+            self._save_checkpoint(self.tasks[0], 0, 0, None, [])
+        data = records.describe_data(self.material.data)
+        record = records.begin(self.config, data)
+        if (self.folder / records.RECORD).is_file():
+            record = records.read(self.folder)
+            if record.get("data", {}).get("sha256") != data["sha256"]:
+                raise DataError(
+                    f"the images of {data['source']} are not those that the run in {self.folder} began with"
+                )
+        records.start(
+            record,
+            stage=self.tasks[task].name if task < len(self.tasks) else "end",
+            step=step,
+            device=records.describe_device(self.device),
+            precision="bfloat16" if self.half else "float32",
+            processes=self.workers.size,
         )
-        for layer in range(len(network.encoders)):
-            yield _Task(
-                f"encoder {layer + 1}",
-                config.encoder,
-                network.encoders[layer],
-                lambda layer=layer: self._prepare_encoder(layer),  # type: ignore[misc]
-                lambda indices, layer=layer: self._encoder_loss(layer, indices),  # type: ignore[misc]
-                lambda layer=layer: self._see_encoder(layer),  # type: ignore[misc]
-            )
-        for layer in range(len(network.decoders)):
-            yield _Task(
-                f"decoder {layer + 1}",
-                config.decoder,
-                network.decoders[layer],
-                lambda layer=layer: self._reset(network.decoders[layer], config.decoder.std),  # type: ignore[misc]
-                lambda indices, layer=layer: self._decoder_loss(layer, indices),  # type: ignore[misc]
-                lambda layer=layer: self._see_decoder(layer),  # type: ignore[misc]
-            )
+        self._write(lambda: records.write(self.folder, record))
+        self._write(lambda: self._forget_metrics_after(task, step))
+        return record
 
     def _do(self, index: int, first_step: int, optimizer_state: dict[str, Tensor]) -> None:
         """Take the steps of one task."""
-        task = self.tasks[index]
-        if first_step == 0:
-            task.prepare()
-        parameters = list(task.part.parameters())
-        optimizer = _optimizer(task.stage, parameters)
-        _restore(optimizer, parameters, optimizer_state)
+        task, fresh = self.tasks[index], first_step == 0
         total = task.stage.epochs * self.steps_per_epoch
-        every = max(1, self.steps_per_epoch // LOGS_PER_EPOCH)
+        pace = _Pace(self, index, first_step)
+        pace.tell(first_step, {})
+        task.prepare(fresh, _generator(self.config.seed, 4))
+        parameters, buffers = list(task.part.parameters()), list(task.part.buffers())
+        self.workers.follow_first([tensor.detach() for tensor in (*parameters, *buffers)])
+        optimizer = _optimizer(task.stage, parameters)
+        _restore(optimizer, parameters, optimizer_state, self.folder / CHECKPOINT)
+        draws = torch.Generator(self.device)
+        every = max(1, self.steps_per_epoch // MEASURES_PER_EPOCH)
         self.network.eval()
         task.part.train()
+        pace.begin()
+        self.interrupts.stepping = True
         for step in range(first_step, total):
             for group in optimizer.param_groups:
                 group["lr"] = task.stage.rate_at(step / total)
             # What is drawn at random is a function of the position, so that a resumed run draws the same.
-            torch.manual_seed(_seed(self.config.seed, 2, index, step))
-            loss = task.loss(self._batch(index, step))
+            draws.manual_seed(_seed(self.config.seed, 2, index, step))
+            loss = task.loss(
+                self.workers.share(self._batch(index, step)), lambda like: self.workers.uniform(like, draws)
+            )
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
+            gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+            self.workers.average([*gradients, *buffers])
             optimizer.step()
             done = step + 1
-            if done % every == 0 or done == total:
-                self._log(task, done, total, loss.item())
-            if done % self.config.checkpoint_every == 0 and done < total:
-                self._check_weights(task, done)
-                self._save_checkpoint(index, done, optimizer, parameters)
-        self._check_weights(task, total)
+            seen = self._measure(task, done, total, loss) if done % every == 0 or done == total else {}
+            pace.tell(done, seen)
+            stop = self._is_interrupted(done)
+            if done < total and (stop or done % self.config.checkpoint_every == 0):
+                self._save_checkpoint(task, index, done, optimizer, parameters)
+            if stop and done < total:
+                raise KeyboardInterrupt
         task.part.eval()
-        self._save_checkpoint(index + 1, 0, None, [])
+        self._save_checkpoint(task, index + 1, 0, None, parameters)
+        self.interrupts.stepping = False
+        if self.workers.any(self.interrupts.asked, self.device):
+            raise KeyboardInterrupt
 
-    def _batch(self, index: int, step: int) -> np.ndarray[Any, Any]:
+    def _batch(self, index: int, step: int) -> Tensor:
         """Choose the images of a step: each epoch sees every image once, in an order of its own."""
         epoch, position = divmod(step, self.steps_per_epoch)
-        order = torch.randperm(len(self.data), generator=_generator(self.config.seed, 3, index, epoch)).numpy()
-        return order[position * self.batch_size : (position + 1) * self.batch_size]
+        if self.order is None or self.order[0] != (index, epoch):
+            order = torch.randperm(len(self.material), generator=_generator(self.config.seed, 3, index, epoch))
+            self.order = (index, epoch), order.to(self.device)
+        return self.order[1][position * self.batch_size : (position + 1) * self.batch_size]
 
-    # What each part learns from, and the numbers that tell whether it learns
+    def _is_interrupted(self, done: int) -> bool:
+        """Tell whether this process was interrupted or, asked now and then, another."""
+        if self.workers.size == 1:
+            return self.interrupts.asked
+        return done % STOP_CHECK == 0 and self.workers.any(self.interrupts.asked, self.device)
 
-    def _autoencoder_loss(self, indices: np.ndarray[Any, Any]) -> Tensor:
-        with self._autocast():
-            return self.network.autoencoder.loss(self._images(indices))
+    def _fit_density(self) -> None:
+        top = len(self.network.encoders)
+        self.network.eval()
+        self.material.make_codes(top)
+        if self.workers.first:
+            chosen = (
+                torch.randperm(len(self.material), generator=_generator(self.config.seed, 5))[:FITTED].sort().values
+            )
+            self.network.density.fit(self.material.codes(top, chosen), _generator(self.config.seed, 1))
+        self.workers.follow_first(list(self.network.density.buffers()))
 
-    def _see_autoencoder(self) -> dict[str, float]:
-        images = self._images(self._probe())
-        with self._autocast():
-            error = (self.network.autoencoder(images).float() - images).square().sum()
-        return {"reconstruction_error": (error / (images - images.mean(0)).square().sum()).item()}
+    # Results, which only the first process has
 
-    def _prepare_encoder(self, layer: int) -> None:
-        if layer == 0:
-            parts = [torch.from_numpy(part) for part in np.array_split(self._activations(), self._parts())]
-            self.network.scaling.fit([part.to(self.device) for part in parts] if self.device.type != "cpu" else parts)
-        self._reset(self.network.encoders[layer], self.config.encoder.std)
-
-    def _encoder_loss(self, layer: int, indices: np.ndarray[Any, Any]) -> Tensor:
-        stage: EncoderStage = self.config.encoder
-        x = self._inputs(layer, indices)
-        loss: Tensor = self.network.encoders[layer].contrastive_divergence(x, stage.k, mixing=stage.mixing)  # type: ignore[operator]
-        return loss
-
-    def _see_encoder(self, layer: int) -> dict[str, float]:
-        encoder = self.network.encoders[layer]
-        x = self._inputs(layer, self._probe())
-        error = (encoder.reconstruct(x) - x).square().sum() / x.square().sum()  # type: ignore[operator]
-        code = encoder(x)
-        return {
-            "reconstruction_error": error.item(),
-            "firing": code.norm(dim=-1).mean().item(),
-            "effective_rank": effective_rank(code.flatten(1)),
-        }
-
-    def _decoder_loss(self, layer: int, indices: np.ndarray[Any, Any]) -> Tensor:
-        y, x = self._codes(layer + 1)[indices], self._inputs(layer, indices)
-        loss: Tensor = self.network.decoders[layer].decoding_loss(y, x)  # type: ignore[operator]
-        return loss
-
-    def _see_decoder(self, layer: int) -> dict[str, float]:
-        probe = self._probe()
-        z = F.unsquash(self._inputs(layer, probe))
-        error = F.unsquash(self.network.decoders[layer](self._codes(layer + 1)[probe])) - z
-        return {"reconstruction_error": (error.square().sum() / (z - z.mean(0)).square().sum()).item()}
-
-    # Material
-
-    def _images(self, indices: np.ndarray[Any, Any]) -> Tensor:
-        return self.data.batch(indices).to(self.device)
-
-    def _activations(self) -> np.ndarray[Any, Any]:
-        """Features of all images as capsules, from the trained autoencoder, made once: (N, I, K)."""
-        if self.activations is None:
-            self.network.autoencoder.eval()
-            dtype = np.dtype(np.float16 if self.half else np.float32)
-            made: np.ndarray[Any, Any] | None = None
-            for indices in np.array_split(np.arange(len(self.data)), self._parts()):
-                with torch.no_grad(), self._autocast():
-                    part = self.network.activations(self._images(indices)).float().cpu().numpy()
-                made = allocate((len(self.data), *part.shape[1:]), dtype) if made is None else made
-                made[indices] = part
-            self.activations = made
-        assert self.activations is not None  # noqa: S101 (there is at least one image)
-        return self.activations
-
-    def _inputs(self, layer: int, indices: np.ndarray[Any, Any]) -> Tensor:
-        """Squashed capsules that a layer sees: (B, I, K)."""
-        if layer > 0:
-            return self._codes(layer)[indices]
-        with torch.no_grad():
-            a = torch.from_numpy(self._activations()[indices]).to(self.device).float()
-            return self.network.scaling.to_capsules(a)
-
-    def _codes(self, layer: int) -> Tensor:
-        """Experts of a trained layer, counted from 1, for all images, made once: (N, J, D)."""
-        if layer not in self.codes:
-            encoder = self.network.encoders[layer - 1].eval()
-            parts = np.array_split(np.arange(len(self.data)), self._parts())
-            with torch.no_grad():
-                self.codes[layer] = torch.cat([encoder(self._inputs(layer - 1, indices)) for indices in parts])
-        return self.codes[layer]
-
-    def _parts(self) -> int:
-        return math.ceil(len(self.data) / CHUNK)
-
-    def _probe(self) -> np.ndarray[Any, Any]:
-        return np.arange(min(PROBE, len(self.data)))
-
-    def _reset(self, part: nn.Module, std: float) -> None:
-        generator = _generator(self.config.seed, 4)
-        part.cpu()
-        part.reset_parameters(std=std, generator=generator)  # type: ignore[operator]
-        part.to(self.device)
-
-    def _autocast(self) -> Any:
-        return torch.autocast(self.device.type, dtype=torch.bfloat16) if self.half else nullcontext()
-
-    # Results
-
-    def _log(self, task: _Task, step: int, total: int, loss: float) -> None:
+    def _measure(self, task: Task, step: int, total: int, loss: Tensor) -> dict[str, float]:
+        """Measure whether the part learns, or fail if it has diverged."""
+        if not self.workers.first:
+            return {}
         task.part.eval()
         with torch.no_grad():
             seen = task.measure()
         task.part.train()
-        line: dict[str, Any] = {
-            "stage": task.name,
-            "step": step,
-            "epoch": step / self.steps_per_epoch,
-            "loss": loss,
-            "learning_rate": task.stage.rate_at((step - 1) / total),
-            **seen,
-        }
-        if not all(math.isfinite(value) for value in (loss, *seen.values())):
+        numbers = {"loss": loss.item(), "learning_rate": task.stage.rate_at((step - 1) / total), **seen}
+        if not all(map(math.isfinite, numbers.values())):
             raise self._diverged(task, step)
+        return numbers
 
-        def append() -> None:
-            with (self.folder / METRICS).open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
+    def note(self, progress: Progress) -> None:
+        """Append new numbers to the metrics, and report."""
+        if not self.workers.first:
+            return
+        if progress.measured:
+            line = {
+                "stage": progress.stage,
+                "step": progress.step,
+                "epoch": progress.epoch,
+                **progress.numbers,
+                "images_per_second": round(progress.images_per_second, 1),
+            }
 
-        self._write(append)
+            def append() -> None:
+                with (self.folder / METRICS).open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(line) + "\n")
+
+            self._write(append)
         if self.report is not None:
-            self.report(line | {"steps": total})
+            self.report(progress)
 
-    def forget_metrics_after(self, task: int, step: int) -> None:
+    def _forget_metrics_after(self, task: int, step: int) -> None:
         """Drop the lines that a broken run wrote after its last checkpoint; they will be written again."""
         path = self.folder / METRICS
         if not path.exists():
             return
         order = {each.name: index for index, each in enumerate(self.tasks)}
-        whole = [text for text in path.read_text(encoding="utf-8").splitlines() if text.endswith("}")]
-        lines = [(json.loads(text), text) for text in whole]
-        kept = [text for line, text in lines if (order[line["stage"]], line["step"]) <= (task, step)]
-        path.write_text("".join(f"{text}\n" for text in kept), encoding="utf-8")
 
-    def _check_weights(self, task: _Task, step: int) -> None:
-        for parameter in task.part.parameters():
-            size = parameter.detach().abs().mean().item()
-            if not size < EXPLODED:
-                raise self._diverged(task, step)
+        def counts(text: str) -> bool:
+            try:
+                line = json.loads(text)
+                return bool((order[line["stage"]], line["step"]) <= (task, step))
+            except (ValueError, TypeError, KeyError):  # cut by a crash
+                return False
 
-    def _diverged(self, task: _Task, step: int) -> TrainingError:
+        kept = [text for text in path.read_text(encoding="utf-8").splitlines() if counts(text)]
+        write_atomically(path, "".join(f"{text}\n" for text in kept).encode())
+
+    def _diverged(self, task: Task, step: int) -> TrainingError:
         rate = task.stage.rate_at(step / (task.stage.epochs * self.steps_per_epoch))
         kept = f"; the last checkpoint is kept in {self.folder}" if (self.folder / CHECKPOINT).exists() else ""
         return TrainingError(
@@ -359,14 +333,25 @@ class _Run:
         )
 
     def _save_checkpoint(
-        self, task: int, step: int, optimizer: torch.optim.Optimizer | None, parameters: list[nn.Parameter]
+        self,
+        trained: Task,
+        index: int,
+        step: int,
+        optimizer: torch.optim.Optimizer | None,
+        parameters: list[nn.Parameter],
     ) -> None:
+        """Save everything that the run needs to go on from this position, unless the part has diverged."""
+        if not self.workers.first:
+            return
+        for parameter in parameters:
+            if not parameter.detach().abs().mean().item() < EXPLODED:
+                raise self._diverged(trained, step or trained.stage.epochs * self.steps_per_epoch)
         tensors = {f"model.{name}": value for name, value in self.network.state_dict().items()}
         if optimizer is not None:
-            for index, parameter in enumerate(parameters):
+            for number, parameter in enumerate(parameters):
                 for name, value in optimizer.state[parameter].items():
-                    tensors[f"optimizer.{index}.{name}"] = torch.as_tensor(value)
-        about = {"format": FORMAT, "version": VERSION, "config": asdict(self.config), "task": task, "step": step}
+                    tensors[f"optimizer.{number}.{name}"] = torch.as_tensor(value)
+        about = {"format": FORMAT, "version": VERSION, "config": asdict(self.config), "task": index, "step": step}
         self._write(lambda: write_tensors(self.folder / CHECKPOINT, tensors, about))
 
     def _write(self, write: Callable[[], None]) -> None:
@@ -378,12 +363,48 @@ class _Run:
             ) from error
 
 
-def effective_rank(code: Tensor) -> float:
-    """Participation ratio (Σλ)²/Σλ² of the covariance of codes (N, S): how many directions carry their variance."""
-    centred = (code - code.mean(0)).double()
-    covariance = centred.T @ centred
-    total = covariance.trace()  # Σλ; Σλ² is the sum of its squared entries
-    return (total.square() / covariance.square().sum()).item() if total > 0 else 0.0
+class _Pace:
+    """How fast a task goes, and where it stands."""
+
+    def __init__(self, run: _Run, index: int, first_step: int) -> None:
+        self.run, self.index, self.first_step = run, index, first_step
+        self.numbers: dict[str, float] = {}
+        epochs = [task.stage.epochs for task in run.tasks]
+        self.epochs, self.before = epochs[index], sum(epochs[:index]) * run.steps_per_epoch
+        self.begin()
+
+    def begin(self) -> None:
+        """Start the clock."""
+        self.began = time.perf_counter()
+
+    def tell(self, done: int, seen: dict[str, float]) -> None:
+        """Tell where the task stands after a step, with numbers if some were measured."""
+        run, steps = self.run, self.epochs * self.run.steps_per_epoch
+        pace = (done - self.first_step) / max(time.perf_counter() - self.began, 1e-9)  # steps a second
+        self.numbers = seen or self.numbers
+        run.note(
+            Progress(
+                stage=run.tasks[self.index].name,
+                number=self.index + 1,
+                stages=len(run.tasks),
+                step=done,
+                steps=steps,
+                epoch=done / run.steps_per_epoch,
+                epochs=self.epochs,
+                total_step=self.before + done,
+                images_per_second=pace * run.batch_size,
+                seconds_left=(steps - done) / pace if pace else math.inf,
+                numbers=self.numbers,
+                measured=bool(seen),
+            )
+        )
+
+
+def _settled(path: Any) -> Any:
+    """Make a path absolute, so that a run can go on from another folder; the name of a set stays as it is."""
+    if not path or path in NAMES or not Path(path).expanduser().exists():
+        return path
+    return str(Path(path).expanduser().resolve())
 
 
 def _optimizer(stage: Stage, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -392,12 +413,19 @@ def _optimizer(stage: Stage, parameters: list[nn.Parameter]) -> torch.optim.Opti
     return torch.optim.SGD(parameters, lr=stage.rate, momentum=stage.momentum, weight_decay=stage.l2)
 
 
-def _restore(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], state: dict[str, Tensor]) -> None:
+def _restore(
+    optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], state: dict[str, Tensor], source: Path
+) -> None:
     for key, value in state.items():
-        _, index, name = key.split(".")
-        parameter = parameters[int(index)]
+        _, _, rest = key.partition(".")
+        number, _, name = rest.partition(".")
+        if not number.isdecimal() or int(number) >= len(parameters) or name not in STATE:
+            raise ModelError(f"{source} is damaged: it holds {key}, which is no state of this optimiser")
+        parameter = parameters[int(number)]
+        if value.shape not in (parameter.shape, ()):
+            raise ModelError(f"{source} is damaged: {key} has the shape {tuple(value.shape)}")
         at_home = value.shape == parameter.shape  # counters of steps stay where the optimiser keeps them
-        optimizer.state[parameter][name] = value.to(parameter.device) if at_home else value
+        optimizer.state[parameter][name] = value.to(parameter) if at_home else value
 
 
 def _seed(*numbers: int) -> int:
@@ -409,12 +437,21 @@ def _generator(*numbers: int) -> torch.Generator:
     return torch.Generator().manual_seed(_seed(*numbers))
 
 
-def _device(name: str) -> torch.device:
-    if name != "auto":
-        return torch.device(name)
-    if torch.cuda.is_available():
-        return torch.device("cuda")
-    return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+def find_device(name: str) -> torch.device:
+    """Turn the name of a device into one that is there; each process of a machine gets a GPU of its own."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    if name == "cuda":
+        name = f"cuda:{processes.local_rank()}"
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device).item()  # a device without memory, such as meta, has no value to give
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(
+            f"device must be auto, cpu, or an accelerator that this machine has, but is {name!r} ({reason})"
+        ) from error
+    return device
 
 
 def _wants_bfloat16(precision: str, device: torch.device) -> bool:

@@ -1,0 +1,503 @@
+"""The command line: `poecaps train`, `generate`, `reconstruct`, `traverse`, `encode`, `info`.
+
+Results (paths and numbers) go to standard output, progress and errors to standard error. The exit status is 0 for
+success, 1 for a failure, 2 for a command that cannot be meant, 130 after Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import numpy as np
+import torch
+import tyro
+from tyro.conf import Positional  # noqa: TC002 (tyro reads the annotations)
+
+from poecaps import __version__, plotting
+from poecaps import _checks as checks
+from poecaps import data as datasets
+from poecaps._files import ModelError
+from poecaps.data.idx import Split, find_images
+from poecaps.network import DOMAINS, CapsuleNetwork, Domain
+from poecaps.training import PRESETS, Config, Progress, TrainingError, record, resume, workers
+from poecaps.training import train as train_network
+from poecaps.training.loop import CHECKPOINT, METRICS, find_device
+from poecaps.training.progress import TensorBoard, display
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from poecaps.data import ImageSet
+
+FIGURES = "figures"
+ROWS = 4  # draws of each expert, as in the paper's Figure 2
+COLUMNS = 20  # of a grid without experts
+BATCH = 250  # images that go through the network together
+FAILURES = (ModelError, TrainingError, datasets.DataError, OSError, torch.OutOfMemoryError, MemoryError)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit status."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given == ["--version"]:
+        print(f"poecaps {__version__}")
+        return 0
+    try:
+        tyro.extras.subcommand_cli_from_dict(
+            {
+                "train": _train_with(_preset(given)),
+                "generate": generate,
+                "reconstruct": reconstruct,
+                "traverse": traverse,
+                "encode": encode,
+                "info": info,
+            },
+            prog="poecaps",
+            description="Products of expert capsules: learn images without labels, and draw new ones.\n\n"
+            f"Version {__version__}. Begin with: poecaps train",
+            args=given or ["--help"],
+        )
+    except KeyboardInterrupt:
+        return _complain("interrupted", 130)
+    except FAILURES as error:
+        return _complain(str(error), 1)
+    except (ValueError, TypeError) as error:
+        return _complain(str(error), 2)
+    return 0
+
+
+def _complain(message: str, status: int) -> int:
+    print(f"poecaps: {message}", file=sys.stderr)
+    return status
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Training
+
+
+def _preset(arguments: Sequence[str]) -> str:
+    """Look for the preset among the arguments: its values are the defaults of all other options."""
+    for before, argument in zip(["", *arguments], arguments, strict=False):
+        name = argument if before == "--preset" else argument.removeprefix("--preset=")
+        if (before == "--preset" or name != argument) and name in PRESETS:
+            return name
+    return "default"
+
+
+def _train_with(preset_given: str) -> Callable[..., None]:
+    """Make the command `train`, whose options have the values of a preset."""
+
+    def train(
+        config: Annotated[Config, tyro.conf.arg(name="")] = PRESETS[preset_given](),  # noqa: B008
+        *,
+        preset: Literal["default", "paper"] = "default",  # noqa: ARG001 (its values are in config already)
+        out: Path | None = None,
+        resume: Path | None = None,
+        quiet: bool = False,
+        tensorboard: bool = False,
+        figures: bool = True,
+    ) -> None:
+        """Train a model on images, in three stages, and draw what it has learned.
+
+        Without options: 10,000 handwritten digits that come with poecaps.
+
+        Parameters
+        ----------
+        preset
+            The recipe that all other options change: default (what works best) or paper (as published).
+        out
+            New folder for the results; by default the first of runs/DATA, runs/DATA-2, … that is free.
+        resume
+            Go on with the run in this folder, from its last checkpoint, with its own options.
+        quiet
+            Print nothing but errors.
+        tensorboard
+            Write curves for TensorBoard, too, into the folder tensorboard of the run.
+        figures
+            Draw pictures when training is done.
+        """
+        if resume is not None and (config != PRESETS[preset_given]() or preset_given != "default" or out is not None):
+            raise ValueError("--resume goes on with the options of the run; leave out all but --quiet and the like")
+        folder = resume or out or _free_folder(config.data)
+        first = workers.expected().first
+        shown: list[Any] = [] if quiet or not first else [display()]
+        shown += [TensorBoard(folder)] if tensorboard and first else []
+
+        def report(progress: Progress) -> None:
+            for each in shown:
+                each(progress)
+
+        if not quiet and first:
+            print(f"{'goes on with' if resume else 'trains in'} {folder}", file=sys.stderr, flush=True)
+        began = time.perf_counter()
+        try:
+            network = _train(config, folder, resume is not None, report)
+        finally:
+            for each in shown:
+                each.close()
+        if not first:
+            return
+        if not quiet:
+            print(f"trained in {time.perf_counter() - began:.0f} s; the model is in {folder}", flush=True)
+        if figures:
+            for line in _draw_all(network, folder):
+                if not quiet:
+                    print(line, flush=True)
+
+    return train
+
+
+def _train(config: Config, folder: Path, go_on: bool, report: Callable[[Progress], None]) -> CapsuleNetwork:
+    try:
+        if go_on:
+            return resume(folder, report=report)
+        return train_network(config, folder, report=report)
+    except KeyboardInterrupt:
+        if workers.expected().first and (folder / CHECKPOINT).is_file():
+            print(f"saved; go on with: poecaps train --resume {shlex.quote(str(folder))}", file=sys.stderr)
+        raise
+
+
+def _free_folder(source: str) -> Path:
+    if workers.expected().size > 1:
+        raise ValueError("several processes must agree on a folder; name it with --out")
+    name = Path(source).stem or "images"
+    names = (Path("runs") / (name if count == 1 else f"{name}-{count}") for count in range(1, 10**6))
+    return next(folder for folder in names if not folder.exists())
+
+
+def _draw_all(network: CapsuleNetwork, run: Path) -> Iterator[str]:
+    """Draw the pictures of a finished run, and say where they are."""
+    images = _load_images(network, run, None, None, None)
+    yield f"originals above reconstructions: {_draw_reconstructions(network, images, run / FIGURES, 40)}"
+    for domain in DOMAINS:
+        what = "all experts together" if domain == "joint" else "one expert at a time"
+        path = run / FIGURES / f"{domain}.png"
+        yield f"draws, domain {domain} ({what}): {_draw_domain(network, domain, None, ROWS, 0, path)}"
+    try:
+        yield f"training curves: {plotting.training_curves(run / METRICS, run / FIGURES / 'curves.png')}"
+    except ModuleNotFoundError as error:
+        yield f"training curves: not drawn, because {error.name} is missing; pip install 'poecaps[plots]'"
+
+
+# ---------------------------------------------------------------------------------------------------------
+# What a trained model can do
+
+Run = Annotated[Path, tyro.conf.arg(metavar="RUN", help="Folder of a trained model.")]
+
+
+def generate(
+    run: Positional[Run],
+    *,
+    domain: Domain | Literal["all"] = "joint",
+    expert: int | None = None,
+    rows: int = ROWS,
+    seed: int = 0,
+    out: Path | None = None,
+    device: str = "auto",
+) -> None:
+    """Draw new images from a model.
+
+    Parameters
+    ----------
+    run
+        Folder of a trained model.
+    domain
+        Where codes are drawn. One expert at a time, a column for each: complete (a standard Gaussian), restricted (its
+        half that training images visit) or learned (a Gaussian fitted to training codes). All experts together: joint.
+    expert
+        Draw from this expert alone, counted from 0.
+    rows
+        Rows of the grid: draws of each expert.
+    seed
+        The same seed gives the same picture.
+    out
+        PNG to write, with an .npz of the same name beside it; by default RUN/figures/DOMAIN.png.
+    device
+        auto, cpu, cuda, …
+    """
+    checks.require_int("rows", rows, 1)
+    checks.require_int("seed", seed, 0)
+    if domain == "all" and out is not None:
+        raise ValueError("--out names one picture, and --domain all draws four; leave out one of them")
+    network = CapsuleNetwork.load(run, find_device(device))
+    for each in DOMAINS if domain == "all" else (domain,):
+        name = each if expert is None else f"{each}-{expert}"
+        path = out or run / FIGURES / f"{name}.png"
+        print(_draw_domain(network, each, expert, rows, seed, path))
+
+
+@torch.no_grad()
+def _draw_domain(network: CapsuleNetwork, domain: Domain, expert: int | None, rows: int, seed: int, path: Path) -> Path:
+    """Draw the Figure 2 of a domain: a column for each expert, or a grid where one expert or all speak."""
+    generator = torch.Generator(_device_of(network)).manual_seed(seed)
+    if domain == "joint" or expert is not None:
+        images = network.generate(rows * COLUMNS, domain, expert=expert, generator=generator)
+        title = f"domain {domain}" + ("" if expert is None else f", expert {expert}")
+        return plotting.image_grid(images, path, columns=COLUMNS, title=title)
+    experts = range(network.architecture.experts[-1][0])
+    alone = [network.generate(rows, domain, expert=j, generator=generator) for j in experts]
+    return plotting.expert_grid(torch.stack(alone, dim=1), path, title=f"domain {domain}, one column per expert")
+
+
+def reconstruct(
+    run: Positional[Run],
+    *,
+    data: str | None = None,
+    data_path: str | None = None,
+    split: Split | None = None,
+    count: int = 40,
+    out: Path | None = None,
+    device: str = "auto",
+) -> None:
+    """Draw images above what the model makes of them.
+
+    Parameters
+    ----------
+    run
+        Folder of a trained model.
+    data
+        Name of a set, or path of a file or folder of images; by default what the model was trained on.
+    data_path
+        Folder that holds a full set known by name.
+    split
+        train or test; by default test where there is one.
+    count
+        How many images, from the first on.
+    out
+        PNG to write, with an .npz of the same name beside it; by default RUN/figures/reconstructions.png.
+    device
+        auto, cpu, cuda, …
+    """
+    checks.require_int("count", count, 1)
+    network = CapsuleNetwork.load(run, find_device(device))
+    images = _load_images(network, run, data, data_path, split)
+    print(_draw_reconstructions(network, images, out or run / FIGURES, count))
+
+
+@torch.no_grad()
+def _draw_reconstructions(network: CapsuleNetwork, data: ImageSet, out: Path, count: int) -> Path:
+    images = data.batch(range(min(count, len(data))))
+    made = torch.cat([network.reconstruct(part.to(_device_of(network))).cpu() for part in images.split(BATCH)])
+    path = out if out.suffix.lower() == ".png" else out / "reconstructions.png"
+    return plotting.reconstructions(images, made, path)
+
+
+def traverse(
+    run: Positional[Run],
+    *,
+    expert: int = 0,
+    image: int | None = None,
+    data: str | None = None,
+    data_path: str | None = None,
+    split: Split | None = None,
+    steps: int = 7,
+    reach: float = 3.0,
+    out: Path | None = None,
+    device: str = "auto",
+) -> None:
+    """Vary one number of an expert at a time: a row for each, from low to high.
+
+    Parameters
+    ----------
+    run
+        Folder of a trained model.
+    expert
+        Which expert, counted from 0.
+    image
+        Start from the code of this image of the data; by default from the expert's mean code, with all others off.
+    data
+        Name of a set, or path of a file or folder of images; by default what the model was trained on.
+    data_path
+        Folder that holds a full set known by name.
+    split
+        train or test; by default test where there is one.
+    steps
+        Images in a row.
+    reach
+        How far to go to both sides, in standard deviations of the training codes.
+    out
+        PNG to write, with an .npz of the same name beside it; by default RUN/figures/expert-NUMBER.png.
+    device
+        auto, cpu, cuda, …
+    """
+    checks.require_int("steps", steps, 2)
+    checks.require_nonnegative("reach", reach)
+    if image is None and (data, data_path, split) != (None, None, None):
+        raise ValueError("--data, --data-path and --split choose where --image is taken from; name that as well")
+    network = CapsuleNetwork.load(run, find_device(device))
+    offsets = torch.linspace(-reach, reach, steps)
+    start, title, name = None, f"expert {expert}", f"expert-{expert}"
+    if image is not None:
+        images = _load_images(network, run, data, data_path, split)
+        checks.require_int("image", image, 0, len(images) - 1)
+        with torch.no_grad():
+            start = network.encode(images.batch([image]).to(_device_of(network)))[0]
+        title, name = f"{title}, from image {image}", f"{name}-image-{image}"
+    with torch.no_grad():
+        drawn = network.traverse(expert, offsets, start=start)
+    path = out or run / FIGURES / f"{name}.png"
+    print(plotting.traversal_grid(drawn, path, values=offsets, title=f"{title}: a row per parameter"))
+
+
+def encode(
+    run: Positional[Run],
+    *,
+    data: str | None = None,
+    data_path: str | None = None,
+    split: Split = "train",
+    out: Path | None = None,
+    device: str = "auto",
+) -> None:
+    """Write the codes of images, and the firing probabilities of the experts, as NumPy arrays.
+
+    The file holds codes (N, J, D), firing (N, J) and, where the data have them, labels (N,).
+
+    Parameters
+    ----------
+    run
+        Folder of a trained model.
+    data
+        Name of a set, or path of a file or folder of images; by default what the model was trained on.
+    data_path
+        Folder that holds a full set known by name.
+    split
+        train or test.
+    out
+        File to write; by default RUN/codes-SPLIT.npz.
+    device
+        auto, cpu, cuda, …
+    """
+    out = out or run / f"codes-{split}.npz"
+    if out.suffix.lower() != ".npz":
+        raise ValueError(f"--out must name an .npz file, but is {out}")
+    network = CapsuleNetwork.load(run, find_device(device))
+    images = _load_images(network, run, data, data_path, split)
+    with torch.no_grad():
+        codes = torch.cat([network.encode(part.to(_device_of(network))).cpu() for part in images.batches(BATCH)])
+    arrays: dict[str, Any] = {"codes": codes.numpy(), "firing": codes.norm(dim=-1).numpy()}
+    if images.labels is not None:
+        arrays["labels"] = images.labels
+    out.parent.mkdir(parents=True, exist_ok=True)
+    part = out.with_name(f".{out.name}.part.npz")
+    try:
+        np.savez(part, **arrays)
+        part.replace(out)
+    finally:
+        part.unlink(missing_ok=True)
+    print(f"{out}: codes {codes.shape[0]:,}×{codes.shape[1]}×{codes.shape[2]} of {images}")
+
+
+def info(run: Positional[Annotated[Path | None, tyro.conf.arg(metavar="[RUN]")]] = None) -> None:
+    """Tell about a trained model, or without one about this installation.
+
+    Parameters
+    ----------
+    run
+        Folder of a run.
+    """
+    lines = _about_installation() if run is None else _about_run(run)
+    for name, value in lines:
+        print(f"{name:12} {value}")
+
+
+def _about_installation() -> Iterator[tuple[str, str]]:
+    machine = record.describe_machine()
+    yield from machine.items()
+    device = find_device("auto")
+    yield "device", record.describe_device(device)
+    yield "data", ", ".join(datasets.named.NAMES)
+    yield "presets", ", ".join(PRESETS)
+
+
+def _about_run(run: Path) -> Iterator[tuple[str, str]]:
+    about = record.read(run) if (run / record.RECORD).is_file() else None
+    if about is None and not (run / "model.safetensors").is_file():
+        raise FileNotFoundError(f"{run} holds no run: there is neither a {record.RECORD} nor a model.safetensors in it")
+    yield "run", str(run)
+    if (run / "model.safetensors").is_file():
+        network = CapsuleNetwork.load(run)
+        channels, height, width = network.architecture.image_shape
+        inputs, dim = network.scaling.mean.shape
+        yield "images", f"{height}×{width}, {'grey' if channels == 1 else 'RGB'}"
+        yield "capsules", f"{inputs} of {dim} numbers"
+        yield "experts", ", then ".join(f"{count} of {dim} numbers" for count, dim in network.architecture.experts)
+        yield "weights", f"{sum(each.numel() for each in network.parameters()):,}"
+    if about is None:
+        return
+    source = about["data"]
+    yield (
+        "trained on",
+        f"{source.get('source')} ({source.get('images'):,} images, sha256 {source.get('sha256', '')[:12]}…)",
+    )
+    yield "finished", about.get("finished") or f"not yet; go on with: poecaps train --resume {shlex.quote(str(run))}"
+    for start in about["starts"]:
+        yield "command", f"{start.get('command')}  ({start.get('time')}, {start.get('device')})"
+    for stage, numbers in _last_numbers(run / METRICS).items():
+        yield stage, ", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in numbers.items())
+    for name, value in _changed(about["config"]):
+        yield "option", f"{name} = {value}"
+
+
+def _changed(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Name the options that are not those of the preset `default`."""
+    usual = asdict(PRESETS["default"]())
+    for each in fields(Config):
+        given, normal = config.get(each.name), usual[each.name]
+        if isinstance(given, dict):
+            yield from (
+                (f"{each.name}.{name}", value) for name, value in given.items() if value != _as_json(normal.get(name))
+            )
+        elif given != _as_json(normal):
+            yield each.name, given
+
+
+def _as_json(value: Any) -> Any:
+    return [_as_json(each) for each in value] if isinstance(value, tuple) else value
+
+
+def _last_numbers(path: Path) -> dict[str, dict[str, float]]:
+    if not path.is_file():
+        return {}
+    stages = plotting.read_metrics(path)
+    return {stage: {name: float(points[-1, 1]) for name, points in curves.items()} for stage, curves in stages.items()}
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Helpers
+
+
+def _device_of(network: CapsuleNetwork) -> torch.device:
+    return next(network.parameters()).device
+
+
+def _load_images(
+    network: CapsuleNetwork, run: Path, source: str | None, path: str | None, split: Split | None
+) -> ImageSet:
+    """Load images that the model can see; by default those it was trained on, and of these the test images."""
+    channels, height, width = network.architecture.image_shape
+    if source is None:
+        if not (run / record.RECORD).is_file():
+            raise ValueError(f"{run} does not say what it was trained on; name images with --data")
+        config = record.read(run)["config"]
+        source, path = str(config.get("data")), path or config.get("data_path")
+    shape: dict[str, Any] = {}
+    where = Path(source).expanduser()
+    if source not in datasets.named.NAMES and where.is_dir() and find_images(where, "train") is None:
+        shape = {"size": (height, width), "channels": channels}
+    if split is None:
+        try:
+            found = datasets.load(source, split="test", path=path, **shape)
+        except datasets.DataError:  # not divided into training and test images
+            found = datasets.load(source, split="train", path=path, **shape)
+    else:
+        found = datasets.load(source, split=split, path=path, **shape)
+    if found.shape != (channels, height, width):
+        kind = "grey" if channels == 1 else "RGB"
+        raise datasets.DataError(f"the model sees {kind} images of {height}×{width}, but there are {found}")
+    return found

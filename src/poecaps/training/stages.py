@@ -1,0 +1,271 @@
+"""The three stages: what each part of the network learns from, its loss, and how to tell whether it learns."""
+
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from poecaps import functional as F
+from poecaps.data._storage import allocate
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch import Tensor, nn
+
+    from poecaps.autoencoder import ConvAutoencoder
+    from poecaps.data import ImageSet
+    from poecaps.layer import CapsuleExperts
+    from poecaps.network import CapsuleDecoder, CapsuleNetwork
+    from poecaps.training.config import Config, EncoderStage, Stage
+    from poecaps.training.workers import Workers
+
+    Draw = Callable[[Tensor], Tensor]
+
+CHUNK = 250  # images that go through a frozen part together
+PROBE = 512  # training images that the running numbers are measured on
+
+
+class Material:
+    """Images, and what the frozen parts of the network make of them: made once, kept where the steps can reach it.
+
+    On an accelerator with room for it, that is its memory; else the host's, and beyond some size a mapped file.
+    """
+
+    def __init__(
+        self, data: ImageSet, network: CapsuleNetwork, device: torch.device, workers: Workers, *, half: bool
+    ) -> None:
+        self.data, self.network, self.device, self.workers, self.half = data, network, device, workers, half
+        self.features: Tensor | None = None
+        self.experts: dict[int, Tensor] = {}
+        self.pixels: Tensor | None = None
+        if data.images.dtype == np.uint8 and self._has_room(data.images.nbytes):
+            self.pixels = torch.from_numpy(np.ascontiguousarray(np.moveaxis(data.images, -1, 1))).to(device)
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def images(self, indices: Tensor) -> Tensor:
+        """Images from 0 to 1: (B,) → (B, C, H, W)."""
+        if self.pixels is not None:
+            return self.pixels[indices.to(self.device)].float() / 255
+        return self.data.batch(indices.cpu()).to(self.device)
+
+    def make_inputs(self, layer: int) -> None:
+        """Make what `inputs` of this layer are taken from; every process must call it."""
+        if layer > 0:
+            self.make_codes(layer)
+        elif self.features is None:
+            self.network.autoencoder.eval()
+            rows = self.network.scaling.mean.shape
+
+            def see(indices: Tensor) -> Tensor:
+                with self.autocast():
+                    return self.network.activations(self.images(indices))
+
+            self.features = self._for_all(see, rows, torch.float16 if self.half else torch.float32)
+
+    def make_codes(self, layer: int) -> None:
+        """Make the `codes` of this layer, counted from 1; every process must call it."""
+        if layer not in self.experts:
+            self.make_inputs(layer - 1)
+            encoder: CapsuleExperts = self.network.encoders[layer - 1].eval()  # type: ignore[assignment]
+            rows = (encoder.out_capsules, encoder.out_dim)
+            self.experts[layer] = self._for_all(
+                lambda indices: encoder(self.inputs(layer - 1, indices)), rows, torch.float32
+            )
+
+    def fit_scaling(self) -> None:
+        """Fit the scaling of the input capsules to the features."""
+        features = self.features
+        assert features is not None  # noqa: S101 (make_inputs(0) comes first)
+        self.network.scaling.fit(_Parts(features, self.device))
+        self.workers.follow_first(list(self.network.scaling.buffers()))
+
+    def inputs(self, layer: int, indices: Tensor) -> Tensor:
+        """Squashed capsules that a layer sees: (B,) → (B, I, K)."""
+        if layer > 0:
+            return self.codes(layer, indices)
+        assert self.features is not None  # noqa: S101 (make_inputs(0) comes first)
+        with torch.no_grad():
+            return self.network.scaling.to_capsules(_take(self.features, indices, self.device).float())
+
+    def codes(self, layer: int, indices: Tensor) -> Tensor:
+        """Experts of a trained layer, counted from 1: (B,) → (B, J, D)."""
+        return _take(self.experts[layer], indices, self.device)
+
+    def probe(self) -> Tensor:
+        """Return the indices of the images that the running numbers are measured on."""
+        return torch.arange(min(PROBE, len(self)))
+
+    def autocast(self) -> Any:
+        """Let convolutions run in bfloat16 where that is wanted."""
+        return torch.autocast(self.device.type, dtype=torch.bfloat16) if self.half else nullcontext()
+
+    @torch.no_grad()
+    def _for_all(self, make: Callable[[Tensor], Tensor], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Make something of every image, each process its share: → (N, *shape)."""
+        count, size = len(self), self.workers.size
+        kept = self._room(count, *shape, dtype=dtype)
+        for start in range(0, count, CHUNK * size):
+            stop = min(start + CHUNK * size, count)
+            length = size * math.ceil((stop - start) / size)  # shares are equally long; the last image may come twice
+            indices = torch.arange(start, start + length).clamp(max=count - 1)
+            made = self.workers.gather(make(self.workers.share(indices)).to(dtype))
+            kept[start:stop] = made[: stop - start]
+        return kept
+
+    def _room(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        size = math.prod(shape) * dtype.itemsize
+        if self._has_room(size):
+            return torch.empty(shape, dtype=dtype, device=self.device)
+        return torch.from_numpy(allocate(shape, np.dtype(str(dtype).removeprefix("torch."))))
+
+    def _has_room(self, size: int) -> bool:
+        """Tell whether so many bytes are a small part of the accelerator's free memory."""
+        return self.device.type == "cuda" and size < torch.cuda.mem_get_info(self.device)[0] // 4
+
+
+class _Parts:
+    """A tensor in chunks on a device, as often as one looks."""
+
+    def __init__(self, whole: Tensor, device: torch.device) -> None:
+        self.whole, self.device = whole, device
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (part.to(self.device) for part in self.whole.split(CHUNK))
+
+
+def _take(kept: Tensor, indices: Tensor, device: torch.device) -> Tensor:
+    return kept[indices.to(kept.device)].to(device)
+
+
+class Task:
+    """One stage for one part of the network."""
+
+    def __init__(self, name: str, stage: Stage, part: nn.Module, material: Material) -> None:
+        self.name, self.stage, self.part, self.material = name, stage, part, material
+
+    def prepare(self, fresh: bool, generator: torch.Generator) -> None:
+        """Make what the steps learn from and, where the stage begins, give the part its initial weights."""
+        raise NotImplementedError
+
+    def loss(self, indices: Tensor, draw: Draw) -> Tensor:
+        """Compute the loss of the images with these indices (B,); `draw` gives uniform numbers."""
+        raise NotImplementedError
+
+    def measure(self) -> dict[str, float]:
+        """Measure, on the same few images every time, whether the part learns."""
+        raise NotImplementedError
+
+    def _reset(self, generator: torch.Generator) -> None:
+        device = self.material.device
+        self.part.cpu()
+        self.part.reset_parameters(std=self.stage.std, generator=generator)  # type: ignore[operator]
+        self.part.to(device)
+
+
+class AutoencoderTask(Task):
+    """Stage 1: the convolutional autoencoder learns to reconstruct images."""
+
+    part: ConvAutoencoder
+
+    def prepare(self, fresh: bool, generator: torch.Generator) -> None:
+        """Do nothing: the filters have their initial weights, and learn from the images themselves."""
+
+    def loss(self, indices: Tensor, draw: Draw) -> Tensor:
+        """Compute the cross-entropy of the pixels."""
+        with self.material.autocast():
+            return self.part.loss(self.material.images(indices), draw=draw)
+
+    def measure(self) -> dict[str, float]:
+        """Measure the share of the images' variance that is lost."""
+        images = self.material.images(self.material.probe())
+        with self.material.autocast():
+            error = (self.part(images).float() - images).square().sum()
+        return {"reconstruction_error": (error / (images - images.mean(0)).square().sum()).item()}
+
+
+class EncoderTask(Task):
+    """Stage 2: a layer of experts learns by contrastive divergence."""
+
+    part: CapsuleExperts
+    stage: EncoderStage
+
+    def __init__(self, layer: int, stage: EncoderStage, material: Material) -> None:
+        super().__init__(f"encoder {layer + 1}", stage, material.network.encoders[layer], material)
+        self.layer = layer
+
+    def prepare(self, fresh: bool, generator: torch.Generator) -> None:
+        """Make the capsules below; scale them, where they are the first."""
+        self.material.make_inputs(self.layer)
+        if fresh:
+            if self.layer == 0:
+                self.material.fit_scaling()
+            self._reset(generator)
+
+    def loss(self, indices: Tensor, draw: Draw) -> Tensor:
+        """Compute the loss of contrastive divergence."""
+        x = self.material.inputs(self.layer, indices)
+        return self.part.contrastive_divergence(x, self.stage.k, mixing=self.stage.mixing, draw=draw)
+
+    def measure(self) -> dict[str, float]:
+        """Measure the share of the capsules that is lost, the mean firing probability, and the rank of the code."""
+        x = self.material.inputs(self.layer, self.material.probe())
+        error = (self.part.reconstruct(x) - x).square().sum() / x.square().sum()
+        code = self.part(x)
+        return {
+            "reconstruction_error": error.item(),
+            "firing": code.norm(dim=-1).mean().item(),
+            "effective_rank": effective_rank(code.flatten(1)),
+        }
+
+
+class DecoderTask(Task):
+    """Stage 3: a layer of capsules learns to draw what is below from the experts above."""
+
+    part: CapsuleDecoder
+
+    def __init__(self, layer: int, stage: Stage, material: Material) -> None:
+        super().__init__(f"decoder {layer + 1}", stage, material.network.decoders[layer], material)
+        self.layer = layer
+
+    def prepare(self, fresh: bool, generator: torch.Generator) -> None:
+        """Make the capsules below and the experts above."""
+        self.material.make_codes(self.layer + 1)
+        if fresh:
+            self._reset(generator)
+
+    def loss(self, indices: Tensor, draw: Draw) -> Tensor:  # noqa: ARG002 (nothing is drawn here)
+        """Compute the loss of the decoder's rule."""
+        return self.part.decoding_loss(
+            self.material.codes(self.layer + 1, indices), self.material.inputs(self.layer, indices)
+        )
+
+    def measure(self) -> dict[str, float]:
+        """Measure the share of the variance below that is lost."""
+        probe = self.material.probe()
+        z = F.unsquash(self.material.inputs(self.layer, probe))
+        error = F.unsquash(self.part(self.material.codes(self.layer + 1, probe))) - z
+        return {"reconstruction_error": (error.square().sum() / (z - z.mean(0)).square().sum()).item()}
+
+
+def plan(config: Config, material: Material) -> list[Task]:
+    """List the tasks of a run, in order."""
+    layers = range(len(material.network.encoders))
+    first = AutoencoderTask("autoencoder", config.autoencoder, material.network.autoencoder, material)
+    encoders = [EncoderTask(layer, config.encoder, material) for layer in layers]
+    decoders = [DecoderTask(layer, config.decoder, material) for layer in layers]
+    return [first, *encoders, *decoders]
+
+
+def effective_rank(code: Tensor) -> float:
+    """Participation ratio (Σλ)²/Σλ² of the covariance of codes (N, S): how many directions carry their variance."""
+    centred = (code - code.mean(0)).double()
+    covariance = centred.T @ centred
+    total = covariance.trace()  # Σλ; Σλ² is the sum of its squared entries
+    return (total.square() / covariance.square().sum()).item() if total > 0 else 0.0

@@ -1,0 +1,393 @@
+"""The command line as people use it."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import poecaps
+from poecaps.cli import main
+from poecaps.network import DOMAINS
+from poecaps.training import PRESETS
+from poecaps.training.config import Config, from_json
+from poecaps.training.loop import CHECKPOINT
+
+SMALL = shlex.split("""--model.features 8 --model.capsule-dim 4 --model.experts 3 5 --model.components 4 --batch-size 16
+    --autoencoder.epochs 1 --encoder.epochs 1 --decoder.epochs 1 --device cpu""")
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "digits.npz"
+    train, test = poecaps.data.load("mnist-sample"), poecaps.data.load("mnist-sample", split="test")
+    assert train.labels is not None
+    np.savez(path, x_train=train.images[:48], y_train=train.labels[:48], x_test=test.images[:20])
+    return path
+
+
+@pytest.fixture(scope="module")
+def run(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "small"
+    assert main(["train", "--data", str(source), "--out", str(folder), "--quiet", *SMALL]) == 0
+    return folder
+
+
+def arrays(path: Path) -> dict[str, Any]:
+    with np.load(path) as file:
+        return dict(file)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Training
+
+
+def test_training_leaves_a_model_its_record_and_pictures(run: Path) -> None:
+    names = {str(file.relative_to(run)) for file in run.rglob("*") if file.is_file()}
+    pictures = {*DOMAINS, "reconstructions", "curves"}
+    assert names == {
+        *("config.json", "model.safetensors", "checkpoint.safetensors", "run.json", "metrics.jsonl"),
+        *(f"figures/{name}{suffix}" for name in pictures for suffix in (".png", ".npz")),
+    }
+    assert poecaps.load(run).architecture.experts == ((3, 5),)
+
+
+def test_all_four_domains_are_grids_of_figure_2(run: Path) -> None:
+    for domain in DOMAINS:
+        images = arrays(run / "figures" / f"{domain}.npz")["images"]
+        assert images.shape == ((80, 1, 28, 28) if domain == "joint" else (4, 3, 1, 28, 28))
+        with Image.open(run / "figures" / f"{domain}.png") as picture:
+            assert picture.size[0] > 3 * 28
+
+
+def test_every_field_can_be_set_and_nothing_else_changes(source: Path, tmp_path: Path) -> None:
+    changes = ["--encoder.k", "2", "--encoder.optimizer", "adam", "--encoder.rate", "0.1"]
+    where = ["--data", str(source), "--out", str(tmp_path / "run"), "--quiet", "--no-figures"]
+    assert main(["train", "--preset", "paper", *where, *SMALL, *changes]) == 0
+    used = from_json(Config, json.loads((tmp_path / "run" / "run.json").read_text())["config"])
+    paper = PRESETS["paper"]()
+    assert (used.encoder.k, used.encoder.optimizer, used.encoder.rate, used.encoder.epochs) == (2, "adam", 0.1, 1)
+    assert (used.encoder.l2, used.decoder.rate, used.decoder.optimizer) == (1e-7, paper.decoder.rate, "sgd")
+    assert (used.model.bias, used.model.centre, used.model.scale, used.model.sharpness) == (False, False, None, 1.0)
+    assert (used.model.experts, paper.model.experts) == (((3, 5),), ((20, 16),))
+
+
+@pytest.mark.parametrize("arguments", [["--preset", "paper"], ["--preset=paper"]])
+def test_help_shows_the_values_of_the_preset(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as leave:
+        main(["train", *arguments, "--help"])
+    assert leave.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "Learning rate at the start. (default: 100.0)" in text
+
+
+def test_progress_is_plain_lines_where_there_is_no_terminal(source: Path, tmp_path: Path) -> None:
+    arguments = [sys.executable, "-m", "poecaps", "train", "--data", str(source), *SMALL]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=True, cwd=tmp_path)
+    lines = done.stderr.splitlines()
+    assert lines[0] == "trains in runs/digits"
+    assert [line.split()[1] for line in lines[1:]] == ["autoencoder"] * 2 + ["encoder"] * 2 + ["decoder"] * 2
+    assert all(line.isprintable() for line in lines)
+    assert "runs/digits/figures/joint.png" in done.stdout
+    again = subprocess.run([*arguments, "--no-figures"], capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert "the model is in runs/digits-2" in again.stdout
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs a pseudo-terminal")
+def test_progress_is_one_live_line_for_each_stage_on_a_terminal(source: Path, tmp_path: Path) -> None:
+    import pty
+
+    ours, theirs = pty.openpty()
+    arguments = [sys.executable, "-m", "poecaps", "train", "--data", str(source), "--no-figures", *SMALL]
+    process = subprocess.Popen(arguments, stderr=theirs, stdout=subprocess.DEVNULL, cwd=tmp_path)
+    os.close(theirs)
+    seen = b""
+    while True:
+        try:
+            chunk = os.read(ours, 4096)
+        except OSError:  # how the end looks on Linux
+            break
+        if not chunk:
+            break
+        seen += chunk
+    os.close(ours)
+    assert process.wait() == 0
+    lines = [line for line in seen.decode().split("\r\n") if line]
+    assert len(lines) == 4  # where it trains, and three stages
+    assert all("\r\x1b[K" in line and "100%" in line for line in lines[1:])
+
+
+def test_quiet_is_quiet(source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--data", str(source), "--out", str(tmp_path / "run"), "--quiet", *SMALL]) == 0
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_finished_run_can_be_resumed_and_a_broken_disk_is_no_traceback(
+    run: Path, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy)
+    assert main(["train", "--resume", str(copy), "--no-figures"]) == 0
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    assert main(["train", "--data", str(source), "--out", str(tmp_path / "full"), *SMALL]) == 1
+    assert "cannot write into" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("shape", "data_shape"), [((28, 28), (28, 28)), ((32, 32, 3), (32, 32)), ((28, 20), (28, 20))])
+def test_images_of_any_kind_train_and_generate(
+    shape: tuple[int, ...], data_shape: tuple[int, int], tmp_path: Path
+) -> None:
+    images = np.random.default_rng(0).integers(0, 256, (32, *shape), dtype=np.uint8)
+    np.save(tmp_path / "x.npy", images)
+    folder = str(tmp_path / "run")
+    assert main(["train", "--data", str(tmp_path / "x.npy"), "--out", folder, "--quiet", *SMALL]) == 0
+    assert main(["generate", folder, "--domain", "learned", "--out", str(tmp_path / "drawn.png")]) == 0
+    channels = 3 if len(shape) == 3 else 1
+    assert arrays(tmp_path / "drawn.npz")["images"].shape == (4, 3, channels, *data_shape)
+
+
+def test_a_folder_of_pictures_trains_and_is_reconstructed(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    for name, size in (("a", (40, 30)), ("b", (24, 36)), ("c", (30, 30)), ("d", (64, 20))):
+        (tmp_path / "pictures").mkdir(exist_ok=True)
+        picture = Image.fromarray(random.integers(0, 256, (*size, 3), dtype=np.uint8))
+        picture.save(tmp_path / "pictures" / f"{name}.png")
+    data = ["--data", str(tmp_path / "pictures"), "--size", "20", "18", "--channels", "3"]
+    assert main(["train", *data, "--out", str(tmp_path / "run"), "--quiet", *SMALL]) == 0
+    assert arrays(tmp_path / "run" / "figures" / "reconstructions.npz")["originals"].shape == (4, 3, 20, 18)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# What a trained model can do
+
+
+def test_the_same_seed_gives_the_same_picture(run: Path, tmp_path: Path) -> None:
+    for name, seed in (("a", "5"), ("b", "5"), ("c", "6")):
+        assert main(["generate", str(run), "--seed", seed, "--out", str(tmp_path / f"{name}.png")]) == 0
+    first, second, other = ((tmp_path / f"{name}.png").read_bytes() for name in "abc")
+    assert first == second
+    assert first != other
+
+
+def test_restricted_draws_are_complete_draws_or_their_negations(run: Path, tmp_path: Path) -> None:
+    """The two pictures of one seed can be compared draw by draw."""
+    network = poecaps.load(run)
+    for domain in ("complete", "restricted"):
+        assert main(["generate", str(run), "--domain", domain, "--out", str(tmp_path / f"{domain}.png")]) == 0
+    complete, restricted = (arrays(tmp_path / f"{domain}.npz")["images"] for domain in ("complete", "restricted"))
+    same = np.isclose(complete, restricted, atol=1e-5).all((2, 3, 4))
+    generator = torch.Generator().manual_seed(0)
+    for expert in range(3):
+        code = network.sample(4, "complete", expert=expert, generator=generator)[:, expert]
+        agrees = (code @ network.density.mean_direction[expert] >= 0).numpy()
+        assert np.array_equal(same[:, expert], agrees)
+    assert not same.all()
+
+
+def test_one_expert_can_be_drawn_alone(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", str(run), "--domain", "learned", "--expert", "2", "--rows", "2"]) == 0
+    path = Path(capsys.readouterr().out.strip())
+    assert path == run / "figures" / "learned-2.png"
+    assert arrays(path.with_suffix(".npz"))["images"].shape == (40, 1, 28, 28)
+
+
+def test_reconstructions_are_the_models(run: Path, tmp_path: Path) -> None:
+    assert main(["reconstruct", str(run), "--count", "7", "--out", str(tmp_path / "r.png")]) == 0
+    drawn = arrays(tmp_path / "r.npz")
+    assert len(drawn["originals"]) == 7
+    test = poecaps.data.load("mnist-sample", split="test").batch(range(7))
+    np.testing.assert_array_equal(drawn["originals"], test.numpy())  # the test images come first
+    with torch.no_grad():
+        made = poecaps.load(run).reconstruct(test)
+    np.testing.assert_allclose(drawn["reconstructions"], made.numpy(), atol=1e-6)
+    assert main(["reconstruct", str(run), "--split", "train", "--count", "3", "--out", str(tmp_path / "t.png")]) == 0
+    train = poecaps.data.load("mnist-sample").batch(range(3))
+    np.testing.assert_array_equal(arrays(tmp_path / "t.npz")["originals"], train.numpy())
+
+
+def test_a_traversal_changes_one_parameter_at_a_time(run: Path, tmp_path: Path) -> None:
+    network = poecaps.load(run)
+    options = ["--expert", "1", "--steps", "5", "--reach", "2"]
+    assert main(["traverse", str(run), *options, "--out", str(tmp_path / "t.png")]) == 0
+    drawn = arrays(tmp_path / "t.npz")
+    np.testing.assert_allclose(drawn["values"], [-2, -1, 0, 1, 2])
+    assert drawn["images"].shape == (5, 5, 1, 28, 28)
+    spread = (network.density.factor[1] @ network.density.factor[1].T).diagonal().sqrt()
+    z = torch.zeros(3, 5)
+    z[1] = network.density.mean[1]
+    with torch.no_grad():
+        np.testing.assert_allclose(drawn["images"][3, 2], network.decode(poecaps.squash(z)[None])[0], atol=1e-5)
+        z[1, 3] += 2 * spread[3]
+        np.testing.assert_allclose(drawn["images"][3, 4], network.decode(poecaps.squash(z)[None])[0], atol=1e-5)
+
+
+def test_a_traversal_may_start_from_an_image(run: Path, tmp_path: Path) -> None:
+    assert main(["traverse", str(run), "--image", "4", "--steps", "3", "--out", str(tmp_path / "t.png")]) == 0
+    test = poecaps.data.load("mnist-sample", split="test").batch([4])
+    with torch.no_grad():
+        made = poecaps.load(run).reconstruct(test)[0].numpy()
+    for row in arrays(tmp_path / "t.npz")["images"]:
+        np.testing.assert_allclose(row[1], made, atol=1e-4)
+
+
+def test_codes_and_firing_probabilities_are_written(run: Path, tmp_path: Path) -> None:
+    assert main(["encode", str(run), "--out", str(tmp_path / "deep" / "codes.npz")]) == 0
+    written = arrays(tmp_path / "deep" / "codes.npz")
+    images = poecaps.data.load("mnist-sample")
+    assert images.labels is not None
+    with torch.no_grad():
+        codes = poecaps.load(run).encode(images.batch(range(48)))
+    np.testing.assert_allclose(written["codes"], codes.numpy(), atol=1e-6)
+    np.testing.assert_allclose(written["firing"], codes.norm(dim=-1).numpy(), atol=1e-6)
+    np.testing.assert_array_equal(written["labels"], images.labels[:48])
+
+
+def test_info_tells_what_a_run_is(run: Path, source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info", str(run)]) == 0
+    text = capsys.readouterr().out
+    for fact in ("28×28, grey", "72 of 4 numbers", "3 of 5 numbers", f"{source} (48 images", "effective rank"):
+        assert fact in text
+    assert "model.features = 8" in text
+    assert "model.whiten" not in text  # as in the preset
+    assert main(["info"]) == 0
+    assert f"torch        {torch.__version__}" in capsys.readouterr().out
+
+
+def test_info_tells_how_to_go_on_with_a_broken_run(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy)
+    about = json.loads((copy / "run.json").read_text())
+    (copy / "run.json").write_text(json.dumps(about | {"finished": None}))
+    (copy / "model.safetensors").unlink()
+    assert main(["info", str(copy)]) == 0
+    assert f"not yet; go on with: poecaps train --resume {copy}" in capsys.readouterr().out
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"poecaps {poecaps.__version__}\n"
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Mistakes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ([], "usage: poecaps"),
+        (["tran"], "train"),
+        (["train", "--enncoder.rate", "1"], "--encoder.rate"),
+        (["train", "--model.expert", "1"], "--model.experts"),
+        (["train", "--encoder.epochs", "many"], "--encoder.epochs"),
+        (["train", "--encoder.mixing", "sometimes"], "bernoulli"),
+        (["train", "--preset", "papper"], "paper"),
+        (["train", "--encoder.epochs", "-2"], "encoder.epochs must be a whole number of at least 0, but is -2"),
+        (["train", "--batch-size", "0"], "batch_size must be"),
+        (["train", "--device", "cuda:99"], "device must be"),
+        (["train", "--model.kernel", "40"], "images must be at least 79×79"),
+        (["train", "--model.capsule-dim", "7"], "features must be a multiple of capsule_dim"),
+        (["train", "--size", "9", "9"], "size and channels are for folders of images, and mnist-sample is none"),
+        (["train", "--resume", "x", "--seed", "3"], "--resume goes on with the options of the run"),
+        (["generate"], "RUN"),
+        (["generate", "{run}", "--domain", "joined"], "joint"),
+        (["generate", "{run}", "--domain", "learned", "--expert", "3"], "expert must be a whole number from 0 to 2"),
+        (["generate", "{run}", "--expert", "1"], "expert must be None in the domain 'joint'"),
+        (["generate", "{run}", "--rows", "0"], "rows must be"),
+        (["generate", "{run}", "--seed", "-1"], "seed must be"),
+        (["generate", "{run}", "--out", "drawn.jpg"], "let it end in .png"),
+        (["generate", "{run}", "--domain", "all", "--out", "x.png"], "leave out one of them"),
+        (["reconstruct", "{run}", "--count", "0"], "count must be"),
+        (["traverse", "{run}", "--expert", "-1"], "expert must be"),
+        (["traverse", "{run}", "--steps", "1"], "steps must be"),
+        (["traverse", "{run}", "--image", "999"], "image must be a whole number from 0 to 19"),
+        (["traverse", "{run}", "--data", "mnist"], "--image is taken from"),
+        (["encode", "{run}", "--out", "codes.txt"], "--out must name an .npz file"),
+    ],
+)
+def test_misuse_has_status_2_and_names_what_would_be_right(
+    arguments: list[str], named: str, run: Path, tmp_path: Path
+) -> None:
+    check_complaint(arguments, named, 2 if arguments else 0, run, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["train", "--data", "nowhere"], "there is no file or folder nowhere"),
+        (["train", "--data", "mnsit-sample"], "did you mean 'mnist-sample'?"),
+        (["train", "--out", "{run}"], "is not empty; name a new folder"),
+        (["train", "--resume", "nowhere"], "nowhere holds no run to go on with"),
+        (["train", "--out", "/proc/none/run"], "cannot write into /proc/none/run"),
+        (["generate", "nowhere"], "nowhere holds no trained model"),
+        (["generate", "{broken}"], "model.safetensors"),
+        (["reconstruct", "{run}", "--data", "wide.npy"], "the model sees grey images of 28×28"),
+        (["encode", "{run}", "--data", "text.npz"], "text.npz"),
+        (["encode", "{run}", "--out", "/proc/none/x.npz"], "/proc/none"),
+        (["info", "nowhere"], "nowhere holds no run"),
+    ],
+)
+def test_failure_has_status_1_and_says_what_is_wrong(
+    arguments: list[str], named: str, run: Path, tmp_path: Path
+) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(run, broken)
+    (broken / "model.safetensors").write_bytes(b"nonsense")
+    np.save(tmp_path / "wide.npy", np.zeros((4, 28, 30), np.uint8))
+    (tmp_path / "text.npz").write_text("no arrays")
+    check_complaint([argument.replace("{broken}", str(broken)) for argument in arguments], named, 1, run, tmp_path)
+
+
+def check_complaint(arguments: list[str], named: str, status: int, run: Path, folder: Path) -> None:
+    """Run in this process, as if from a folder, and look at what a user sees."""
+    out, err, here = io.StringIO(), io.StringIO(), Path.cwd()
+    before = {file: file.read_bytes() for file in run.rglob("*") if file.is_file()}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.stdout", out)
+        patch.setattr("sys.stderr", err)
+        patch.chdir(folder)
+        try:
+            found = main([argument.replace("{run}", str(run)) for argument in arguments])
+        except SystemExit as leave:
+            found = leave.code  # type: ignore[assignment]
+    assert Path.cwd() == here
+    assert found == status, err.getvalue()
+    said = " ".join((err.getvalue() if status else out.getvalue()).replace("│", " ").split())
+    assert named in said
+    assert "Traceback" not in said
+    assert {file: file.read_bytes() for file in run.rglob("*") if file.is_file()} == before
+    assert not (folder / "runs").exists()
+
+
+def test_a_stranger_to_data_says_what_it_needs(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    poecaps.load(run).save(tmp_path / "bare")
+    assert main(["reconstruct", str(tmp_path / "bare")]) == 2
+    assert "does not say what it was trained on; name images with --data" in capsys.readouterr().err
+    assert main(["info", str(tmp_path / "bare")]) == 0
+
+
+def test_missing_matplotlib_is_said_and_stops_nothing(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["train", "--data", str(source), "--out", str(tmp_path / "run"), *SMALL]) == 0
+    assert "pip install 'poecaps[plots]'" in capsys.readouterr().out
+    assert (tmp_path / "run" / "figures" / "joint.png").exists()
+    assert (tmp_path / "run" / CHECKPOINT).exists()

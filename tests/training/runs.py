@@ -1,0 +1,53 @@
+"""A run of seconds, from Python and from the command line: 96 bars of 20×19 pixels, 8 features, 2 layers of experts."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from poecaps import Architecture, CapsuleNetwork
+from poecaps.training import Config, EncoderStage, Stage
+from poecaps.training.loop import METRICS
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def config_for(data: Path, **changes: Any) -> Config:
+    model = Architecture(features=8, capsule_dim=4, experts=((4, 5), (3, 4)), components=4, dropout=0.2, whiten=True)
+    tiny = Config(
+        data=str(data),
+        model=model,
+        autoencoder=Stage(epochs=6, rate=5e-3),
+        encoder=EncoderStage(epochs=4, rate=0.05, mixing="bernoulli"),
+        decoder=Stage(epochs=6, rate=0.03),
+        batch_size=16,
+        device="cpu",
+        checkpoint_every=7,
+    )
+    return replace(tiny, **changes)
+
+
+OPTIONS = shlex.split("""
+    --preset default --model.features 8 --model.capsule-dim 4 --model.experts 4 5 3 4 --model.components 4
+    --model.normalize inputs --model.sharpness 5 --autoencoder.epochs 6 --autoencoder.rate 5e-3
+    --encoder.epochs 4 --encoder.rate 0.05 --encoder.mixing bernoulli --decoder.epochs 6 --decoder.rate 0.03
+    --batch-size 16 --device cpu --checkpoint-every 7""")  # the same as config_for
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return dict(CapsuleNetwork.load(folder).state_dict())
+
+
+def assert_same_weights(first: Path, second: Path) -> None:
+    ours, theirs = weights(first), weights(second)
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
+    return [{name: value for name, value in line.items() if name != "images_per_second"} for line in lines]

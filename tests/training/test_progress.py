@@ -1,0 +1,139 @@
+"""What people see while a run goes."""
+
+from __future__ import annotations
+
+import io
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from poecaps.training import Progress, resume, train
+from poecaps.training.progress import LiveLine, PlainLines, TensorBoard, display
+from tests.training.runs import config_for
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def at(step: int, stage: str = "encoder 1", **changes: Any) -> Progress:
+    values: dict[str, Any] = {
+        "stage": stage,
+        "number": 2,
+        "stages": 3,
+        "step": step,
+        "steps": 20,
+        "epoch": step / 10,
+        "epochs": 2,
+        "total_step": 100 + step,
+        "images_per_second": 1234.5,
+        "seconds_left": 3725.0,
+        "numbers": {"loss": 1.0, "reconstruction_error": 0.25, "firing": 0.5, "effective_rank": 12.34},
+        "measured": step % 5 == 0,
+    }
+    return Progress(**values | changes)
+
+
+class Terminal(io.StringIO):
+    encoding = "utf-8"
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_the_summary_has_what_tells_whether_it_learns() -> None:
+    expected = "epoch 1.5/2  1,234 images/s  error 0.250  firing 0.50  rank 12.3  1:02:05 left"
+    assert at(15).summary() == expected
+    assert at(15, numbers={}, seconds_left=59.6).summary() == "epoch 1.5/2  1,234 images/s  1:00 left"
+
+
+def test_without_a_terminal_there_is_one_plain_line_for_each_epoch() -> None:
+    out = io.StringIO()
+    show = display(out)
+    assert isinstance(show, PlainLines)
+    for step in range(21):
+        show(at(step))
+    show.close()
+    lines = out.getvalue().splitlines()
+    assert ["starts" in lines[0], "epoch 1.0" in lines[1], "epoch 2.0" in lines[2]] == [True] * 3
+    assert len(lines) == 3
+    assert all(line.isprintable() and line.startswith("2/3 encoder 1 ") for line in lines)
+
+
+def test_on_a_terminal_one_line_is_drawn_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("poecaps.training.progress.REFRESH", 0.0)
+    monkeypatch.setenv("COLUMNS", "60")
+    out = Terminal()
+    show = display(out)
+    assert isinstance(show, LiveLine)
+    for stage in ("encoder 1", "encoder 2"):
+        for step in range(21):
+            show(at(step, stage))
+    show.close()
+    assert out.getvalue().count("\n") == 2
+    drawn = out.getvalue().replace("\n", "").split("\r\x1b[K")[1:]
+    assert len(drawn) == 42
+    assert all(len(line) < 60 for line in drawn)
+    assert "━" * 8 + "─" * 8 + "  50%" in drawn[10]
+    assert "encoder 2" in drawn[-1]
+    assert "100%" in drawn[-1]
+
+
+def test_a_run_cut_short_leaves_the_cursor_on_a_new_line() -> None:
+    out = Terminal()
+    out.encoding = "ascii"
+    show = display(out)
+    show(at(3))
+    show.close()
+    assert out.getvalue().endswith("\n")
+    assert out.getvalue().isascii()
+
+
+class Stop(Exception):  # noqa: N818
+    pass
+
+
+def test_every_step_is_reported_and_every_number_is_written(data: Path, tmp_path: Path) -> None:
+    seen: list[Progress] = []
+    train(config_for(data), tmp_path / "run", report=seen.append)
+    assert [each.step for each in seen if each.stage == "autoencoder"] == list(range(37))
+    assert [each.total_step for each in seen if each.step][-1] == 6 * (6 + 4 + 4 + 6 + 6)
+    written = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    told = [each for each in seen if each.measured]
+    assert [line["stage"] for line in written] == [each.stage for each in told]
+    assert all(each.numbers.items() <= line.items() for line, each in zip(written, told, strict=True))
+    assert all(line["images_per_second"] > 0 for line in written)
+    assert seen[-1].seconds_left == 0
+
+
+def test_tensorboard_has_the_curves_of_the_metrics_without_doubles(data: Path, tmp_path: Path) -> None:
+    board = TensorBoard(tmp_path / "run")
+
+    def stop(progress: Progress) -> None:
+        board(progress)
+        if progress.stage == "encoder 1" and progress.step == 13:
+            raise Stop
+
+    with pytest.raises(Stop):
+        train(config_for(data), tmp_path / "run", report=stop)
+    board.close()
+    second = TensorBoard(tmp_path / "run")
+    resume(tmp_path / "run", report=second)
+    second.close()
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    events.Reload()
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    for stage, name in (
+        ("autoencoder", "loss"),
+        ("encoder 1", "effective_rank"),
+        ("decoder 2", "reconstruction_error"),
+    ):
+        curve = [point.value for point in events.Scalars(f"{stage}/{name}")]
+        assert curve == pytest.approx([line[name] for line in lines if line["stage"] == stage])
+
+
+def test_a_missing_tensorboard_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "torch.utils.tensorboard", None)
+    with pytest.raises(ValueError, match=r"pip install 'poecaps\[tensorboard\]'"):
+        TensorBoard(tmp_path)

@@ -1,0 +1,57 @@
+"""What a run says about itself."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+import poecaps
+from poecaps.data import ImageSet
+from poecaps.training import record
+from poecaps.training.config import Config, from_json
+from tests.training.runs import config_for
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import pytest
+
+
+def test_a_run_records_what_is_needed_to_repeat_it(data: Path, finished: Path) -> None:
+    about = json.loads((finished / "run.json").read_text())
+    assert from_json(Config, about["config"]) == config_for(data)
+    assert about["seed"] == 0
+    assert about["data"]["images"] == 96
+    assert about["data"]["shape"] == [1, 20, 19]
+    (start,) = about["starts"]
+    assert start["versions"]["poecaps"] == poecaps.__version__
+    assert start["versions"]["torch"] == torch.__version__
+    assert start["processes"] == 1
+    assert "pytest" in start["command"]
+    assert about["finished"] >= start["time"]
+
+
+def test_fingerprints_tell_data_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    images = np.random.default_rng(0).integers(0, 256, (50, 6, 4), dtype=np.uint8)
+    other = images.copy()
+    other[20, 3, 2] ^= 1
+
+    def fingerprint(array: np.ndarray[tuple[int, ...], np.dtype[np.uint8]]) -> str:
+        return str(record.describe_data(ImageSet(array))["sha256"])
+
+    assert fingerprint(images) == fingerprint(images.copy())
+    assert fingerprint(images) != fingerprint(other)
+    assert fingerprint(images) != fingerprint(images.reshape(50, 4, 6))
+    monkeypatch.setattr(record, "HASHED", 300)  # bytes: 12 of 50 images fit, so every 4th is looked at, and 20 is one
+    assert record.describe_data(ImageSet(images))["sha256_of"] == "every 4th image"
+    assert fingerprint(images) != fingerprint(other)
+
+
+def test_the_record_holds_the_config_as_json(data: Path) -> None:
+    made = record.begin(config_for(data), {})
+    assert json.loads(json.dumps(made))["config"]["model"]["experts"] == [[4, 5], [3, 4]]
+    assert made["config"] == asdict(config_for(data))

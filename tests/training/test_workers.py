@@ -1,0 +1,130 @@
+"""Several processes that train one model."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from poecaps._files import read_tensors
+from poecaps.training import train
+from poecaps.training.loop import CHECKPOINT
+from poecaps.training.workers import Workers
+from tests.training.runs import OPTIONS, assert_same_weights, config_for, metrics, weights
+
+COMPETING = ["--model.winners", "2", "--precision", "float32"]  # float32, because bfloat16 rounds each share by itself
+
+
+def torchrun(data: Path, folder: Path, *options: str, restarts: int = 0) -> subprocess.Popen[str]:
+    loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launcher += ["--max-restarts", str(restarts), "--local-addr", "127.0.0.1"]
+    arguments = [
+        *launcher,
+        "-m",
+        "poecaps",
+        "train",
+        "--data",
+        str(data),
+        "--out",
+        str(folder),
+        *OPTIONS,
+        *options,
+        "--no-figures",
+    ]
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": loopback, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(arguments, env=environment, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    return err
+
+
+@pytest.fixture(scope="module")
+def pair(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two processes that each see 8 of the 16 images of a batch."""
+    folder = tmp_path_factory.mktemp("pair") / "run"
+    err = finish(torchrun(data, folder, *COMPETING))
+    assert err.count("epoch 6.0/6") == 3  # only the first process speaks
+    return folder
+
+
+def test_two_processes_learn_what_one_learns(data: Path, pair: Path, tmp_path: Path) -> None:
+    """With dropout, Bernoulli mixing and competition, whose random numbers and balance are those of the whole batch."""
+    config = config_for(data, precision="float32")
+    train(replace(config, model=replace(config.model, winners=2)), tmp_path / "one")
+    ours, theirs = weights(pair), weights(tmp_path / "one")
+    for name in theirs:
+        if not name.startswith("density."):  # clusters may be numbered otherwise
+            torch.testing.assert_close(ours[name], theirs[name], rtol=2e-3, atol=2e-4)
+    assert [line["stage"] for line in metrics(pair)] == [line["stage"] for line in metrics(tmp_path / "one")]
+    assert json.loads((pair / "run.json").read_text())["starts"][0]["processes"] == 2
+
+
+def children(process: subprocess.Popen[str]) -> list[int]:
+    return [int(each) for each in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the processes in /proc")
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_worker_costs_at_most_the_steps_since_the_last_checkpoint(
+    victim: int, data: Path, pair: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    process = torchrun(data, folder, *COMPETING, restarts=1)
+    before: dict[str, Any] = {}
+    while before.get("task") != 1:  # its second stage, the first encoder
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+        if (folder / CHECKPOINT).exists():
+            _, before = read_tensors(folder / CHECKPOINT)
+    os.kill(children(process)[victim], signal.SIGKILL)
+    finish(process)
+    first, second = json.loads((folder / "run.json").read_text())["starts"]
+    assert first["stage"] == "autoencoder"
+    assert second["stage"] != "autoencoder"  # it did not begin anew
+    assert second["step"] % 7 == 0  # but where the last checkpoint was
+    assert_same_weights(folder, pair)
+    assert metrics(folder) == metrics(pair)
+
+
+def test_an_interrupt_stops_all_processes_at_the_same_step(data: Path, pair: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    process = torchrun(data, folder, *COMPETING, "--checkpoint-every", "100000")
+    while not (folder / "metrics.jsonl").exists():
+        time.sleep(0.01)
+    for child in children(process):
+        os.kill(child, signal.SIGINT)
+    _, err = process.communicate(timeout=300)
+    assert process.returncode != 0
+    assert f"poecaps train --resume {folder}" in err
+    _, about = read_tensors(folder / CHECKPOINT)
+    assert about["step"] > 0
+
+
+def test_a_batch_that_cannot_be_shared_is_refused(data: Path, tmp_path: Path) -> None:
+    process = torchrun(data, tmp_path / "run", "--batch-size", "15")
+    _, err = process.communicate(timeout=300)
+    assert process.returncode != 0
+    assert "batch_size must be a multiple of the number of processes, 2, but is 15" in err
+
+
+def test_the_shares_of_all_processes_are_the_whole(generator: torch.Generator) -> None:
+    batch = torch.arange(12)
+    assert torch.equal(torch.cat([Workers(rank, 3).share(batch) for rank in range(3)]), batch)
+    whole = Workers().uniform(torch.zeros(12, 5), generator.manual_seed(1))
+    parts = [Workers(rank, 3).uniform(torch.zeros(4, 5), generator.manual_seed(1)) for rank in range(3)]
+    assert torch.equal(torch.cat(parts), whole)
+    assert ((whole >= 0) & (whole < 1)).all()
