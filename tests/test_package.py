@@ -39,8 +39,8 @@ def test_importing_is_light() -> None:
 
 
 def test_the_documented_way_to_train_runs(tmp_path: Path) -> None:
-    """The example of docs/whole-model.md, with one epoch of 64 images in place of its minutes."""
-    text = (ROOT / "docs" / "whole-model.md").read_text(encoding="utf-8")
+    """The example of docs/training.md, with one epoch of 64 images in place of its minutes."""
+    text = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
     (example,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     np.save(tmp_path / "few.npy", poecaps.data.load("mnist-sample").images[:64])
     stages = "autoencoder=Stage(epochs=1), encoder=EncoderStage(epochs=1), decoder=Stage(epochs=1)"

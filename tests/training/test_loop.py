@@ -21,7 +21,7 @@ import torch
 from poecaps import Architecture, ModelError
 from poecaps._files import read_tensors, write_tensors
 from poecaps.data import DataError
-from poecaps.training import EncoderStage, Progress, Stage, TrainingError, resume, train
+from poecaps.training import PRESETS, EncoderStage, Progress, Stage, TrainingError, resume, train
 from poecaps.training.loop import CHECKPOINT, METRICS
 from poecaps.training.stages import effective_rank
 from tests.training.runs import OPTIONS, assert_same_weights, config_for, metrics, weights
@@ -340,3 +340,25 @@ def test_effective_rank_counts_directions(generator: torch.Generator) -> None:
     code = torch.randn(4000, 5, generator=generator) @ basis.T + 3
     assert effective_rank(code) == pytest.approx(5, rel=0.02)
     assert effective_rank(torch.ones(10, 4)) == 0
+
+
+def test_weights_that_run_away_stop_the_run_before_they_are_saved(data: Path, tmp_path: Path) -> None:
+    """Finite all along, but no model any more."""
+    wild = config_for(data, decoder=Stage(epochs=6, optimizer="sgd", rate=1e8, momentum=0.0))
+    with pytest.raises(TrainingError, match=r"decoder 1 diverged at step \d+ with a learning rate of"):
+        train(wild, tmp_path / "run")
+    tensors, about = read_tensors(tmp_path / "run" / CHECKPOINT)
+    assert all(tensor.isfinite().all() and tensor.float().abs().mean() < 1e3 for tensor in tensors.values())
+    assert about["task"] <= 3
+
+
+def test_the_paper_preset_trains(data: Path, tmp_path: Path) -> None:
+    config = PRESETS["paper"]()
+    stages = {name: replace(getattr(config, name), epochs=2) for name in ("autoencoder", "encoder", "decoder")}
+    model = replace(config.model, features=8)
+    network = train(
+        replace(config, data=str(data), batch_size=16, device="cpu", model=model, **stages), tmp_path / "run"
+    )
+    assert network.autoencoder.up_1 is None
+    assert not network.scaling.mean.any()
+    assert torch.equal(network.scaling.matrix, torch.eye(8).expand(4, 8, 8))

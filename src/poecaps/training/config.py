@@ -142,7 +142,7 @@ def default() -> Config:
     """Return what works best."""
     return Config(
         model=Architecture(normalize="outputs", sharpness=20.0, whiten=True),
-        autoencoder=Stage(epochs=5, rate=1e-3),
+        autoencoder=Stage(epochs=5, rate=3e-3),
         encoder=EncoderStage(epochs=8, rate=0.05),
         decoder=Stage(epochs=10, rate=0.03),
     )
@@ -153,9 +153,9 @@ def paper() -> Config:
     sgd = {"optimizer": "sgd", "l2": 1e-7, "momentum": 0.9}
     return Config(
         model=Architecture(bias=False, sharpness=1.0, centre=False, scale=None, whiten=False),
-        autoencoder=Stage(epochs=10, rate=1e-3),
+        autoencoder=Stage(epochs=10, rate=3e-3),
         encoder=EncoderStage(epochs=10, rate=100.0, **sgd),  # type: ignore[arg-type]
-        decoder=Stage(epochs=10, rate=100.0, **sgd),  # type: ignore[arg-type]
+        decoder=Stage(epochs=10, rate=1.0, **sgd),  # type: ignore[arg-type]
     )
 
 

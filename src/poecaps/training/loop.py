@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 CHECKPOINT, METRICS = "checkpoint.safetensors", "metrics.jsonl"
 MEASURES_PER_EPOCH = 2
 STOP_CHECK = 10  # steps between two questions whether another process was interrupted
-EXPLODED = 1e6  # a mean weight of this size is no model any more
+EXPLODED = 1e3  # a mean weight of this size is no model any more
 FITTED = 100_000  # codes that the density is fitted to, of more images a random part
 STATE = {"step", "exp_avg", "exp_avg_sq", "momentum_buffer"}  # what the optimisers remember
 
