@@ -591,3 +591,22 @@ def test_bad_learning_options_are_refused(generator: torch.Generator) -> None:
         layer.contrastive_divergence(x, mixing="gibbs")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="winners must be a whole number from 1 to 5, but is 9"):
         layer.winners = 9
+
+
+def test_folding_the_balance_keeps_winners_and_coefficients(generator: torch.Generator) -> None:
+    layer = CapsuleExperts(12, 4, 6, 5, winners=1, sharpness=3.0, dtype=torch.float64)
+    layer.reset_parameters(std=1.0, generator=generator)
+    layer.balance.copy_(2 * torch.randn(6, generator=generator, dtype=torch.float64))
+    x = squash(torch.randn(50, 12, 4, generator=generator, dtype=torch.float64))
+    with torch.no_grad():
+        before, winners = layer.route(x).coefficients, layer.firing_probability(x).argmax(1)
+        unfolded = CapsuleExperts(12, 4, 6, 5, dtype=torch.float64)
+        unfolded.weight.copy_(layer.weight)
+        layer.fold_balance()
+        layer.winners = None
+        torch.testing.assert_close(layer.route(x).coefficients, before)
+        assert torch.equal(layer.firing_probability(x).argmax(1), winners)
+        assert not torch.equal(unfolded.firing_probability(x).argmax(1), winners)
+    assert not layer.balance.any()
+    with pytest.raises(ValueError, match='needs agreement="cosine"'):
+        CapsuleExperts(3, 2, 2, 2, agreement="inner").fold_balance()

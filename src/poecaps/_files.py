@@ -70,14 +70,15 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     ModelError
         If the file is damaged, cut short or was not written by us.
     """
-    import safetensors
+    import safetensors.torch
 
+    content = path.read_bytes()  # at once, for the file may be replaced by a newer one meanwhile
     try:
-        with safetensors.safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
+        tensors = safetensors.torch.load(content)
     except safetensors.SafetensorError as error:
         raise ModelError(f"{path} is a damaged file, or no safetensors file ({error})") from error
+    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    metadata = header.get("__metadata__", {})
     if "about" not in metadata or "sha256" not in metadata:
         raise ModelError(f"{path} is a safetensors file, but none that poecaps wrote")
     if _digest(tensors) != metadata["sha256"]:

@@ -130,6 +130,21 @@ class CapsuleExperts(nn.Module):
         nn.init.normal_(self.weight, std=std, generator=generator)
         nn.init.zeros_(self.balance)
 
+    @torch.no_grad()
+    def fold_balance(self) -> None:
+        """Put the head starts into the weights: W_j ← e^(balance_j/2) W_j, and the balance to 0.
+
+        log‖z_j‖² grows by balance_j, so every competition ends as before, and the winner is the expert with the largest
+        firing probability. Coefficients do not change, for the cosine does not see the scale of a weight; a layer
+        with ``agreement="inner"`` is refused.
+        """
+        if self.agreement != "cosine":
+            raise ValueError(
+                'fold_balance needs agreement="cosine", whose coefficients do not depend on the scale of W'
+            )
+        self.weight.mul_((self.balance / 2).exp().view(1, -1, 1, 1))
+        self.balance.zero_()
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> CapsuleExperts:
         """Convert the layer, but for the balance in half precision, where its small steps would be lost."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]

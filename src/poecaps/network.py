@@ -64,8 +64,10 @@ class Architecture:
     """Mean norm that input capsules are scaled to before they are squashed; None: left as they are."""
     whiten: bool = False
     """Whether each input capsule is whitened by its covariance over the training images."""
-    components: int = 50
+    components: int = 100
     """Gaussians in the density that whole codes are drawn from."""
+    parts: int = 8
+    """Gaussians in the density that the code of one expert is drawn from."""
 
 
 class CapsuleScaling(nn.Module):
@@ -159,58 +161,83 @@ def _pull(z: Tensor) -> Tensor:
     return pull
 
 
+class GaussianMixtures(nn.Module):
+    """Several mixtures of Gaussians over vectors of S numbers, each with M parts of low rank R."""
+
+    share: Tensor
+    mean: Tensor
+    factor: Tensor
+
+    def __init__(self, count: int, parts: int, size: int, rank: int) -> None:
+        super().__init__()
+        self.register_buffer("share", torch.full((count, parts), 1 / parts))
+        self.register_buffer("mean", torch.zeros(count, parts, size))
+        self.register_buffer("factor", torch.zeros(count, parts, size, min(rank, size)))
+
+    @torch.no_grad()
+    def fit(self, index: int, points: Tensor, generator: torch.Generator | None) -> None:
+        """Fit one of the mixtures to points (N, S): a Gaussian for each cluster."""
+        parts, _, rank = self.factor[index].shape
+        nearest = _clusters(points, parts, generator)
+        for part in range(parts):
+            members = points[nearest == part]
+            self.share[index, part] = len(members) / len(points)
+            self.mean[index, part], self.factor[index, part] = _gaussian(members, rank)
+
+    def sample(self, which: Tensor, generator: torch.Generator | None) -> Tensor:
+        """Draw a point from the mixture with each of these indices: (B,) → (B, S)."""
+        part = torch.multinomial(self.share[which], 1, generator=generator).squeeze(1)
+        noise = torch.randn(len(which), self.factor.shape[3], 1, generator=generator, device=self.factor.device)
+        return self.mean[which, part] + (self.factor[which, part] @ noise).squeeze(-1)
+
+
 class CodeDensity(nn.Module):
     """What generation knows about the codes of the training images, in the space before squashing.
 
-    For each expert: the mean direction of its codes, and a Gaussian fitted to the codes of the images for which it
-    fires. For whole codes: a mixture of Gaussians of low rank, one for each cluster of codes.
+    For each expert: the mean direction of its codes, and a mixture of Gaussians fitted to its codes of the images for
+    which it is the strongest, with the mean and the standard deviation of these. For whole codes: a mixture again.
     """
 
     mean_direction: Tensor
     mean: Tensor
-    factor: Tensor
-    joint_share: Tensor
-    joint_mean: Tensor
-    joint_factor: Tensor
+    deviation: Tensor
 
-    def __init__(self, experts: int, dim: int, *, components: int, rank: int = 32) -> None:
+    def __init__(self, experts: int, dim: int, *, components: int, parts: int) -> None:
         super().__init__()
-        size = experts * dim
         self.register_buffer("mean_direction", torch.zeros(experts, dim))
         self.register_buffer("mean", torch.zeros(experts, dim))
-        self.register_buffer("factor", torch.eye(dim).repeat(experts, 1, 1))
-        self.register_buffer("joint_share", torch.full((components,), 1 / components))
-        self.register_buffer("joint_mean", torch.zeros(components, size))
-        self.register_buffer("joint_factor", torch.zeros(components, size, min(rank, size)))
+        self.register_buffer("deviation", torch.ones(experts, dim))
+        self.alone = GaussianMixtures(experts, parts, dim, rank=dim)
+        self.together = GaussianMixtures(1, components, experts * dim, rank=32)
 
     @torch.no_grad()
     def fit(self, codes: Tensor, generator: torch.Generator | None = None) -> None:
-        """Fit to squashed codes (N, J, D); `generator` chooses the first centres of the clusters."""
+        """Fit to squashed codes (N, J, D); `generator` chooses the first centres of clusters."""
         z = F.unsquash(codes.float())
         self.mean_direction.copy_(F.direction(z).mean(0))
+        norm = z.norm(dim=-1)
+        strongest = norm.argmax(1)
         for j in range(z.shape[1]):
-            self.mean[j], self.factor[j] = _gaussian(z[z[:, j].any(-1), j], z.shape[2])
-        flat = z.flatten(1)
-        nearest = _clusters(flat, len(self.joint_mean), generator)
-        for m in range(len(self.joint_mean)):
-            members = flat[nearest == m]
-            self.joint_share[m] = len(members) / len(flat)
-            self.joint_mean[m], self.joint_factor[m] = _gaussian(members, self.joint_factor.shape[2])
+            own = z[strongest == j, j]
+            if len(own) <= z.shape[2]:  # too few to tell anything: all images for which it fires, or else all
+                own = z[norm[:, j] > 0, j] if norm[:, j].any() else z[:, j]
+            self.mean[j], self.deviation[j] = own.mean(0), own.std(0, correction=0)
+            self.alone.fit(j, own, generator)
+        self.together.fit(0, z.flatten(1), generator)
 
     def sample(self, count: int, domain: Domain, expert: int | None, generator: torch.Generator | None) -> Tensor:
         """Draw preactivations (count, J, D); see `CapsuleNetwork.generate`."""
         experts, dim = self.mean.shape
         device = self.mean.device
         if domain == "joint":
-            which = torch.multinomial(self.joint_share, count, replacement=True, generator=generator)
-            noise = torch.randn(count, self.joint_factor.shape[2], 1, generator=generator, device=device)
-            return (self.joint_mean[which] + (self.joint_factor[which] @ noise).squeeze(-1)).view(-1, experts, dim)
+            which = torch.zeros(count, dtype=torch.long, device=device)
+            return self.together.sample(which, generator).view(-1, experts, dim)
         noise = torch.randn(count, dim, generator=generator, device=device)
         chosen = torch.randint(experts, (count,), generator=generator, device=device)
         if expert is not None:
             chosen = torch.full_like(chosen, expert)
         if domain == "learned":
-            noise = self.mean[chosen] + (self.factor[chosen] @ noise.unsqueeze(-1)).squeeze(-1)
+            noise = self.alone.sample(chosen, generator)
         elif domain == "restricted":
             agrees = (noise * self.mean_direction[chosen]).sum(-1, keepdim=True) >= 0
             noise = torch.where(agrees, noise, -noise)
@@ -280,7 +307,7 @@ class CapsuleNetwork(nn.Module):
                 )
             )
             below = above
-        self.density = CodeDensity(*below, components=a.components)
+        self.density = CodeDensity(*below, components=a.components, parts=a.parts)
 
     def activations(self, images: Tensor) -> Tensor:
         """Features grouped into capsules, before scaling and squashing: (B, C, H, W) → (B, I, K)."""
@@ -357,7 +384,8 @@ class CapsuleNetwork(nn.Module):
             ``"complete"``, N(0, 1) in every dimension (the paper);
             ``"restricted"``, the same, negated where it disagrees with the expert's mean direction over the training
             images (the paper);
-            ``"learned"``, a Gaussian fitted to the codes of the training images for which the expert fires.
+            ``"learned"``, a mixture of Gaussians fitted to the codes of the training images for which the expert is the
+            strongest.
             With all experts together: ``"joint"``, a mixture of Gaussians fitted to whole codes.
         expert
             Which expert is on; None: one drawn at random for each image.
@@ -380,9 +408,9 @@ class CapsuleNetwork(nn.Module):
             Whose parameters.
         offsets : (S,)
             How far to go from the start, in standard deviations of the parameter over the training images for which
-            the expert fires.
+            the expert is the strongest.
         start : (J, D), optional
-            Code to start from; by default the mean of the expert's training codes, with all others 0.
+            Code to start from; by default the mean of the expert's codes of these images, with all others 0.
 
         Returns
         -------
@@ -391,14 +419,14 @@ class CapsuleNetwork(nn.Module):
         """
         experts, dim = self.architecture.experts[-1]
         checks.require_int("expert", expert, 0, experts - 1)
-        mean, factor = self.density.mean[expert], self.density.factor[expert]
+        mean, deviation = self.density.mean[expert], self.density.deviation[expert]
         if start is None:
             z = torch.zeros_like(self.density.mean)
             z[expert] = mean
         else:
             checks.require_shape("start", start, "JD", (experts, dim), "give the code of one image")
             z = F.unsquash(start.to(mean))
-        steps = torch.diag(factor.norm(dim=1)).unsqueeze(1) * offsets.to(mean).unsqueeze(1)  # (D, S, D)
+        steps = torch.diag(deviation).unsqueeze(1) * offsets.to(mean).unsqueeze(1)  # (D, S, D)
         varied = z.repeat(dim, len(offsets), 1, 1)
         varied[:, :, expert] += steps
         images = self.decode(F.squash(varied.flatten(0, 1)))

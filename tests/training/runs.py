@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from poecaps import Architecture, CapsuleNetwork
-from poecaps.training import Config, EncoderStage, Stage
+from poecaps.training import Config, DecoderStage, EncoderStage, Stage
 from poecaps.training.loop import METRICS
 
 if TYPE_CHECKING:
@@ -23,8 +23,8 @@ def config_for(data: Path, **changes: Any) -> Config:
         data=str(data),
         model=model,
         autoencoder=Stage(epochs=6, rate=5e-3),
-        encoder=EncoderStage(epochs=4, rate=0.05, mixing="bernoulli"),
-        decoder=Stage(epochs=6, rate=0.03),
+        encoder=EncoderStage(epochs=4, rate=0.05, mixing="bernoulli", winners=2),
+        decoder=DecoderStage(epochs=6, rate=0.03, alone=0.5),
         batch_size=16,
         device="cpu",
         checkpoint_every=7,
@@ -34,8 +34,9 @@ def config_for(data: Path, **changes: Any) -> Config:
 
 OPTIONS = shlex.split("""
     --preset default --model.features 8 --model.capsule-dim 4 --model.experts 4 5 3 4 --model.components 4
-    --model.normalize inputs --model.sharpness 5 --autoencoder.epochs 6 --autoencoder.rate 5e-3
-    --encoder.epochs 4 --encoder.rate 0.05 --encoder.mixing bernoulli --decoder.epochs 6 --decoder.rate 0.03
+    --model.normalize inputs --model.sharpness 5 --model.scale 0.4 --autoencoder.epochs 6 --autoencoder.rate 5e-3
+    --encoder.epochs 4 --encoder.rate 0.05 --encoder.mixing bernoulli --encoder.winners 2
+    --decoder.epochs 6 --decoder.rate 0.03 --decoder.alone 0.5
     --batch-size 16 --device cpu --checkpoint-every 7""")  # the same as config_for
 
 

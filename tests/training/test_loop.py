@@ -12,18 +12,19 @@ import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from poecaps import Architecture, ModelError
+from poecaps import Architecture, CapsuleNetwork, ModelError, squash
 from poecaps._files import read_tensors, write_tensors
 from poecaps.data import DataError
-from poecaps.training import PRESETS, EncoderStage, Progress, Stage, TrainingError, resume, train
+from poecaps.training import PRESETS, DecoderStage, EncoderStage, Progress, Stage, TrainingError, resume, train
 from poecaps.training.loop import CHECKPOINT, METRICS
-from poecaps.training.stages import effective_rank
+from poecaps.training.stages import DecoderTask, effective_rank
 from tests.training.runs import OPTIONS, assert_same_weights, config_for, metrics, weights
 
 
@@ -35,7 +36,7 @@ def test_a_trained_network_beats_the_mean_image(data: Path, tmp_path: Path) -> N
         model=model,
         autoencoder=Stage(epochs=60, rate=5e-3),
         encoder=EncoderStage(epochs=20, rate=0.05),
-        decoder=Stage(epochs=30, rate=0.03),
+        decoder=DecoderStage(epochs=30, rate=0.03),
     )
     network = train(longer, tmp_path / "run")
     images = torch.from_numpy(np.load(data) / 255).float().unsqueeze(1)
@@ -66,8 +67,8 @@ def test_the_metrics_tell_each_stage_from_start_to_end(finished: Path) -> None:
 
 def test_later_stages_leave_earlier_parts_alone(data: Path, finished: Path, tmp_path: Path) -> None:
     """A run whose later stages have no epochs has the same earlier parts, bit for bit."""
-    train(config_for(data, decoder=Stage(epochs=0)), tmp_path / "a")
-    train(config_for(data, encoder=EncoderStage(epochs=0), decoder=Stage(epochs=0)), tmp_path / "b")
+    train(config_for(data, decoder=DecoderStage(epochs=0)), tmp_path / "a")
+    train(config_for(data, encoder=EncoderStage(epochs=0), decoder=DecoderStage(epochs=0)), tmp_path / "b")
     whole, no_decoder, no_capsules = weights(finished), weights(tmp_path / "a"), weights(tmp_path / "b")
     for name in whole:
         if name.startswith(("autoencoder.", "scaling.")):
@@ -292,7 +293,9 @@ def test_a_folder_that_cannot_be_written_is_one_clear_error(data: Path) -> None:
         ({"autoencoder": Stage(epochs=-1)}, r"autoencoder.epochs must be"),
         ({"encoder": EncoderStage(rate=float("nan"))}, r"encoder.rate must be a finite number"),
         ({"encoder": EncoderStage(k=0)}, r"encoder.k must be"),
-        ({"decoder": Stage(momentum=1.0)}, r"decoder.momentum must be below 1"),
+        ({"decoder": DecoderStage(momentum=1.0)}, r"decoder.momentum must be below 1"),
+        ({"decoder": DecoderStage(alone=1.1)}, r"decoder.alone must be at most 1"),
+        ({"encoder": EncoderStage(winners=4)}, r"encoder.winners must be at most 3, the number of experts, but is 4"),
         ({"model": Architecture(image_shape=(1, 9, 9))}, "image_shape follows from the data"),
     ],
 )
@@ -344,7 +347,7 @@ def test_effective_rank_counts_directions(generator: torch.Generator) -> None:
 
 def test_weights_that_run_away_stop_the_run_before_they_are_saved(data: Path, tmp_path: Path) -> None:
     """Finite all along, but no model any more."""
-    wild = config_for(data, decoder=Stage(epochs=6, optimizer="sgd", rate=1e8, momentum=0.0))
+    wild = config_for(data, decoder=DecoderStage(epochs=6, optimizer="sgd", rate=1e8, momentum=0.0))
     with pytest.raises(TrainingError, match=r"decoder 1 diverged at step \d+ with a learning rate of"):
         train(wild, tmp_path / "run")
     tensors, about = read_tensors(tmp_path / "run" / CHECKPOINT)
@@ -362,3 +365,26 @@ def test_the_paper_preset_trains(data: Path, tmp_path: Path) -> None:
     assert network.autoencoder.up_1 is None
     assert not network.scaling.mean.any()
     assert torch.equal(network.scaling.matrix, torch.eye(8).expand(4, 8, 8))
+
+
+def test_experts_compete_while_they_learn_and_all_speak_afterwards(data: Path, finished: Path) -> None:
+    """In the finished run two experts won at a time; now all fire, and the winner is the one that fires most."""
+    network = CapsuleNetwork.load(finished)
+    images = torch.from_numpy(np.load(data) / 255).float().unsqueeze(1)
+    with torch.no_grad():
+        code = network.encode(images)
+    assert bool((code.norm(dim=-1) > 0).all())
+    assert all(not layer.balance.any() and layer.winners is None for layer in network.encoders)  # type: ignore[operator]
+
+
+def test_some_images_are_drawn_from_their_strongest_expert_alone(generator: torch.Generator) -> None:
+    network = CapsuleNetwork(Architecture(image_shape=(1, 20, 19), features=8, experts=((3, 5),)), generator=generator)
+    y, x = (squash(torch.randn(4, *shape, generator=generator)) for shape in ((3, 5), (4, 8)))
+    material = SimpleNamespace(network=network, codes=lambda layer, indices: y, inputs=lambda layer, indices: x)
+    task = DecoderTask(0, DecoderStage(alone=0.5), material)  # type: ignore[arg-type]
+    drawn = torch.tensor([0.1, 0.6, 0.4999, 0.5]).view(4, 1, 1)
+    loss = task.loss(torch.arange(4), lambda like: drawn.expand_as(like))
+    for image in (0, 2):
+        for expert in set(range(3)) - {int(y[image].norm(dim=-1).argmax())}:
+            y[image, expert] = 0
+    torch.testing.assert_close(loss, network.decoders[0].decoding_loss(y, x))  # type: ignore[operator]

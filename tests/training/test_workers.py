@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from poecaps.training.loop import CHECKPOINT
 from poecaps.training.workers import Workers
 from tests.training.runs import OPTIONS, assert_same_weights, config_for, metrics, weights
 
-COMPETING = ["--model.winners", "2", "--precision", "float32"]  # float32, because bfloat16 rounds each share by itself
+EXACT = ["--precision", "float32"]  # because bfloat16 rounds each share by itself
 
 
 def torchrun(data: Path, folder: Path, *options: str, restarts: int = 0) -> subprocess.Popen[str]:
@@ -56,15 +55,14 @@ def finish(process: subprocess.Popen[str]) -> str:
 def pair(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two processes that each see 8 of the 16 images of a batch."""
     folder = tmp_path_factory.mktemp("pair") / "run"
-    err = finish(torchrun(data, folder, *COMPETING))
+    err = finish(torchrun(data, folder, *EXACT))
     assert err.count("epoch 6.0/6") == 3  # only the first process speaks
     return folder
 
 
 def test_two_processes_learn_what_one_learns(data: Path, pair: Path, tmp_path: Path) -> None:
     """With dropout, Bernoulli mixing and competition, whose random numbers and balance are those of the whole batch."""
-    config = config_for(data, precision="float32")
-    train(replace(config, model=replace(config.model, winners=2)), tmp_path / "one")
+    train(config_for(data, precision="float32"), tmp_path / "one")
     ours, theirs = weights(pair), weights(tmp_path / "one")
     for name in theirs:
         if not name.startswith("density."):  # clusters may be numbered otherwise
@@ -83,7 +81,7 @@ def test_a_killed_worker_costs_at_most_the_steps_since_the_last_checkpoint(
     victim: int, data: Path, pair: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
-    process = torchrun(data, folder, *COMPETING, restarts=1)
+    process = torchrun(data, folder, *EXACT, restarts=1)
     before: dict[str, Any] = {}
     while before.get("task") != 1:  # its second stage, the first encoder
         assert process.poll() is None, process.communicate()
@@ -102,7 +100,7 @@ def test_a_killed_worker_costs_at_most_the_steps_since_the_last_checkpoint(
 
 def test_an_interrupt_stops_all_processes_at_the_same_step(data: Path, pair: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    process = torchrun(data, folder, *COMPETING, "--checkpoint-every", "100000")
+    process = torchrun(data, folder, *EXACT, "--checkpoint-every", "100000")
     while not (folder / "metrics.jsonl").exists():
         time.sleep(0.01)
     for child in children(process):

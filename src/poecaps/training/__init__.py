@@ -1,12 +1,13 @@
 """Train the three stages, from Python."""
 
-from poecaps.training.config import PRESETS, Config, EncoderStage, Stage, default, paper
+from poecaps.training.config import PRESETS, Config, DecoderStage, EncoderStage, Stage, default, paper
 from poecaps.training.loop import TrainingError, resume, train
 from poecaps.training.progress import Progress
 
 __all__ = [
     "PRESETS",
     "Config",
+    "DecoderStage",
     "EncoderStage",
     "Progress",
     "Stage",

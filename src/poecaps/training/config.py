@@ -58,12 +58,31 @@ class EncoderStage(Stage):
     """How often a step mixes."""
     mixing: Mixing = "deterministic"
     """Whether experts send their mean or a Bernoulli draw down."""
+    winners: int | None = None
+    """How many experts may fire for an image while they learn, whatever the model lets fire later; None: as many."""
 
     def check(self, name: str) -> None:
         """Refuse values that cannot be meant, naming the stage they belong to."""
         super().check(name)
         checks.require_int(f"{name}.k", self.k, 1)
         checks.require_choice(f"{name}.mixing", self.mixing, MIXINGS)
+        if self.winners is not None:
+            checks.require_int(f"{name}.winners", self.winners, 1)
+
+
+@dataclass(frozen=True)
+class DecoderStage(Stage):
+    """Learning of the capsule decoder."""
+
+    alone: float = 0.0
+    """Share of images drawn from their strongest expert alone, so that each expert learns to draw by itself."""
+
+    def check(self, name: str) -> None:
+        """Refuse values that cannot be meant, naming the stage they belong to."""
+        super().check(name)
+        checks.require_nonnegative(f"{name}.alone", self.alone)
+        if self.alone > 1:
+            raise ValueError(f"{name}.alone must be at most 1, but is {self.alone}")
 
 
 @dataclass(frozen=True)
@@ -84,7 +103,7 @@ class Config:
     """Stage 1."""
     encoder: EncoderStage = field(default_factory=EncoderStage)
     """Stage 2, for each capsule layer."""
-    decoder: Stage = field(default_factory=Stage)
+    decoder: DecoderStage = field(default_factory=DecoderStage)
     """Stage 3, for each capsule layer."""
     batch_size: int = 128
     """Images in a step, of all processes together."""
@@ -107,6 +126,13 @@ class Config:
         """
         for name in ("autoencoder", "encoder", "decoder"):
             getattr(self, name).check(name)
+        fewest = min(count for count, _ in self.model.experts)
+        if self.encoder.winners is not None and self.encoder.winners > fewest:
+            raise ValueError(
+                f"encoder.winners must be at most {fewest}, the number of experts, but is {self.encoder.winners}"
+            )
+        if self.encoder.winners is not None and self.model.agreement != "cosine":
+            raise ValueError("encoder.winners needs model.agreement cosine; set model.winners instead")
         checks.require_int("batch_size", self.batch_size, 1)
         checks.require_int("checkpoint_every", self.checkpoint_every, 1)
         checks.require_int("seed", self.seed, 0)
@@ -139,12 +165,15 @@ def _as_tuples(value: Any) -> Any:
 
 
 def default() -> Config:
-    """Return what works best."""
+    """Return what works best.
+
+    Each image teaches one expert, so that experts become different things; afterwards all of them speak.
+    """
     return Config(
-        model=Architecture(normalize="outputs", sharpness=20.0, whiten=True),
+        model=Architecture(normalize="outputs", sharpness=1.0, scale=0.25, whiten=True),
         autoencoder=Stage(epochs=5, rate=3e-3),
-        encoder=EncoderStage(epochs=8, rate=0.05),
-        decoder=Stage(epochs=10, rate=0.03),
+        encoder=EncoderStage(epochs=8, rate=0.1, winners=1),
+        decoder=DecoderStage(epochs=10, rate=0.03, alone=0.6),
     )
 
 
@@ -155,7 +184,7 @@ def paper() -> Config:
         model=Architecture(bias=False, sharpness=1.0, centre=False, scale=None, whiten=False),
         autoencoder=Stage(epochs=10, rate=3e-3),
         encoder=EncoderStage(epochs=10, rate=100.0, **sgd),  # type: ignore[arg-type]
-        decoder=Stage(epochs=10, rate=1.0, **sgd),  # type: ignore[arg-type]
+        decoder=DecoderStage(epochs=10, rate=1.0, **sgd),  # type: ignore[arg-type]
     )
 
 

@@ -242,6 +242,7 @@ class _Run:
             if stop and done < total:
                 raise KeyboardInterrupt
         task.part.eval()
+        task.finish()
         self._save_checkpoint(task, index + 1, 0, None, parameters)
         self.interrupts.stepping = False
         if self.workers.any(self.interrupts.asked, self.device):

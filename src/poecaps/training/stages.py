@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from poecaps.data import ImageSet
     from poecaps.layer import CapsuleExperts
     from poecaps.network import CapsuleDecoder, CapsuleNetwork
-    from poecaps.training.config import Config, EncoderStage, Stage
+    from poecaps.training.config import Config, DecoderStage, EncoderStage, Stage
     from poecaps.training.workers import Workers
 
     Draw = Callable[[Tensor], Tensor]
@@ -154,6 +154,9 @@ class Task:
         """Make what the steps learn from and, where the stage begins, give the part its initial weights."""
         raise NotImplementedError
 
+    def finish(self) -> None:
+        """Bring the part into the form in which later stages use it."""
+
     def loss(self, indices: Tensor, draw: Draw) -> Tensor:
         """Compute the loss of the images with these indices (B,); `draw` gives uniform numbers."""
         raise NotImplementedError
@@ -198,7 +201,7 @@ class EncoderTask(Task):
 
     def __init__(self, layer: int, stage: EncoderStage, material: Material) -> None:
         super().__init__(f"encoder {layer + 1}", stage, material.network.encoders[layer], material)
-        self.layer = layer
+        self.layer, self.later = layer, self.part.winners
 
     def prepare(self, fresh: bool, generator: torch.Generator) -> None:
         """Make the capsules below; scale them, where they are the first."""
@@ -207,6 +210,14 @@ class EncoderTask(Task):
             if self.layer == 0:
                 self.material.fit_scaling()
             self._reset(generator)
+        if self.stage.winners is not None:
+            self.part.winners = self.stage.winners
+
+    def finish(self) -> None:
+        """End a competition that was for learning only; who would have won is now who fires most."""
+        if self.stage.winners is not None:
+            self.part.winners = self.later
+            self.part.fold_balance()
 
     def loss(self, indices: Tensor, draw: Draw) -> Tensor:
         """Compute the loss of contrastive divergence."""
@@ -216,8 +227,10 @@ class EncoderTask(Task):
     def measure(self) -> dict[str, float]:
         """Measure the share of the capsules that is lost, the mean firing probability, and the rank of the code."""
         x = self.material.inputs(self.layer, self.material.probe())
+        winners, self.part.winners = self.part.winners, self.later  # as the layer will be used
         error = (self.part.reconstruct(x) - x).square().sum() / x.square().sum()
         code = self.part(x)
+        self.part.winners = winners
         return {
             "reconstruction_error": error.item(),
             "firing": code.norm(dim=-1).mean().item(),
@@ -229,8 +242,9 @@ class DecoderTask(Task):
     """Stage 3: a layer of capsules learns to draw what is below from the experts above."""
 
     part: CapsuleDecoder
+    stage: DecoderStage
 
-    def __init__(self, layer: int, stage: Stage, material: Material) -> None:
+    def __init__(self, layer: int, stage: DecoderStage, material: Material) -> None:
         super().__init__(f"decoder {layer + 1}", stage, material.network.decoders[layer], material)
         self.layer = layer
 
@@ -240,11 +254,14 @@ class DecoderTask(Task):
         if fresh:
             self._reset(generator)
 
-    def loss(self, indices: Tensor, draw: Draw) -> Tensor:  # noqa: ARG002 (nothing is drawn here)
-        """Compute the loss of the decoder's rule."""
-        return self.part.decoding_loss(
-            self.material.codes(self.layer + 1, indices), self.material.inputs(self.layer, indices)
-        )
+    def loss(self, indices: Tensor, draw: Draw) -> Tensor:
+        """Compute the loss of the decoder's rule, for some images from their strongest expert alone."""
+        y = self.material.codes(self.layer + 1, indices)
+        if self.stage.alone > 0:
+            norm = y.norm(dim=-1, keepdim=True)  # (B, J, 1)
+            together = draw(norm[:, :1]) >= self.stage.alone
+            y = y * (together | (norm == norm.amax(1, keepdim=True)))
+        return self.part.decoding_loss(y, self.material.inputs(self.layer, indices))
 
     def measure(self) -> dict[str, float]:
         """Measure the share of the variance below that is lost."""
