@@ -9,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from PIL import Image
 
 import poecaps
+from poecaps._files import read_tensors
 from poecaps.cli import main
 from poecaps.network import DOMAINS
 from poecaps.training import PRESETS
@@ -83,7 +85,9 @@ def test_every_field_can_be_set_and_nothing_else_changes(source: Path, tmp_path:
     assert (used.model.experts, paper.model.experts) == (((3, 5),), ((20, 16),))
 
 
-@pytest.mark.parametrize("arguments", [["--preset", "paper"], ["--preset=paper"]])
+@pytest.mark.parametrize(
+    "arguments", [["--preset", "paper"], ["--preset=paper"], ["--preset", "default", "--preset", "paper"]]
+)
 def test_help_shows_the_values_of_the_preset(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as leave:
         main(["train", *arguments, "--help"])
@@ -104,13 +108,12 @@ def test_progress_is_plain_lines_where_there_is_no_terminal(source: Path, tmp_pa
     assert "the model is in runs/digits-2" in again.stdout
 
 
-@pytest.mark.skipif(os.name != "posix", reason="needs a pseudo-terminal")
-def test_progress_is_one_live_line_for_each_stage_on_a_terminal(source: Path, tmp_path: Path) -> None:
+def on_a_terminal(arguments: list[str], folder: Path) -> str:
+    """Run a command with its standard error on a terminal, and return what is written there."""
     import pty
 
     ours, theirs = pty.openpty()
-    arguments = [sys.executable, "-m", "poecaps", "train", "--data", str(source), "--no-figures", *SMALL]
-    process = subprocess.Popen(arguments, stderr=theirs, stdout=subprocess.DEVNULL, cwd=tmp_path)
+    process = subprocess.Popen(arguments, stderr=theirs, stdout=subprocess.DEVNULL, cwd=folder)
     os.close(theirs)
     seen = b""
     while True:
@@ -122,10 +125,102 @@ def test_progress_is_one_live_line_for_each_stage_on_a_terminal(source: Path, tm
             break
         seen += chunk
     os.close(ours)
-    assert process.wait() == 0
-    lines = [line for line in seen.decode().split("\r\n") if line]
+    assert process.wait() == 0, seen.decode()
+    return seen.decode()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs a pseudo-terminal")
+def test_progress_is_one_live_line_for_each_stage_on_a_terminal(source: Path, tmp_path: Path) -> None:
+    arguments = [sys.executable, "-m", "poecaps", "train", "--data", str(source), "--no-figures", *SMALL]
+    seen = on_a_terminal(arguments, tmp_path)
+    lines = [line for line in seen.split("\r\n") if line]
     assert len(lines) == 4  # where it trains, and three stages
     assert all("\r\x1b[K" in line and "100%" in line for line in lines[1:])
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs a pseudo-terminal")
+def test_a_run_goes_on_on_a_terminal(source: Path, tmp_path: Path) -> None:
+    """From the middle of a stage, where no pace is known yet."""
+    train = [sys.executable, "-m", "poecaps", "train", "--no-figures"]
+    process = subprocess.Popen([*train, "--data", str(source), "--out", "run", *SMALL, "--autoencoder.epochs", "200",
+                                "--checkpoint-every", "10"], stderr=subprocess.DEVNULL, cwd=tmp_path)  # fmt: skip
+    while True:
+        assert process.poll() is None
+        if (tmp_path / "run" / "run.json").exists() and read_tensors(tmp_path / "run" / CHECKPOINT)[1]["step"] > 0:
+            break
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    seen = on_a_terminal([*train, "--resume", "run"], tmp_path)
+    assert "goes on from epoch" in seen
+    assert "Traceback" not in seen
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["finished"]
+
+
+def test_a_run_may_go_on_on_another_device(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy)
+    (copy / "model.safetensors").unlink()
+    assert main(["train", "--resume", str(copy), "--device", "cuda:77", "--quiet"]) == 2
+    assert main(["train", "--resume", str(copy), "--device", "cpu", "--quiet"]) == 0
+    assert "cuda:77" in capsys.readouterr().err
+
+
+def test_a_run_without_epochs_still_leaves_a_model(source: Path, tmp_path: Path) -> None:
+    none = ["--autoencoder.epochs", "0", "--encoder.epochs", "0", "--decoder.epochs", "0"]
+    folder = tmp_path / "run"
+    assert main(["train", "--data", str(source), "--out", str(folder), "--quiet", *SMALL, *none]) == 0
+    assert (folder / "figures" / "joint.png").exists()
+    assert main(["info", str(folder)]) == 0
+
+
+def test_the_flag_for_tensorboard_writes_its_events(source: Path, tmp_path: Path) -> None:
+    arguments = ["--data", str(source), "--out", str(tmp_path / "run"), "--quiet", "--no-figures", "--tensorboard"]
+    assert main(["train", *arguments, *SMALL]) == 0
+    assert list((tmp_path / "run" / "tensorboard").glob("events.out.tfevents.*"))
+
+
+def test_several_processes_must_be_told_a_folder(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["train"]) == 2
+    assert "name it with --out" in capsys.readouterr().err
+
+
+def test_the_demo_of_the_makefile_trains_the_default_on_the_bundled_digits(source: Path, tmp_path: Path) -> None:
+    """Its command, with few images and a small model in place of minutes."""
+    makefile = (Path(__file__).parent.parent / "Makefile").read_text()
+    (line,) = [line for line in makefile.splitlines() if "/poecaps train" in line]
+    words = line.replace("$(BIN)/poecaps", "").replace("$(DEMO)", str(tmp_path / "demo")).split()
+    assert "--data" not in words
+    assert main([*words, "--quiet", "--data", str(source), *SMALL]) == 0
+    options = json.loads((tmp_path / "demo" / "run.json").read_text())["config"]
+    assert options["encoder"]["rate"] == PRESETS["default"]().encoder.rate
+    made = {file.stem for file in (tmp_path / "demo" / "figures").glob("*.png")}
+    assert made == {*DOMAINS, "reconstructions", "curves"}
+
+
+def test_a_full_disk_while_drawing_says_that_the_model_is_safe(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("numpy.savez", full)
+    assert main(["train", "--data", str(source), "--out", str(tmp_path / "run"), *SMALL]) == 1
+    err = capsys.readouterr().err
+    assert f"the model in {tmp_path / 'run'} is whole" in err
+    assert "reconstructions.png" in err
+    assert main(["encode", str(tmp_path / "run")]) == 1
+    assert "codes-train.npz" in capsys.readouterr().err
+
+
+def test_output_without_the_letters_for_it(run: Path) -> None:
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    arguments = [sys.executable, "-m", "poecaps", "info", str(run)]
+    done = subprocess.run(arguments, env=environment, capture_output=True, text=True, check=True)
+    assert "28?28, grey" in done.stdout
 
 
 def test_quiet_is_quiet(source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -301,7 +396,12 @@ def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
         (["train", "--encoder.epochs", "-2"], "encoder.epochs must be a whole number of at least 0, but is -2"),
         (["train", "--batch-size", "0"], "batch_size must be"),
         (["train", "--device", "cuda:99"], "device must be"),
+        (["train", "--device", "hpu"], "device must be"),
+        (["train", "--model.components", "0"], "model.components must be"),
+        (["train", "--model.experts"], "model.experts must be"),
+        (["train", "--model.scale", "0"], "model.scale must be above 0"),
         (["train", "--model.kernel", "40"], "images must be at least 79×79"),
+        (["train", "--model.image-shape", "1", "9", "9"], "Unrecognized options"),
         (["train", "--model.capsule-dim", "7"], "features must be a multiple of capsule_dim"),
         (["train", "--size", "9", "9"], "size and channels are for folders of images, and mnist-sample is none"),
         (["train", "--resume", "x", "--seed", "3"], "--resume goes on with the options of the run"),
@@ -311,9 +411,12 @@ def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
         (["generate", "{run}", "--expert", "1"], "expert must be None in the domain 'joint'"),
         (["generate", "{run}", "--rows", "0"], "rows must be"),
         (["generate", "{run}", "--seed", "-1"], "seed must be"),
+        (["generate", "{run}", "--seed", "99999999999999999999"], "seed must be"),
+        (["generate", "{run}", "--domain", "all", "--expert", "1"], "leave out one"),
         (["generate", "{run}", "--out", "drawn.jpg"], "let it end in .png"),
         (["generate", "{run}", "--domain", "all", "--out", "x.png"], "leave out one of them"),
         (["reconstruct", "{run}", "--count", "0"], "count must be"),
+        (["reconstruct", "{run}", "--out", "drawn.jpg"], "let it end in .png"),
         (["traverse", "{run}", "--expert", "-1"], "expert must be"),
         (["traverse", "{run}", "--steps", "1"], "steps must be"),
         (["traverse", "{run}", "--image", "999"], "image must be a whole number from 0 to 19"),
@@ -340,6 +443,8 @@ def test_misuse_has_status_2_and_names_what_would_be_right(
         (["reconstruct", "{run}", "--data", "wide.npy"], "the model sees grey images of 28×28"),
         (["encode", "{run}", "--data", "text.npz"], "text.npz"),
         (["encode", "{run}", "--out", "/proc/none/x.npz"], "/proc/none"),
+        (["train", "--model.features", "8000000000"], "there is not enough memory"),
+        (["generate", "{run}", "--rows", "1000000000000"], "there is not enough memory"),
         (["info", "nowhere"], "nowhere holds no run"),
     ],
 )

@@ -266,8 +266,29 @@ def test_foreign_and_newer_files_are_refused(saved: Path) -> None:
     with pytest.raises(ModelError, match="was not written by poecaps"):
         CapsuleNetwork.load(saved)
     write_tensors(saved / "model.safetensors", {"scaling.mean": tensors["scaling.mean"]}, about)
-    with pytest.raises(ModelError, match=r"does not fit its architecture: .* has the shape missing"):
+    with pytest.raises(ModelError, match=r"does not fit its architecture: .* is missing"):
         CapsuleNetwork.load(saved)
+
+
+@pytest.mark.parametrize("about", ["[]", "null", "{", "3"])
+def test_a_file_that_says_nothing_of_itself_is_refused(saved: Path, about: str) -> None:
+    import safetensors.torch
+
+    content = (saved / "model.safetensors").read_bytes()
+    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    tensors = safetensors.torch.load(content)
+    metadata = header["__metadata__"] | {"about": about}
+    (saved / "model.safetensors").write_bytes(safetensors.torch.save(tensors, metadata))
+    with pytest.raises(ModelError, match="none that poecaps wrote"):
+        CapsuleNetwork.load(saved)
+
+
+def test_weights_that_no_model_has_are_refused(saved: Path) -> None:
+    tensors, about = read_tensors(saved / "model.safetensors")
+    for wrong in (tensors["scaling.mean"].double(), tensors["scaling.mean"].int(), tensors["scaling.mean"] * torch.nan):
+        write_tensors(saved / "model.safetensors", tensors | {"scaling.mean": wrong}, about)
+        with pytest.raises(ModelError, match=r"scaling.mean is (.* of (float64|int32)|not finite)"):
+            CapsuleNetwork.load(saved)
 
 
 @pytest.mark.parametrize(
@@ -279,6 +300,9 @@ def test_foreign_and_newer_files_are_refused(saved: Path) -> None:
         ({"image_shape": [1, 2, 3]}, "no possible architecture"),
         ({"normalize": "sideways"}, "no possible architecture"),
         ({"surprise": 1}, "must describe an architecture by"),
+        ({"experts": []}, "no possible architecture"),
+        ({"components": 0}, "no possible architecture"),
+        ({"scale": "x"}, "no possible architecture"),
     ],
 )
 def test_a_hostile_config_is_refused_before_anything_is_built(

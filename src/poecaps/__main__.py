@@ -1,7 +1,5 @@
 """Run the command line by `python -m poecaps`."""
 
-import sys
+from poecaps.cli import run
 
-from poecaps.cli import main
-
-sys.exit(main())
+run()

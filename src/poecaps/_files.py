@@ -83,7 +83,13 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         raise ModelError(f"{path} is a safetensors file, but none that poecaps wrote")
     if _digest(tensors) != metadata["sha256"]:
         raise ModelError(f"{path} is damaged: its weights do not match their checksum; use another copy")
-    return tensors, json.loads(metadata["about"])
+    try:
+        about = json.loads(metadata["about"])
+    except (ValueError, RecursionError):
+        about = None
+    if not isinstance(about, dict):
+        raise ModelError(f"{path} is a safetensors file, but none that poecaps wrote")
+    return tensors, about
 
 
 def _digest(tensors: Mapping[str, Tensor]) -> str:

@@ -1,17 +1,19 @@
 """The command line: `poecaps train`, `generate`, `reconstruct`, `traverse`, `encode`, `info`.
 
 Results (paths and numbers) go to standard output, progress and errors to standard error. The exit status is 0 for
-success, 1 for a failure, 2 for a command that cannot be meant, 130 after Ctrl-C.
+success, 1 for a failure, 2 for a command that cannot be meant, 130 after Ctrl-C or SIGTERM.
 """
 
 from __future__ import annotations
 
+import io
+import os
 import shlex
 import sys
 import time
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import numpy as np
 import torch
@@ -26,7 +28,7 @@ from poecaps.data.idx import Split, find_images
 from poecaps.network import DOMAINS, CapsuleNetwork, Domain
 from poecaps.training import PRESETS, Config, Progress, TrainingError, record, resume, workers
 from poecaps.training import train as train_network
-from poecaps.training.loop import CHECKPOINT, METRICS, find_device
+from poecaps.training.loop import CHECKPOINT, METRICS, find_device, is_finished
 from poecaps.training.progress import TensorBoard, display
 
 if TYPE_CHECKING:
@@ -65,10 +67,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _complain("interrupted", 130)
     except FAILURES as error:
-        return _complain(str(error), 1)
+        return _complain(str(error) or type(error).__name__, 1)
+    except RuntimeError as error:
+        if "can't allocate memory" not in str(error):  # what torch says on a CPU
+            raise
+        return _complain(f"there is not enough memory ({str(error).splitlines()[0]})", 1)
     except (ValueError, TypeError) as error:
         return _complain(str(error), 2)
     return 0
+
+
+def run() -> NoReturn:
+    """Run the command line as a program."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # where the encoding has no ×
+    status = main()
+    if workers.expected().size > 1:  # threads that processes talk through may abort at Python's own end
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)
 
 
 def _complain(message: str, status: int) -> int:
@@ -82,7 +101,7 @@ def _complain(message: str, status: int) -> int:
 
 def _preset(arguments: Sequence[str]) -> str:
     """Look for the preset among the arguments: its values are the defaults of all other options."""
-    for before, argument in zip(["", *arguments], arguments, strict=False):
+    for before, argument in reversed(list(zip(["", *arguments], arguments, strict=False))):  # the last counts
         name = argument if before == "--preset" else argument.removeprefix("--preset=")
         if (before == "--preset" or name != argument) and name in PRESETS:
             return name
@@ -121,9 +140,10 @@ def _train_with(preset_given: str) -> Callable[..., None]:
         figures
             Draw pictures when training is done.
         """
-        if resume is not None and (config != PRESETS[preset_given]() or preset_given != "default" or out is not None):
-            raise ValueError("--resume goes on with the options of the run; leave out all but --quiet and the like")
-        folder = resume or out or _free_folder(config.data)
+        if resume is not None and (out is not None or replace(config, device="auto") != PRESETS["default"]()):
+            raise ValueError("--resume goes on with the options of the run; leave out all but --device and the display")
+        folder = (resume or out or _free_folder(config.data)).expanduser()
+        config.check()
         first = workers.expected().first
         shown: list[Any] = [] if quiet or not first else [display()]
         shown += [TensorBoard(folder)] if tensorboard and first else []
@@ -132,7 +152,8 @@ def _train_with(preset_given: str) -> Callable[..., None]:
             for each in shown:
                 each(progress)
 
-        if not quiet and first:
+        done = resume is not None and is_finished(folder)
+        if not quiet and first and not done:
             print(f"{'goes on with' if resume else 'trains in'} {folder}", file=sys.stderr, flush=True)
         began = time.perf_counter()
         try:
@@ -143,11 +164,15 @@ def _train_with(preset_given: str) -> Callable[..., None]:
         if not first:
             return
         if not quiet:
-            print(f"trained in {time.perf_counter() - began:.0f} s; the model is in {folder}", flush=True)
+            how = "finished already" if done else f"trained in {time.perf_counter() - began:.0f} s"
+            print(f"{how}; the model is in {folder}", flush=True)
         if figures:
-            for line in _draw_all(network, folder):
-                if not quiet:
-                    print(line, flush=True)
+            try:
+                for line in _draw_all(network, folder):
+                    if not quiet:
+                        print(line, flush=True)
+            except OSError as error:
+                raise TrainingError(f"the model in {folder} is whole, but a figure is not ({error})") from error
 
     return train
 
@@ -155,7 +180,7 @@ def _train_with(preset_given: str) -> Callable[..., None]:
 def _train(config: Config, folder: Path, go_on: bool, report: Callable[[Progress], None]) -> CapsuleNetwork:
     try:
         if go_on:
-            return resume(folder, report=report)
+            return resume(folder, device=None if config.device == "auto" else config.device, report=report)
         return train_network(config, folder, report=report)
     except KeyboardInterrupt:
         if workers.expected().first and (folder / CHECKPOINT).is_file():
@@ -174,11 +199,14 @@ def _free_folder(source: str) -> Path:
 def _draw_all(network: CapsuleNetwork, run: Path) -> Iterator[str]:
     """Draw the pictures of a finished run, and say where they are."""
     images = _load_images(network, run, None, None, None)
-    yield f"originals above reconstructions: {_draw_reconstructions(network, images, run / FIGURES, 40)}"
+    path = run / FIGURES / "reconstructions.png"
+    yield f"originals above reconstructions: {_draw_reconstructions(network, images, path, 40)}"
     for domain in DOMAINS:
         what = "all experts together" if domain == "joint" else "one expert at a time"
         path = run / FIGURES / f"{domain}.png"
         yield f"draws, domain {domain} ({what}): {_draw_domain(network, domain, None, ROWS, 0, path)}"
+    if not (run / METRICS).is_file():  # no stage had an epoch
+        return
     try:
         yield f"training curves: {plotting.training_curves(run / METRICS, run / FIGURES / 'curves.png')}"
     except ModuleNotFoundError as error:
@@ -209,7 +237,7 @@ def generate(
         Folder of a trained model.
     domain
         Where codes are drawn. One expert at a time, a column for each: complete (a standard Gaussian), restricted (its
-        half that training images visit) or learned (a Gaussian fitted to training codes). All experts together: joint.
+        half that training images visit) or learned (as training codes are spread). All experts together: joint.
     expert
         Draw from this expert alone, counted from 0.
     rows
@@ -219,10 +247,12 @@ def generate(
     out
         PNG to write, with an .npz of the same name beside it; by default RUN/figures/DOMAIN.png.
     device
-        auto, cpu, cuda, …
+        cpu, cuda, cuda:1, or auto for a GPU where there is one.
     """
     checks.require_int("rows", rows, 1)
-    checks.require_int("seed", seed, 0)
+    checks.require_int("seed", seed, 0, 2**63 - 1)
+    if domain == "all" and expert is not None:
+        raise ValueError("--expert draws from one expert, and --domain all from all together as well; leave out one")
     if domain == "all" and out is not None:
         raise ValueError("--out names one picture, and --domain all draws four; leave out one of them")
     network = CapsuleNetwork.load(run, find_device(device))
@@ -272,19 +302,18 @@ def reconstruct(
     out
         PNG to write, with an .npz of the same name beside it; by default RUN/figures/reconstructions.png.
     device
-        auto, cpu, cuda, …
+        cpu, cuda, cuda:1, or auto for a GPU where there is one.
     """
     checks.require_int("count", count, 1)
     network = CapsuleNetwork.load(run, find_device(device))
     images = _load_images(network, run, data, data_path, split)
-    print(_draw_reconstructions(network, images, out or run / FIGURES, count))
+    print(_draw_reconstructions(network, images, out or run / FIGURES / "reconstructions.png", count))
 
 
 @torch.no_grad()
-def _draw_reconstructions(network: CapsuleNetwork, data: ImageSet, out: Path, count: int) -> Path:
+def _draw_reconstructions(network: CapsuleNetwork, data: ImageSet, path: Path, count: int) -> Path:
     images = data.batch(range(min(count, len(data))))
     made = torch.cat([network.reconstruct(part.to(_device_of(network))).cpu() for part in images.split(BATCH)])
-    path = out if out.suffix.lower() == ".png" else out / "reconstructions.png"
     return plotting.reconstructions(images, made, path)
 
 
@@ -324,7 +353,7 @@ def traverse(
     out
         PNG to write, with an .npz of the same name beside it; by default RUN/figures/expert-NUMBER.png.
     device
-        auto, cpu, cuda, …
+        cpu, cuda, cuda:1, or auto for a GPU where there is one.
     """
     checks.require_int("steps", steps, 2)
     checks.require_nonnegative("reach", reach)
@@ -369,11 +398,11 @@ def encode(
     split
         train or test.
     out
-        File to write; by default RUN/codes-SPLIT.npz.
+        File to write; by default RUN/codes-SPLIT.npz, or RUN/codes-DATA-SPLIT.npz where --data is given.
     device
-        auto, cpu, cuda, …
+        cpu, cuda, cuda:1, or auto for a GPU where there is one.
     """
-    out = out or run / f"codes-{split}.npz"
+    out = out or run / "-".join(["codes", *([Path(data).stem] if data else []), f"{split}.npz"])
     if out.suffix.lower() != ".npz":
         raise ValueError(f"--out must name an .npz file, but is {out}")
     network = CapsuleNetwork.load(run, find_device(device))
@@ -388,6 +417,8 @@ def encode(
     try:
         np.savez(part, **arrays)
         part.replace(out)
+    except OSError as error:  # a full disk does not say which file it was
+        raise OSError(error.errno, error.strerror, str(out)) from error
     finally:
         part.unlink(missing_ok=True)
     print(f"{out}: codes {codes.shape[0]:,}×{codes.shape[1]}×{codes.shape[2]} of {images}")
@@ -462,7 +493,7 @@ def _as_json(value: Any) -> Any:
 
 
 def _last_numbers(path: Path) -> dict[str, dict[str, float]]:
-    if not path.is_file():
+    if not path.is_file() or not path.stat().st_size:
         return {}
     stages = plotting.read_metrics(path)
     return {stage: {name: float(points[-1, 1]) for name, points in curves.items()} for stage, curves in stages.items()}

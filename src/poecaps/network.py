@@ -29,11 +29,9 @@ FORMAT, VERSION = "poecaps", 1
 
 
 @dataclass(frozen=True)
-class Architecture:
-    """Everything that shapes a `CapsuleNetwork`; what training changes is in its weights."""
+class ModelOptions:
+    """Everything that shapes a `CapsuleNetwork`, but for the images it sees."""
 
-    image_shape: tuple[int, int, int] = (1, 28, 28)
-    """C, H, W."""
     features: int = 128
     """Filters of each convolution."""
     kernel: int = 9
@@ -68,6 +66,41 @@ class Architecture:
     """Gaussians in the density that whole codes are drawn from."""
     parts: int = 8
     """Gaussians in the density that the code of one expert is drawn from."""
+
+    def check(self, name: str = "") -> None:
+        """Refuse values that cannot be meant; `name` comes before that of the field."""
+        for field in ("features", "kernel", "capsule_dim", "iterations", "components", "parts"):
+            checks.require_int(name + field, getattr(self, field), 1)
+        pairs = self.experts
+        if not isinstance(pairs, tuple) or not pairs or not all(isinstance(p, tuple) and len(p) == 2 for p in pairs):
+            raise ValueError(f"{name}experts must be one pair or more of a number and a dimension, but is {pairs!r}")
+        for each in (number for pair in pairs for number in pair):
+            checks.require_int(f"every number of {name}experts", each, 1)
+        if self.features % self.capsule_dim:
+            raise ValueError(
+                f"{name}features must be a multiple of capsule_dim, but {self.features} is none of {self.capsule_dim}"
+            )
+        checks.require_nonnegative(f"{name}dropout", self.dropout)
+        if self.dropout >= 1:
+            raise ValueError(f"{name}dropout must be below 1, but is {self.dropout}")
+        if self.scale is not None:
+            checks.require_nonnegative(f"{name}scale", self.scale)
+            if self.scale == 0:
+                raise ValueError(f"{name}scale must be above 0, or None to leave capsules as they are")
+        checks.require_nonnegative(f"{name}decoder_sharpness", self.decoder_sharpness)
+        checks.require_nonnegative(f"{name}sharpness", self.sharpness)
+        checks.require_choice(f"{name}normalize", self.normalize, get_args(F.Axis))
+        checks.require_choice(f"{name}agreement", self.agreement, get_args(F.Agreement))
+        if self.winners is not None:
+            checks.require_int(f"{name}winners", self.winners, 1, min(count for count, _ in pairs))
+
+
+@dataclass(frozen=True)
+class Architecture(ModelOptions):
+    """Everything that shapes a `CapsuleNetwork`; what training changes is in its weights."""
+
+    image_shape: tuple[int, int, int] = (1, 28, 28)
+    """C, H, W."""
 
 
 class CapsuleScaling(nn.Module):
@@ -273,12 +306,11 @@ class CapsuleNetwork(nn.Module):
     def __init__(self, architecture: Architecture | None = None, *, generator: torch.Generator | None = None) -> None:
         super().__init__()
         self.architecture = a = architecture or Architecture()
+        a.check()
         channels, height, width = a.image_shape
         self.autoencoder = ConvAutoencoder(
             channels, features=a.features, kernel=a.kernel, dropout=a.dropout, bias=a.bias, generator=generator
         )
-        if a.features % a.capsule_dim:
-            raise ValueError(f"features must be a multiple of capsule_dim, but {a.features} is none of {a.capsule_dim}")
         rows, columns = self.autoencoder.grid((height, width))
         below = (rows * columns * a.features // a.capsule_dim, a.capsule_dim)
         self.scaling = CapsuleScaling(*below, centre=a.centre, scale=a.scale, whiten=a.whiten)
@@ -469,15 +501,22 @@ class CapsuleNetwork(nn.Module):
 
     def load_tensors(self, tensors: Mapping[str, Tensor], source: Path) -> None:
         """Take over a state_dict read from a file, if it is one of this architecture."""
-        wanted = {name: tuple(tensor.shape) for name, tensor in self.state_dict().items()}
-        found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        wanted = {name: _describe(tensor) for name, tensor in self.state_dict().items()}
+        found = {name: _describe(tensor) for name, tensor in tensors.items()}
         for name in sorted(wanted.keys() | found.keys()):
             if wanted.get(name) != found.get(name):
                 raise ModelError(
-                    f"{source} does not fit its architecture: {name} has the shape {found.get(name, 'missing')}, "
+                    f"{source} does not fit its architecture: {name} is {found.get(name, 'missing')}, "
                     f"where {wanted.get(name, 'nothing')} is due"
                 )
+        broken = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
+        if broken:
+            raise ModelError(f"{source} holds no usable weights: {broken[0]} is not finite")
         self.load_state_dict(dict(tensors), assign=True)
+
+
+def _describe(tensor: Tensor) -> str:
+    return f"{tuple(tensor.shape)} of {str(tensor.dtype).removeprefix('torch.')}"
 
 
 def check_version(about: Mapping[str, Any], source: Path) -> None:

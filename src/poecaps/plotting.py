@@ -296,6 +296,8 @@ def _write(path: PathLike, picture: bytes, arrays: Mapping[str, Array]) -> Path:
         png.write_bytes(picture)
         npz.replace(target.with_suffix(".npz"))
         png.replace(target)
+    except OSError as error:  # a full disk does not say which file it was
+        raise OSError(error.errno, error.strerror, str(target)) from error
     finally:
         npz.unlink(missing_ok=True)
         png.unlink(missing_ok=True)

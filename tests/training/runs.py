@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from poecaps import Architecture, CapsuleNetwork
+from poecaps import CapsuleNetwork
+from poecaps.network import ModelOptions
 from poecaps.training import Config, DecoderStage, EncoderStage, Stage
 from poecaps.training.loop import METRICS
 
@@ -18,12 +19,12 @@ if TYPE_CHECKING:
 
 
 def config_for(data: Path, **changes: Any) -> Config:
-    model = Architecture(features=8, capsule_dim=4, experts=((4, 5), (3, 4)), components=4, dropout=0.2, whiten=True)
+    model = ModelOptions(features=8, capsule_dim=4, experts=((4, 5), (3, 4)), components=4, dropout=0.2, whiten=True)
     tiny = Config(
         data=str(data),
         model=model,
         autoencoder=Stage(epochs=6, rate=5e-3),
-        encoder=EncoderStage(epochs=4, rate=0.05, mixing="bernoulli", winners=2),
+        encoder=EncoderStage(epochs=4, rate=0.05, mixing="bernoulli", winners=2, firing=0.5),
         decoder=DecoderStage(epochs=6, rate=0.03, alone=0.5),
         batch_size=16,
         device="cpu",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,12 +20,13 @@ import numpy as np
 import pytest
 import torch
 
-from poecaps import Architecture, CapsuleNetwork, ModelError, squash
+from poecaps import Architecture, CapsuleNetwork, ModelError, squash, unsquash
 from poecaps._files import read_tensors, write_tensors
 from poecaps.data import DataError
-from poecaps.training import PRESETS, DecoderStage, EncoderStage, Progress, Stage, TrainingError, resume, train
-from poecaps.training.loop import CHECKPOINT, METRICS
-from poecaps.training.stages import DecoderTask, effective_rank
+from poecaps.network import ModelOptions
+from poecaps.training import PRESETS, Config, DecoderStage, EncoderStage, Progress, Stage, TrainingError, resume, train
+from poecaps.training.loop import CHECKPOINT, METRICS, _wants_bfloat16
+from poecaps.training.stages import AutoencoderTask, DecoderTask, effective_rank, factor_for_firing
 from tests.training.runs import OPTIONS, assert_same_weights, config_for, metrics, weights
 
 
@@ -146,7 +148,13 @@ def test_an_interrupt_saves_and_prints_the_command_to_go_on_with(
 ) -> None:
     folder = tmp_path / "a run"
     arguments = command("train", "--data", data, "--out", folder, *OPTIONS, "--checkpoint-every", "100000")
-    process = subprocess.Popen(arguments, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        arguments,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # even if the tests ignore it
+    )
     wait_for_lines(process, folder, 15)
     process.send_signal(number)
     _, err = process.communicate()
@@ -231,14 +239,21 @@ def test_opening_a_strangers_checkpoint_runs_no_code(tmp_path: Path) -> None:
         ({"task": 77}, {}, "is damaged: it stands at step"),
         ({"step": -1}, {}, "is damaged: it stands at step"),
         ({"config": {"data": 5}}, {}, "is no checkpoint of a run"),
-        ({}, {"optimizer.99.exp_avg": torch.zeros(2)}, "which is no state of this optimiser"),
-        ({}, {"optimizer.0.lambda": torch.zeros(2)}, "which is no state of this optimiser"),
-        ({}, {"optimizer.0.exp_avg": torch.zeros(2)}, r"optimizer.0.exp_avg has the shape \(2,\)"),
+        ({"step": 10**9}, {}, "is damaged: it stands at step"),
+        ({"step": float("inf")}, {}, "is no checkpoint of a run"),
+        ({"task": None}, {}, "is no checkpoint of a run"),
+        ({}, {"optimizer.99.exp_avg": torch.zeros(2)}, "optimizer.99.exp_avg is no state of this optimiser"),
+        ({}, {"optimizer.0.lambda": torch.zeros(2)}, "optimizer.0.lambda is no state of this optimiser"),
+        ({}, {"optimizer.0.exp_avg": torch.zeros(2)}, "optimizer.0.exp_avg is no state of this optimiser"),
+        ({}, {"optimizer.0.exp_avg": None}, "optimizer.0.exp_avg is no state of this optimiser"),
+        ({}, {"optimizer.0.step": torch.tensor(torch.nan)}, "a number is no state of this optimiser"),
         ({}, {"model.more": torch.zeros(2)}, "does not fit its architecture: more"),
+        ({}, {"model.autoencoder.up_1": torch.zeros(8, dtype=torch.float64)}, "up_1 is .* of float64"),
+        ({}, {"model.autoencoder.up_1": torch.full((8,), torch.nan)}, "autoencoder.up_1 is not finite"),
     ],
 )
 def test_an_altered_checkpoint_is_one_clear_error(
-    about: dict[str, Any], state: dict[str, torch.Tensor], message: str, data: Path, tmp_path: Path
+    about: dict[str, Any], state: dict[str, torch.Tensor | None], message: str, data: Path, tmp_path: Path
 ) -> None:
     def stop(progress: Progress) -> None:
         if progress.step == 10:
@@ -247,7 +262,8 @@ def test_an_altered_checkpoint_is_one_clear_error(
     with pytest.raises(Stop):
         train(config_for(data), tmp_path / "run", report=stop)
     tensors, before = read_tensors(tmp_path / "run" / CHECKPOINT)
-    write_tensors(tmp_path / "run" / CHECKPOINT, tensors | state, before | about)
+    changed = {name: value for name, value in (tensors | state).items() if value is not None}
+    write_tensors(tmp_path / "run" / CHECKPOINT, changed, before | about)
     with pytest.raises(ModelError, match=message):
         resume(tmp_path / "run")
 
@@ -277,6 +293,45 @@ def test_other_data_than_the_run_began_with_are_refused(data: Path, tmp_path: Pa
         resume(tmp_path / "run")
 
 
+@pytest.mark.parametrize(("count", "message"), [(1, "there is only one image"), (20, "all 20 images are the same")])
+def test_images_from_which_nothing_can_be_learned_are_refused(count: int, message: str, tmp_path: Path) -> None:
+    np.save(tmp_path / "same.npy", np.full((count, 20, 19), 7, np.uint8))
+    with pytest.raises(DataError, match=message):
+        train(config_for(tmp_path / "same.npy"), tmp_path / "run")
+
+
+def test_a_run_may_go_on_from_another_folder_and_with_spoilt_metrics(
+    data: Path, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(progress: Progress) -> None:
+        if progress.stage == "encoder 1" and progress.step == 9:
+            raise Stop
+
+    monkeypatch.chdir(data.parent)
+    with pytest.raises(Stop):
+        train(config_for(Path(data.name)), tmp_path / "run", report=stop)
+    monkeypatch.chdir(tmp_path)
+    with (tmp_path / "run" / METRICS).open("ab") as file:
+        file.write(b'\xff\xfe{"stage": "encoder 1", "st')
+    resume(tmp_path / "run")
+    assert_same_weights(tmp_path / "run", finished)
+    assert metrics(tmp_path / "run") == metrics(finished)
+
+
+def test_a_finished_run_whose_model_is_lost_makes_it_anew(finished: Path, tmp_path: Path) -> None:
+    shutil.copytree(finished, tmp_path / "run")
+    (tmp_path / "run" / "model.safetensors").unlink()
+    resume(tmp_path / "run")
+    assert_same_weights(tmp_path / "run", finished)
+
+
+def test_what_a_run_left_that_never_began_is_in_nobodys_way(data: Path, finished: Path, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / f".{CHECKPOINT}-x7").write_bytes(b"half")
+    train(config_for(data), tmp_path / "run")
+    assert_same_weights(tmp_path / "run", finished)
+
+
 def test_a_folder_that_cannot_be_written_is_one_clear_error(data: Path) -> None:
     with pytest.raises(TrainingError, match="cannot write into /proc/none"):
         train(config_for(data), "/proc/none")
@@ -286,17 +341,23 @@ def test_a_folder_that_cannot_be_written_is_one_clear_error(data: Path) -> None:
     ("changes", "message"),
     [
         ({"batch_size": 0}, "batch_size must be a whole number of at least 1, but is 0"),
-        ({"seed": -1}, "seed must be a whole number of at least 0"),
+        ({"seed": -1}, "seed must be a whole number from 0"),
         ({"checkpoint_every": 0}, "checkpoint_every must be"),
         ({"precision": "float16"}, "precision must be one of"),
-        ({"device": "cudda"}, "device must be auto, cpu, or an accelerator that this machine has, but is 'cudda'"),
+        ({"device": "meta"}, "device must be auto, cpu, or a GPU"),
+        ({"device": "cudda"}, "device must be auto, cpu, or a GPU such as cuda:0, but is 'cudda'"),
         ({"autoencoder": Stage(epochs=-1)}, r"autoencoder.epochs must be"),
         ({"encoder": EncoderStage(rate=float("nan"))}, r"encoder.rate must be a finite number"),
         ({"encoder": EncoderStage(k=0)}, r"encoder.k must be"),
         ({"decoder": DecoderStage(momentum=1.0)}, r"decoder.momentum must be below 1"),
+        ({"encoder": EncoderStage(firing=1.0)}, r"encoder.firing must be between 0 and 1"),
         ({"decoder": DecoderStage(alone=1.1)}, r"decoder.alone must be at most 1"),
         ({"encoder": EncoderStage(winners=4)}, r"encoder.winners must be at most 3, the number of experts, but is 4"),
-        ({"model": Architecture(image_shape=(1, 9, 9))}, "image_shape follows from the data"),
+        ({"model": ModelOptions(components=0)}, r"model.components must be a whole number of at least 1"),
+        ({"model": ModelOptions(capsule_dim=0)}, r"model.capsule_dim must be"),
+        ({"model": ModelOptions(experts=())}, r"model.experts must be one pair or more"),
+        ({"model": ModelOptions(scale=0.0)}, r"model.scale must be above 0"),
+        ({"model": ModelOptions(scale=float("nan"))}, r"model.scale must be a finite number"),
     ],
 )
 def test_options_that_cannot_be_meant_are_refused(
@@ -377,6 +438,27 @@ def test_experts_compete_while_they_learn_and_all_speak_afterwards(data: Path, f
     assert all(not layer.balance.any() and layer.winners is None for layer in network.encoders)  # type: ignore[operator]
 
 
+def test_the_strongest_expert_fires_as_much_as_was_asked_for(data: Path, finished: Path, tmp_path: Path) -> None:
+    encoder = EncoderStage(epochs=4, rate=0.05, mixing="bernoulli", winners=2, firing=0.4)
+    model = replace(config_for(data).model, experts=((4, 5),))
+    plain = train(config_for(data, model=model, encoder=replace(encoder, firing=None)), tmp_path / "plain")
+    tempered = train(config_for(data, model=model, encoder=encoder), tmp_path / "tempered")
+    images = torch.from_numpy(np.load(data) / 255).float().unsqueeze(1)
+    with torch.no_grad():
+        before, after = (network.encode(images).norm(dim=-1) for network in (plain, tempered))
+    assert after.amax(1).mean().item() == pytest.approx(0.4, abs=0.02)
+    assert before.amax(1).mean().item() != pytest.approx(0.4, abs=0.05)
+    assert torch.equal(before.argsort(1), after.argsort(1))
+
+
+@pytest.mark.parametrize("target", [0.01, 0.5, 0.99])
+def test_the_factor_for_a_firing_probability_is_found(target: float, generator: torch.Generator) -> None:
+    norm = torch.rand(100, generator=generator) * 50
+    square = (norm * factor_for_firing(norm, target)).square()
+    assert (square / (1 + square)).mean().item() == pytest.approx(target, rel=1e-4)
+    assert factor_for_firing(torch.zeros(5), target) == 1
+
+
 def test_some_images_are_drawn_from_their_strongest_expert_alone(generator: torch.Generator) -> None:
     network = CapsuleNetwork(Architecture(image_shape=(1, 20, 19), features=8, experts=((3, 5),)), generator=generator)
     y, x = (squash(torch.randn(4, *shape, generator=generator)) for shape in ((3, 5), (4, 8)))
@@ -388,3 +470,93 @@ def test_some_images_are_drawn_from_their_strongest_expert_alone(generator: torc
         for expert in set(range(3)) - {int(y[image].norm(dim=-1).argmax())}:
             y[image, expert] = 0
     torch.testing.assert_close(loss, network.decoders[0].decoding_loss(y, x))  # type: ignore[operator]
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Options do what they say
+
+
+def no_epochs(data: Path, **changes: Any) -> Config:
+    """A run that takes only the steps that are asked for."""
+    stages = {"autoencoder": Stage(epochs=0), "encoder": EncoderStage(epochs=0), "decoder": DecoderStage(epochs=0)}
+    return config_for(data, **stages | changes)
+
+
+def test_the_network_is_ready_for_use(data: Path, finished: Path, tmp_path: Path) -> None:
+    network = train(config_for(data), tmp_path / "run")
+    assert not any(part.training for part in network.modules())
+    assert all(parameter.is_contiguous() for parameter in network.parameters())
+    assert_same_weights(tmp_path / "run", finished)
+    images = torch.from_numpy(np.load(data) / 255).float().unsqueeze(1)
+    with torch.no_grad():
+        z = unsquash(network.encode(images))
+    strongest = z.norm(dim=-1).argmax(1)
+    own = next(j for j in range(3) if (strongest == j).sum() > 4)  # the density has seen all images
+    torch.testing.assert_close(network.density.mean[own], z[strongest == own, own].mean(0), rtol=0.1, atol=0.02)
+
+
+def test_each_seed_has_its_own_weights_orders_and_draws(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+    loss = AutoencoderTask.loss
+
+    def watched(self: AutoencoderTask, indices: torch.Tensor, draw: Any) -> torch.Tensor:
+        def watched_draw(like: torch.Tensor) -> torch.Tensor:
+            drawn: torch.Tensor = draw(like)
+            seen.append((indices, drawn))
+            return drawn
+
+        return loss(self, indices, watched_draw)
+
+    monkeypatch.setattr(AutoencoderTask, "loss", watched)
+    first = []
+    for seed in (0, 1):
+        network = train(no_epochs(data, seed=seed, autoencoder=Stage(epochs=2, rate=0.0)), tmp_path / str(seed))
+        first.append(network.autoencoder.first.detach())  # at a rate of 0 still as it was drawn
+    assert not torch.equal(*first)
+    orders = [torch.cat([indices for indices, _ in seen[start : start + 6]]) for start in (0, 6, 12, 18)]
+    assert all(torch.equal(order.sort().values, torch.arange(96)) for order in orders)
+    assert len({tuple(order.tolist()) for order in orders}) == 4  # two epochs of two seeds
+    assert len({float(drawn.sum()) for _, drawn in seen}) == 24
+
+
+def test_layers_start_from_different_weights_of_the_given_size(data: Path, tmp_path: Path) -> None:
+    config = no_epochs(data, encoder=EncoderStage(epochs=0, std=0.3), decoder=DecoderStage(epochs=0, std=0.05))
+    network: Any = train(config, tmp_path / "run")
+    up, down = network.encoders[0].weight.detach(), network.decoders[0].weight.detach()
+    assert up.std().item() == pytest.approx(0.3, rel=0.1)
+    assert down.std().item() == pytest.approx(0.05, rel=0.1)
+    assert not torch.allclose(up.flatten()[:50] / 0.3, down.flatten()[:50] / 0.05)
+
+
+def decoder_after(data: Path, folder: Path, **options: Any) -> torch.Tensor:
+    """Weights of the upper decoder after steps of SGD on all images at once."""
+    plain: dict[str, Any] = {"optimizer": "sgd", "rate": 1.0, "momentum": 0.0, "final_rate": 1.0}
+    stage = DecoderStage(**plain | options)
+    network: Any = train(no_epochs(data, decoder=stage, batch_size=96, precision="float32"), folder)
+    weight: torch.Tensor = network.decoders[1].weight.detach()
+    return weight
+
+
+def test_sgd_has_momentum_decay_and_l2(data: Path, tmp_path: Path) -> None:
+    def after(name: str, **options: Any) -> torch.Tensor:
+        return decoder_after(data, tmp_path / name, **options)
+
+    start, one, two = after("0", epochs=0), after("1", epochs=1), after("2", epochs=2)
+    shrunk = after("l2", epochs=1, l2=0.25)
+    torch.testing.assert_close(shrunk, one - 0.25 * start)  # w − rate · (gradient + l2 · w)
+    pushed = after("momentum", epochs=2, momentum=0.5)
+    torch.testing.assert_close(pushed, two + 0.5 * (one - start))  # the second step repeats half of the first
+    slowed = after("decay", epochs=2, final_rate=0.0)  # the cosine is 1 at the first of two steps, 1/2 at the second
+    torch.testing.assert_close(slowed, one + 0.5 * (two - one))
+
+
+def test_precision_is_bfloat16_where_wanted_or_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    for fast in (False, True):
+        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda fast=fast: fast)
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+        assert _wants_bfloat16("auto", cpu) is fast
+        assert _wants_bfloat16("bfloat16", cpu)
+        assert not _wants_bfloat16("float32", cpu)

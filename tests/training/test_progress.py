@@ -48,12 +48,18 @@ def test_the_summary_has_what_tells_whether_it_learns() -> None:
     assert at(15, numbers={}, seconds_left=59.6).summary() == "epoch 1.5/2  1,234 images/s  1:00 left"
 
 
+def test_before_the_first_step_there_is_nothing_to_sum_up() -> None:
+    nothing: dict[str, Any] = {"images_per_second": 0.0, "seconds_left": float("inf")}
+    assert at(0, **nothing).summary() == "starts"
+    assert at(13, **nothing).summary() == "goes on from epoch 1.3"
+
+
 def test_without_a_terminal_there_is_one_plain_line_for_each_epoch() -> None:
     out = io.StringIO()
     show = display(out)
     assert isinstance(show, PlainLines)
     for step in range(21):
-        show(at(step))
+        show(at(step, images_per_second=100.0 * step))
     show.close()
     lines = out.getvalue().splitlines()
     assert ["starts" in lines[0], "epoch 1.0" in lines[1], "epoch 2.0" in lines[2]] == [True] * 3
@@ -69,7 +75,7 @@ def test_on_a_terminal_one_line_is_drawn_again_and_again(monkeypatch: pytest.Mon
     assert isinstance(show, LiveLine)
     for stage in ("encoder 1", "encoder 2"):
         for step in range(21):
-            show(at(step, stage))
+            show(at(step, stage, images_per_second=100.0 * step))
     show.close()
     assert out.getvalue().count("\n") == 2
     drawn = out.getvalue().replace("\n", "").split("\r\x1b[K")[1:]
@@ -107,12 +113,13 @@ def test_every_step_is_reported_and_every_number_is_written(data: Path, tmp_path
     assert seen[-1].seconds_left == 0
 
 
-def test_tensorboard_has_the_curves_of_the_metrics_without_doubles(data: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("at", [13, 0])  # between two checkpoints, or between two stages
+def test_tensorboard_has_the_curves_of_the_metrics_without_gaps_or_doubles(at: int, data: Path, tmp_path: Path) -> None:
     board = TensorBoard(tmp_path / "run")
 
     def stop(progress: Progress) -> None:
         board(progress)
-        if progress.stage == "encoder 1" and progress.step == 13:
+        if progress.stage == "encoder 1" and progress.step == at:
             raise Stop
 
     with pytest.raises(Stop):

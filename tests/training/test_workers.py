@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -42,7 +43,14 @@ def torchrun(data: Path, folder: Path, *options: str, restarts: int = 0) -> subp
         "--no-figures",
     ]
     environment = os.environ | {"GLOO_SOCKET_IFNAME": loopback, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(arguments, env=environment, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        arguments,
+        env=environment,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # even if the tests ignore it
+    )
 
 
 def finish(process: subprocess.Popen[str]) -> str:
@@ -98,18 +106,31 @@ def test_a_killed_worker_costs_at_most_the_steps_since_the_last_checkpoint(
     assert metrics(folder) == metrics(pair)
 
 
-def test_an_interrupt_stops_all_processes_at_the_same_step(data: Path, pair: Path, tmp_path: Path) -> None:
+def test_an_interrupt_of_one_process_stops_all_between_two_steps(data: Path, pair: Path, tmp_path: Path) -> None:
+    """The process that is not interrupted saves, and what it saved is a whole step of both."""
     folder = tmp_path / "run"
-    process = torchrun(data, folder, *EXACT, "--checkpoint-every", "100000")
+    process = torchrun(data, folder, *EXACT, "--checkpoint-every", "100000", "--autoencoder.epochs", "60")
     while not (folder / "metrics.jsonl").exists():
+        assert process.poll() is None, process.communicate()
         time.sleep(0.01)
-    for child in children(process):
-        os.kill(child, signal.SIGINT)
+    os.kill(children(process)[1], signal.SIGINT)
     _, err = process.communicate(timeout=300)
     assert process.returncode != 0
     assert f"poecaps train --resume {folder}" in err
+    assert "[rank" not in err  # how a traceback of a process begins
     _, about = read_tensors(folder / CHECKPOINT)
     assert about["step"] > 0
+    assert about["step"] % 10 == 0  # where they ask each other
+
+
+def test_a_restart_does_not_go_on_with_the_run_of_another(data: Path, pair: Path, tmp_path: Path) -> None:
+    shutil.copytree(pair, tmp_path / "other")
+    before = {file.name: file.read_bytes() for file in (tmp_path / "other").iterdir()}
+    process = torchrun(data, tmp_path / "other", *EXACT, restarts=1)
+    _, err = process.communicate(timeout=300)
+    assert process.returncode != 0
+    assert err.count("is not empty; name a new folder") == 2
+    assert {file.name: file.read_bytes() for file in (tmp_path / "other").iterdir()} == before
 
 
 def test_a_batch_that_cannot_be_shared_is_refused(data: Path, tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """Train the three stages, from Python."""
 
 from poecaps.training.config import PRESETS, Config, DecoderStage, EncoderStage, Stage, default, paper
-from poecaps.training.loop import TrainingError, resume, train
+from poecaps.training.errors import TrainingError
+from poecaps.training.loop import resume, train
 from poecaps.training.progress import Progress
 
 __all__ = [

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
 from poecaps import _checks as checks
 from poecaps.layer import MIXINGS, Mixing
-from poecaps.network import Architecture
+from poecaps.network import ModelOptions
 
 T = TypeVar("T")
 Precision = Literal["auto", "float32", "bfloat16"]
@@ -29,17 +29,15 @@ class Stage:
     final_rate: float = 0.01
     """Learning rate at the end, as a share of that at the start; it falls along a cosine."""
     momentum: float = 0.9
-    """Of SGD; the first moment of Adam."""
+    """Share of the last step that SGD takes again; for Adam, the decay of its first moment."""
     l2: float = 0.0
     """Weight of the ℓ2 penalty."""
-    std: float = 0.01
-    """Standard deviation of the initial weights of a capsule layer; the autoencoder's follow from its sizes."""
 
     def check(self, name: str) -> None:
         """Refuse values that cannot be meant, naming the stage they belong to."""
         checks.require_int(f"{name}.epochs", self.epochs, 0)
         checks.require_choice(f"{name}.optimizer", self.optimizer, OPTIMIZERS)
-        for field_name in ("rate", "final_rate", "momentum", "l2", "std"):
+        for field_name in ("rate", "final_rate", "momentum", "l2"):
             checks.require_nonnegative(f"{name}.{field_name}", getattr(self, field_name))
         if self.momentum >= 1:
             raise ValueError(f"{name}.momentum must be below 1, but is {self.momentum}")
@@ -51,7 +49,20 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class EncoderStage(Stage):
+class CapsuleStage(Stage):
+    """A stage that trains a capsule layer from the beginning."""
+
+    std: float = 0.01
+    """Standard deviation of the initial weights."""
+
+    def check(self, name: str) -> None:
+        """Refuse values that cannot be meant, naming the stage they belong to."""
+        super().check(name)
+        checks.require_nonnegative(f"{name}.std", self.std)
+
+
+@dataclass(frozen=True)
+class EncoderStage(CapsuleStage):
     """Contrastive divergence of the capsule encoder."""
 
     k: int = 1
@@ -60,6 +71,8 @@ class EncoderStage(Stage):
     """Whether experts send their mean or a Bernoulli draw down."""
     winners: int | None = None
     """How many experts may fire for an image while they learn, whatever the model lets fire later; None: as many."""
+    firing: float | None = None
+    """Mean firing probability of the strongest expert that all weights are scaled to in the end; None: not scaled."""
 
     def check(self, name: str) -> None:
         """Refuse values that cannot be meant, naming the stage they belong to."""
@@ -68,10 +81,14 @@ class EncoderStage(Stage):
         checks.require_choice(f"{name}.mixing", self.mixing, MIXINGS)
         if self.winners is not None:
             checks.require_int(f"{name}.winners", self.winners, 1)
+        if self.firing is not None:
+            checks.require_nonnegative(f"{name}.firing", self.firing)
+            if not 0 < self.firing < 1:
+                raise ValueError(f"{name}.firing must be between 0 and 1, but is {self.firing}")
 
 
 @dataclass(frozen=True)
-class DecoderStage(Stage):
+class DecoderStage(CapsuleStage):
     """Learning of the capsule decoder."""
 
     alone: float = 0.0
@@ -90,15 +107,15 @@ class Config:
     """A whole training run."""
 
     data: str = "mnist-sample"
-    """Name of a set, or path of a file or folder of images."""
+    """Name of a set (mnist, fashion-mnist, or either with -sample), or path of a file or folder of images."""
     data_path: str | None = None
     """Folder that holds a full set known by name."""
     size: tuple[int, int] | None = None
     """Height and width to bring a folder of images to."""
     channels: int | None = None
     """1 (grey) or 3 (RGB) for a folder of images."""
-    model: Architecture = field(default_factory=Architecture)
-    """Sizes and options of the model; its image_shape follows from the data."""
+    model: ModelOptions = field(default_factory=ModelOptions)
+    """Sizes and options of the model."""
     autoencoder: Stage = field(default_factory=Stage)
     """Stage 1."""
     encoder: EncoderStage = field(default_factory=EncoderStage)
@@ -108,11 +125,11 @@ class Config:
     batch_size: int = 128
     """Images in a step, of all processes together."""
     seed: int = 0
-    """Of every random number."""
+    """Where all random numbers start from: the same seed, the same result on a CPU."""
     device: str = "auto"
-    """auto, cpu, cuda, cuda:1, mps, …"""
+    """cpu, cuda, cuda:1, or auto for a GPU where there is one."""
     precision: Precision = "auto"
-    """Of the convolutions: bfloat16 where the machine is fast with it, or float32."""
+    """Numbers that the convolutions compute with; auto: bfloat16 where the machine is fast with it, else float32."""
     checkpoint_every: int = 200
     """Steps between checkpoints."""
 
@@ -126,6 +143,7 @@ class Config:
         """
         for name in ("autoencoder", "encoder", "decoder"):
             getattr(self, name).check(name)
+        self.model.check("model.")
         fewest = min(count for count, _ in self.model.experts)
         if self.encoder.winners is not None and self.encoder.winners > fewest:
             raise ValueError(
@@ -135,7 +153,10 @@ class Config:
             raise ValueError("encoder.winners needs model.agreement cosine; set model.winners instead")
         checks.require_int("batch_size", self.batch_size, 1)
         checks.require_int("checkpoint_every", self.checkpoint_every, 1)
-        checks.require_int("seed", self.seed, 0)
+        checks.require_int("seed", self.seed, 0, 2**63 - 1)
+        for name in ("data", "device"):
+            if not isinstance(getattr(self, name), str):
+                raise TypeError(f"{name} must be a string, but is {getattr(self, name)!r}")
         checks.require_choice("precision", self.precision, get_args(Precision))
 
 
@@ -167,13 +188,14 @@ def _as_tuples(value: Any) -> Any:
 def default() -> Config:
     """Return what works best.
 
-    Each image teaches one expert, so that experts become different things; afterwards all of them speak.
+    Each image teaches two experts, so that experts become different things; afterwards all of them speak, the stronger
+    the louder.
     """
     return Config(
-        model=Architecture(normalize="outputs", sharpness=1.0, scale=0.25, whiten=True),
+        model=ModelOptions(normalize="outputs", sharpness=1.0, scale=0.15, whiten=True),
         autoencoder=Stage(epochs=5, rate=3e-3),
-        encoder=EncoderStage(epochs=8, rate=0.1, winners=1),
-        decoder=DecoderStage(epochs=10, rate=0.03, alone=0.6),
+        encoder=EncoderStage(epochs=6, rate=0.1, winners=2, firing=0.5),
+        decoder=DecoderStage(epochs=10, rate=0.03, alone=0.3),
     )
 
 
@@ -181,7 +203,7 @@ def paper() -> Config:
     """Return the paper's recipe as literally as it can be read."""
     sgd = {"optimizer": "sgd", "l2": 1e-7, "momentum": 0.9}
     return Config(
-        model=Architecture(bias=False, sharpness=1.0, centre=False, scale=None, whiten=False),
+        model=ModelOptions(bias=False, sharpness=1.0, centre=False, scale=None, whiten=False),
         autoencoder=Stage(epochs=10, rate=3e-3),
         encoder=EncoderStage(epochs=10, rate=100.0, **sgd),  # type: ignore[arg-type]
         decoder=DecoderStage(epochs=10, rate=1.0, **sgd),  # type: ignore[arg-type]

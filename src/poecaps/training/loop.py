@@ -6,7 +6,7 @@ import json
 import math
 import time
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from poecaps.network import FORMAT, VERSION, Architecture, CapsuleNetwork, check
 from poecaps.training import record as records
 from poecaps.training import workers as processes
 from poecaps.training.config import Config, Stage, from_json
+from poecaps.training.errors import TrainingError
 from poecaps.training.interrupts import Interrupts
 from poecaps.training.progress import Progress
 from poecaps.training.stages import Material, Task, plan
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
+    from poecaps.data import ImageSet
+
     Report = Callable[[Progress], None]
 
 CHECKPOINT, METRICS = "checkpoint.safetensors", "metrics.jsonl"
@@ -37,13 +40,6 @@ MEASURES_PER_EPOCH = 2
 STOP_CHECK = 10  # steps between two questions whether another process was interrupted
 EXPLODED = 1e3  # a mean weight of this size is no model any more
 FITTED = 100_000  # codes that the density is fitted to, of more images a random part
-STATE = {"step", "exp_avg", "exp_avg_sq", "momentum_buffer"}  # what the optimisers remember
-
-
-class TrainingError(RuntimeError):
-    """Training diverged, or its results cannot be written."""
-
-    __module__ = "poecaps"
 
 
 def train(config: Config, folder: str | os.PathLike[str], *, report: Report | None = None) -> CapsuleNetwork:
@@ -76,19 +72,39 @@ def train(config: Config, folder: str | os.PathLike[str], *, report: Report | No
     config.check()
     config = replace(config, data=_settled(config.data), data_path=_settled(config.data_path))
     folder = Path(folder)
-    again = processes.attempt() > 0
-    if again and (folder / CHECKPOINT).is_file():
+    if processes.attempt() > 0 and _was_launched_here(folder):
         return resume(folder, report=report)
-    if processes.expected().first and not again and folder.exists() and any(folder.iterdir()):
+    if processes.expected().first and not _is_free(folder):
         raise FileExistsError(f"{folder} is not empty; name a new folder, or go on with the run in it by resume")
     with _started(config, folder, report) as run:
         return run.go(task=0, step=0)
 
 
-def resume(folder: str | os.PathLike[str], *, report: Report | None = None) -> CapsuleNetwork:
+def _was_launched_here(folder: Path) -> bool:
+    """Tell whether the run in a folder was begun by the same call of `torchrun`."""
+    return (folder / CHECKPOINT).is_file() and read_tensors(folder / CHECKPOINT)[1].get("launch") == processes.launch()
+
+
+def _is_free(folder: Path) -> bool:
+    """Tell whether there is nothing in a folder but what a run left that was killed before it could begin."""
+    return not folder.exists() or all(file.name.startswith(f".{CHECKPOINT}-") for file in folder.iterdir())
+
+
+def resume(
+    folder: str | os.PathLike[str], *, device: str | None = None, report: Report | None = None
+) -> CapsuleNetwork:
     """Go on with a run from its last checkpoint; on a CPU the result is that of a run without a break, bit for bit.
 
     A run that is finished is only opened.
+
+    Parameters
+    ----------
+    folder
+        Where the run is.
+    device
+        Where to go on; by default as the run was told when it began.
+    report
+        Called with a `poecaps.training.Progress` after every step.
 
     Raises
     ------
@@ -107,20 +123,27 @@ def resume(folder: str | os.PathLike[str], *, report: Report | None = None) -> C
     check_version(about, source)
     try:
         config = from_json(Config, about["config"])
+        config = replace(config, device=device or config.device)
         config.check()
         task, step = int(about["task"]), int(about["step"])
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise ModelError(f"{source} is no checkpoint of a run ({error})") from error
-    if (folder / records.RECORD).is_file() and records.read(folder).get("finished"):
+    if is_finished(folder):
         return CapsuleNetwork.load(folder, find_device(config.device))
     with _started(config, folder, report) as run:
-        if not (0 <= task <= len(run.tasks) and step >= 0):
+        if not 0 <= task <= len(run.tasks) or not 0 <= step <= run.steps_of(task):
             raise ModelError(f"{source} is damaged: it stands at step {step} of stage {task + 1} of {len(run.tasks)}")
         model = {name.removeprefix("model."): value for name, value in tensors.items() if name.startswith("model.")}
         run.network.load_tensors(model, source)
         run.network.to(run.device)
         state = {name: value for name, value in tensors.items() if name.startswith("optimizer.")}
         return run.go(task, step, state)
+
+
+def is_finished(folder: Path) -> bool:
+    """Tell whether the run in a folder is done and its network there."""
+    whole = all((folder / name).is_file() for name in (records.RECORD, "config.json", "model.safetensors"))
+    return whole and bool(records.read(folder).get("finished"))
 
 
 @contextmanager
@@ -145,18 +168,16 @@ class _Run:
         self.config, self.folder, self.report = config, folder, report
         self.device, self.workers, self.interrupts = device, workers, interrupts
         data = load(config.data, path=config.data_path, size=config.size, channels=config.channels)
-        if config.model.image_shape not in (Architecture().image_shape, data.shape):
-            raise ValueError(
-                f"model.image_shape follows from the data, whose images are {data.shape}, but is "
-                f"{config.model.image_shape}; leave it out"
-            )
-        architecture = replace(config.model, image_shape=data.shape)
+        _require_variety(data)
+        architecture = Architecture(
+            **{each.name: getattr(config.model, each.name) for each in fields(config.model)}, image_shape=data.shape
+        )
         self.network = CapsuleNetwork(architecture, generator=_generator(config.seed, 0)).to(device)
-        self.batch_size = min(config.batch_size, len(data))
-        if self.batch_size % workers.size:
+        if config.batch_size % workers.size:
             raise ValueError(
-                f"batch_size must be a multiple of the number of processes, {workers.size}, but is {self.batch_size}"
+                f"batch_size must be a multiple of the number of processes, {workers.size}, but is {config.batch_size}"
             )
+        self.batch_size = min(config.batch_size, len(data) - len(data) % workers.size)
         self.steps_per_epoch = len(data) // self.batch_size
         self.half = _wants_bfloat16(config.precision, device)
         self.material = Material(data, self.network, device, workers, half=self.half)
@@ -177,6 +198,10 @@ class _Run:
             record["finished"] = records.now()
             self._write(lambda: records.write(self.folder, record))
         return self.network
+
+    def steps_of(self, task: int) -> int:
+        """Count the steps of a task; beyond the last task there are none."""
+        return self.tasks[task].stage.epochs * self.steps_per_epoch if task < len(self.tasks) else 0
 
     def _begin(self, task: int, step: int) -> dict[str, Any]:
         """Write into the folder what is started here, on which data."""
@@ -206,10 +231,10 @@ class _Run:
     def _do(self, index: int, first_step: int, optimizer_state: dict[str, Tensor]) -> None:
         """Take the steps of one task."""
         task, fresh = self.tasks[index], first_step == 0
-        total = task.stage.epochs * self.steps_per_epoch
+        total = self.steps_of(index)
         pace = _Pace(self, index, first_step)
         pace.tell(first_step, {})
-        task.prepare(fresh, _generator(self.config.seed, 4))
+        task.prepare(fresh, _generator(self.config.seed, 4, index))
         parameters, buffers = list(task.part.parameters()), list(task.part.buffers())
         self.workers.follow_first([tensor.detach() for tensor in (*parameters, *buffers)])
         optimizer = _optimizer(task.stage, parameters)
@@ -243,6 +268,7 @@ class _Run:
                 raise KeyboardInterrupt
         task.part.eval()
         task.finish()
+        self.workers.follow_first([tensor.detach() for tensor in (*parameters, *buffers)])
         self._save_checkpoint(task, index + 1, 0, None, parameters)
         self.interrupts.stepping = False
         if self.workers.any(self.interrupts.asked, self.device):
@@ -323,11 +349,11 @@ class _Run:
             except (ValueError, TypeError, KeyError):  # cut by a crash
                 return False
 
-        kept = [text for text in path.read_text(encoding="utf-8").splitlines() if counts(text)]
+        kept = [text for text in path.read_text(encoding="utf-8", errors="replace").splitlines() if counts(text)]
         write_atomically(path, "".join(f"{text}\n" for text in kept).encode())
 
     def _diverged(self, task: Task, step: int) -> TrainingError:
-        rate = task.stage.rate_at(step / (task.stage.epochs * self.steps_per_epoch))
+        rate = task.stage.rate_at(step / max(1, task.stage.epochs * self.steps_per_epoch))
         kept = f"; the last checkpoint is kept in {self.folder}" if (self.folder / CHECKPOINT).exists() else ""
         return TrainingError(
             f"{task.name} diverged at step {step} with a learning rate of {rate:.3g}; lower the rate of the stage{kept}"
@@ -352,16 +378,23 @@ class _Run:
             for number, parameter in enumerate(parameters):
                 for name, value in optimizer.state[parameter].items():
                     tensors[f"optimizer.{number}.{name}"] = torch.as_tensor(value)
-        about = {"format": FORMAT, "version": VERSION, "config": asdict(self.config), "task": index, "step": step}
+        about = {
+            "format": FORMAT,
+            "version": VERSION,
+            "config": asdict(self.config),
+            "task": index,
+            "step": step,
+            "launch": processes.launch(),
+        }
         self._write(lambda: write_tensors(self.folder / CHECKPOINT, tensors, about))
 
     def _write(self, write: Callable[[], None]) -> None:
         try:
             write()
         except OSError as error:
-            raise TrainingError(
-                f"cannot write into {self.folder} ({error}); make room and go on from the last checkpoint with resume"
-            ) from error
+            saved = (self.folder / CHECKPOINT).is_file()
+            remedy = "make room and go on from the last checkpoint with resume" if saved else "name another folder"
+            raise TrainingError(f"cannot write into {self.folder} ({error}); {remedy}") from error
 
 
 class _Pace:
@@ -401,6 +434,13 @@ class _Pace:
         )
 
 
+def _require_variety(data: ImageSet) -> None:
+    """Refuse images from which nothing can be learned."""
+    if all((data.images[start : start + 1024] == data.images[:1]).all() for start in range(0, len(data), 1024)):
+        what = "there is only one image" if len(data) == 1 else f"all {len(data)} images are the same"
+        raise DataError(f"{what} in {data.source}; there is nothing to learn from it")
+
+
 def _settled(path: Any) -> Any:
     """Make a path absolute, so that a run can go on from another folder; the name of a set stays as it is."""
     if not path or path in NAMES or not Path(path).expanduser().exists():
@@ -417,16 +457,26 @@ def _optimizer(stage: Stage, parameters: list[nn.Parameter]) -> torch.optim.Opti
 def _restore(
     optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], state: dict[str, Tensor], source: Path
 ) -> None:
-    for key, value in state.items():
-        _, _, rest = key.partition(".")
-        number, _, name = rest.partition(".")
-        if not number.isdecimal() or int(number) >= len(parameters) or name not in STATE:
-            raise ModelError(f"{source} is damaged: it holds {key}, which is no state of this optimiser")
-        parameter = parameters[int(number)]
-        if value.shape not in (parameter.shape, ()):
-            raise ModelError(f"{source} is damaged: {key} has the shape {tuple(value.shape)}")
-        at_home = value.shape == parameter.shape  # counters of steps stay where the optimiser keeps them
-        optimizer.state[parameter][name] = value.to(parameter) if at_home else value
+    """Give an optimiser its memory back: for each parameter, what the optimiser keeps, in the parameter's shape."""
+    if not state:
+        return
+    names = {"momentum_buffer"} if isinstance(optimizer, torch.optim.SGD) else {"step", "exp_avg", "exp_avg_sq"}
+    if isinstance(optimizer, torch.optim.SGD) and not optimizer.defaults["momentum"]:
+        names = set()
+    shapes = {
+        f"optimizer.{number}.{name}": () if name == "step" else tuple(parameter.shape)
+        for number, parameter in enumerate(parameters)
+        for name in names
+    }
+    found = {name: tuple(value.shape) for name, value in state.items()}
+    wrong = sorted(name for name in shapes.keys() | found.keys() if shapes.get(name) != found.get(name))
+    if wrong or not all(value.is_floating_point() and value.isfinite().all() for value in state.values()):
+        raise ModelError(f"{source} is damaged: {' and '.join(wrong[:1]) or 'a number'} is no state of this optimiser")
+    for number, parameter in enumerate(parameters):
+        for name in names:
+            value = state[f"optimizer.{number}.{name}"]
+            # Adam keeps its count of steps on the host.
+            optimizer.state[parameter][name] = value if name == "step" else value.to(parameter)
 
 
 def _seed(*numbers: int) -> int:
@@ -441,23 +491,25 @@ def _generator(*numbers: int) -> torch.Generator:
 def find_device(name: str) -> torch.device:
     """Turn the name of a device into one that is there; each process of a machine gets a GPU of its own."""
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda":
         name = f"cuda:{processes.local_rank()}"
     try:
         device = torch.device(name)
-        torch.zeros(1, device=device).item()  # a device without memory, such as meta, has no value to give
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        if device.type not in ("cpu", "cuda"):
+            raise RuntimeError("poecaps needs float64, and was tried on no other kind of device")
+        torch.zeros(1, device=device).item()
+    except Exception as error:  # torch raises almost anything here
         reason = str(error).splitlines()[0]
-        raise ValueError(
-            f"device must be auto, cpu, or an accelerator that this machine has, but is {name!r} ({reason})"
-        ) from error
+        raise ValueError(f"device must be auto, cpu, or a GPU such as cuda:0, but is {name!r} ({reason})") from error
     return device
 
 
 def _wants_bfloat16(precision: str, device: torch.device) -> bool:
-    if precision == "auto":
-        if device.type == "cpu":
-            return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-        return device.type == "cuda" and torch.cuda.is_bf16_supported()
-    return precision == "bfloat16"
+    """Tell whether convolutions should run in bfloat16; by themselves, only where the machine multiplies in it."""
+    if precision != "auto":
+        return precision == "bfloat16"
+    if device.type == "cuda":
+        return bool(torch.cuda.is_bf16_supported())
+    tests = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    return any(bool(getattr(torch.cpu, test, bool)()) for test in tests)

@@ -48,6 +48,8 @@ class Progress:
 
     def summary(self) -> str:
         """Say it in one line, but for the name of the stage."""
+        if not self.images_per_second:  # no step was taken yet, here or since the run was resumed
+            return f"goes on from epoch {self.epoch:.1f}" if self.step else "starts"
         parts = [f"epoch {self.epoch:.1f}/{self.epochs}", f"{self.images_per_second:,.0f} images/s"]
         parts += [f"{short} {self.numbers[name]:.{digits}f}" for name, short, digits in SHOWN if name in self.numbers]
         parts.append(f"{_clock(self.seconds_left)} left")
@@ -70,9 +72,8 @@ class PlainLines:
         """Print a line if an epoch has ended."""
         whole = int(progress.epoch + 1e-9)
         now = (progress.stage, whole)
-        if progress.step == 0 or (progress.measured and whole > 0 and now != self.shown):
-            text = progress.summary() if progress.step else "starts"
-            print(f"{_name(progress)}  {text}", file=self.out, flush=True)
+        if not progress.images_per_second or (progress.measured and whole > 0 and now != self.shown):
+            print(f"{_name(progress)}  {progress.summary()}", file=self.out, flush=True)
             self.shown = now
 
     def close(self) -> None:
@@ -98,8 +99,7 @@ class LiveLine:
         self.stage, self.drawn = progress.stage, now
         share = progress.step / max(progress.steps, 1)
         bar = (self.done * round(BAR * share)).ljust(BAR, self.rest)
-        text = progress.summary() if progress.step else "starts"
-        line = f"{_name(progress)}  {bar} {share:4.0%}  {text}"
+        line = f"{_name(progress)}  {bar} {share:4.0%}  {progress.summary()}"
         print(f"\r\x1b[K{line[: shutil.get_terminal_size().columns - 1]}", end="", file=self.out, flush=True)
         if ended:
             self._end()
@@ -147,8 +147,8 @@ class TensorBoard:
 
     def __call__(self, progress: Progress) -> None:
         """Add a point to each curve when there are new numbers."""
-        if self.writer is None:  # what a broken run wrote beyond this step will be written again
-            self.writer = self.open(str(self.folder), purge_step=progress.total_step)
+        if self.writer is None:  # what a broken run wrote after this step will be written again
+            self.writer = self.open(str(self.folder), purge_step=progress.total_step + 1)
         if progress.measured:
             for name, value in progress.numbers.items():
                 self.writer.add_scalar(f"{progress.stage}/{name}", value, progress.total_step)

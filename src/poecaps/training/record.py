@@ -93,6 +93,9 @@ def read(folder: Path) -> dict[str, Any]:
     for name, kind in {"config": dict, "data": dict, "starts": list}.items():
         if not isinstance(record.get(name), kind):
             raise ModelError(f"{folder / RECORD} is no record of a run: it has no {name}")
+    starts, images = record["starts"], record["data"].get("images")
+    if not all(isinstance(start, dict) for start in starts) or not isinstance(images, int):
+        raise ModelError(f"{folder / RECORD} is no record of a run: its starts or its data are not told")
     return record
 
 

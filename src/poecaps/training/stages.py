@@ -44,7 +44,10 @@ class Material:
         self.experts: dict[int, Tensor] = {}
         self.pixels: Tensor | None = None
         if data.images.dtype == np.uint8 and self._has_room(data.images.nbytes):
-            self.pixels = torch.from_numpy(np.ascontiguousarray(np.moveaxis(data.images, -1, 1))).to(device)
+            self.pixels = torch.empty(len(data), *data.shape, dtype=torch.uint8, device=device)
+            for start in range(0, len(data), CHUNK):  # in chunks, for the images may be a mapped file
+                part = np.moveaxis(data.images[start : start + CHUNK], -1, 1)
+                self.pixels[start : start + CHUNK] = torch.from_numpy(np.ascontiguousarray(part))
 
     def __len__(self) -> int:
         return len(self.data)
@@ -99,8 +102,8 @@ class Material:
         return _take(self.experts[layer], indices, self.device)
 
     def probe(self) -> Tensor:
-        """Return the indices of the images that the running numbers are measured on."""
-        return torch.arange(min(PROBE, len(self)))
+        """Return the indices of the images that the running numbers are measured on, from all over the set."""
+        return torch.arange(0, len(self), math.ceil(len(self) / PROBE))
 
     def autocast(self) -> Any:
         """Let convolutions run in bfloat16 where that is wanted."""
@@ -165,10 +168,10 @@ class Task:
         """Measure, on the same few images every time, whether the part learns."""
         raise NotImplementedError
 
-    def _reset(self, generator: torch.Generator) -> None:
+    def _reset(self, std: float, generator: torch.Generator) -> None:
         device = self.material.device
         self.part.cpu()
-        self.part.reset_parameters(std=self.stage.std, generator=generator)  # type: ignore[operator]
+        self.part.reset_parameters(std=std, generator=generator)  # type: ignore[operator]
         self.part.to(device)
 
 
@@ -190,7 +193,7 @@ class AutoencoderTask(Task):
         images = self.material.images(self.material.probe())
         with self.material.autocast():
             error = (self.part(images).float() - images).square().sum()
-        return {"reconstruction_error": (error / (images - images.mean(0)).square().sum()).item()}
+        return {"reconstruction_error": (error / _variance(images)).item()}
 
 
 class EncoderTask(Task):
@@ -209,15 +212,23 @@ class EncoderTask(Task):
         if fresh:
             if self.layer == 0:
                 self.material.fit_scaling()
-            self._reset(generator)
+            self._reset(self.stage.std, generator)
         if self.stage.winners is not None:
             self.part.winners = self.stage.winners
 
     def finish(self) -> None:
-        """End a competition that was for learning only; who would have won is now who fires most."""
+        """End a competition that was for learning only, and set how much experts fire.
+
+        Who would have won is now who fires most. One factor for all weights then changes no coefficient and no winner,
+        only how far experts are squashed: where all are near 1, codes lose who is the strongest.
+        """
         if self.stage.winners is not None:
             self.part.winners = self.later
             self.part.fold_balance()
+        if self.stage.firing is not None:
+            with torch.no_grad():
+                z = self.part.route(self.material.inputs(self.layer, self.material.probe())).preactivation
+                self.part.weight.mul_(factor_for_firing(z.norm(dim=-1).amax(1), self.stage.firing))
 
     def loss(self, indices: Tensor, draw: Draw) -> Tensor:
         """Compute the loss of contrastive divergence."""
@@ -225,17 +236,17 @@ class EncoderTask(Task):
         return self.part.contrastive_divergence(x, self.stage.k, mixing=self.stage.mixing, draw=draw)
 
     def measure(self) -> dict[str, float]:
-        """Measure the share of the capsules that is lost, the mean firing probability, and the rank of the code."""
+        """Measure the share of the capsules that is lost and the mean firing probability, as the layer learns.
+
+        And the effective rank of the code, as the layer will be used.
+        """
         x = self.material.inputs(self.layer, self.material.probe())
-        winners, self.part.winners = self.part.winners, self.later  # as the layer will be used
         error = (self.part.reconstruct(x) - x).square().sum() / x.square().sum()
-        code = self.part(x)
+        firing = self.part.firing_probability(x).mean()
+        winners, self.part.winners = self.part.winners, self.later
+        rank = effective_rank(self.part(x).flatten(1))
         self.part.winners = winners
-        return {
-            "reconstruction_error": error.item(),
-            "firing": code.norm(dim=-1).mean().item(),
-            "effective_rank": effective_rank(code.flatten(1)),
-        }
+        return {"reconstruction_error": error.item(), "firing": firing.item(), "effective_rank": rank}
 
 
 class DecoderTask(Task):
@@ -252,7 +263,7 @@ class DecoderTask(Task):
         """Make the capsules below and the experts above."""
         self.material.make_codes(self.layer + 1)
         if fresh:
-            self._reset(generator)
+            self._reset(self.stage.std, generator)
 
     def loss(self, indices: Tensor, draw: Draw) -> Tensor:
         """Compute the loss of the decoder's rule, for some images from their strongest expert alone."""
@@ -268,7 +279,12 @@ class DecoderTask(Task):
         probe = self.material.probe()
         z = F.unsquash(self.material.inputs(self.layer, probe))
         error = F.unsquash(self.part(self.material.codes(self.layer + 1, probe))) - z
-        return {"reconstruction_error": (error.square().sum() / (z - z.mean(0)).square().sum()).item()}
+        return {"reconstruction_error": (error.square().sum() / _variance(z)).item()}
+
+
+def _variance(points: Tensor) -> Tensor:
+    """Sum of the squared distances from the mean; above 0 even where all points are the same."""
+    return (points - points.mean(0)).square().sum().clamp(min=1e-12)
 
 
 def plan(config: Config, material: Material) -> list[Task]:
@@ -278,6 +294,18 @@ def plan(config: Config, material: Material) -> list[Task]:
     encoders = [EncoderTask(layer, config.encoder, material) for layer in layers]
     decoders = [DecoderTask(layer, config.decoder, material) for layer in layers]
     return [first, *encoders, *decoders]
+
+
+def factor_for_firing(norm: Tensor, target: float) -> float:
+    """Find s such that the mean of (s‖z‖)²/(1+(s‖z‖)²) is the target, for norms ‖z‖ (N,); 1 where all are 0."""
+    if not norm.any():
+        return 1.0
+    low, high = -40.0, 40.0  # log s; the mean grows with s, so halving finds it
+    for _ in range(60):
+        middle = (low + high) / 2
+        square = (norm.double() * math.exp(middle)).square()
+        low, high = (middle, high) if (square / (1 + square)).mean().item() < target else (low, middle)
+    return math.exp(low)
 
 
 def effective_rank(code: Tensor) -> float:

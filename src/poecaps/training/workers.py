@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
+from poecaps.training.errors import TrainingError
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
@@ -51,7 +53,8 @@ class Workers:
         if self.size == 1:
             return
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-        dist.all_reduce(flat)
+        with _in_touch():
+            dist.all_reduce(flat)
         flat /= self.size
         for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
             tensor.copy_(part.view_as(tensor))
@@ -61,22 +64,34 @@ class Workers:
         if self.size == 1:
             return part
         parts = [torch.empty_like(part) for _ in range(self.size)]
-        dist.all_gather(parts, part.contiguous())
+        with _in_touch():
+            dist.all_gather(parts, part.contiguous())
         return torch.cat(parts)
 
     def follow_first(self, tensors: Sequence[Tensor]) -> None:
         """Replace tensors, in place, by those of the first process."""
         if self.size > 1:
-            for tensor in tensors:
-                dist.broadcast(tensor, src=0)
+            with _in_touch():
+                for tensor in tensors:
+                    dist.broadcast(tensor, src=0)
 
     def any(self, answer: bool, device: torch.device) -> bool:
         """Tell whether one of the processes says yes."""
         if self.size == 1:
             return answer
         vote = torch.tensor([float(answer)], device=device)
-        dist.all_reduce(vote)
+        with _in_touch():
+            dist.all_reduce(vote)
         return bool(vote.item() > 0)
+
+
+@contextmanager
+def _in_touch() -> Iterator[None]:
+    """Say it in one line when another process has gone away."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise TrainingError(f"another process has stopped ({str(error).splitlines()[0]})") from error
 
 
 def expected() -> Workers:
@@ -87,6 +102,11 @@ def expected() -> Workers:
 def attempt() -> int:
     """Tell how often `torchrun` has started all processes anew because one failed."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+
+
+def launch() -> str:
+    """Name the call of `torchrun` that has started this process."""
+    return os.environ.get("TORCHELASTIC_RUN_ID", "")
 
 
 def local_rank() -> int:
@@ -114,6 +134,7 @@ def joined(device: torch.device) -> Iterator[Workers]:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     try:
         yield workers
-        dist.barrier()
+        with _in_touch():
+            dist.barrier()
     finally:
         dist.destroy_process_group()

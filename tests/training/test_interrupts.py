@@ -1,0 +1,66 @@
+"""When a signal takes effect."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import pytest
+
+from poecaps.training.interrupts import Interrupts
+
+
+def test_a_signal_waits_for_the_end_of_a_step_but_a_second_does_not() -> None:
+    interrupts = Interrupts()
+    with interrupts.watched():
+        interrupts.stepping = True
+        os.kill(os.getpid(), signal.SIGINT)
+        assert interrupts.asked
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_between_steps_a_signal_acts_at_once(number: signal.Signals) -> None:
+    interrupts = Interrupts()
+    with interrupts.watched(), pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), number)
+
+
+def test_torchrun_may_pass_on_a_signal_that_a_process_has_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    interrupts = Interrupts()
+    with interrupts.watched():
+        interrupts.stepping = True
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert interrupts.asked
+
+
+def test_handlers_are_put_back_and_ignored_signals_stay_ignored() -> None:
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        ours = signal.getsignal(signal.SIGINT)
+        interrupts = Interrupts()
+        with interrupts.watched():
+            assert signal.getsignal(signal.SIGINT) == interrupts.note
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert not interrupts.asked
+        assert signal.getsignal(signal.SIGINT) == ours
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_another_thread_may_train() -> None:
+    entered = []
+
+    def watch() -> None:
+        with Interrupts().watched():
+            entered.append(True)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    thread.join()
+    assert entered
