@@ -43,9 +43,10 @@ def test_the_documented_way_to_train_runs(tmp_path: Path) -> None:
     text = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
     (example,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     np.save(tmp_path / "few.npy", poecaps.data.load("mnist-sample").images[:64])
-    stages = "autoencoder=Stage(epochs=1), encoder=EncoderStage(epochs=1), decoder=Stage(epochs=1)"
+    stages = "autoencoder=Stage(epochs=1), encoder=EncoderStage(epochs=1), decoder=DecoderStage(epochs=1)"
     short = f', data="few.npy", {stages})'
-    example = example.replace(', data="mnist-sample")', short).replace("PRESETS\n", "PRESETS, EncoderStage, Stage\n")
+    example = example.replace(', data="mnist-sample")', short)
+    example = example.replace("PRESETS\n", "PRESETS, DecoderStage, EncoderStage, Stage\n")
     subprocess.run([sys.executable, "-c", example], cwd=tmp_path, check=True)
     assert (tmp_path / "runs" / "digits" / "model.safetensors").exists()
 

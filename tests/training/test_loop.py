@@ -368,6 +368,11 @@ def test_options_that_cannot_be_meant_are_refused(
     assert not (tmp_path / "run").exists()
 
 
+def test_a_stage_of_the_wrong_kind_is_refused(data: Path, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="decoder must be a DecoderStage, but is a Stage"):
+        train(config_for(data, decoder=Stage()), tmp_path / "run")
+
+
 def test_training_leaves_the_random_numbers_of_the_caller_alone(data: Path, tmp_path: Path) -> None:
     torch.manual_seed(7)
     expected = torch.rand(3)

@@ -141,6 +141,10 @@ class Config:
         ValueError, TypeError
             Naming the field, what it is and what it may be.
         """
+        kinds = {"autoencoder": Stage, "encoder": EncoderStage, "decoder": DecoderStage, "model": ModelOptions}
+        for name, kind in kinds.items():
+            if not isinstance(getattr(self, name), kind):
+                raise TypeError(f"{name} must be a {kind.__name__}, but is a {type(getattr(self, name)).__name__}")
         for name in ("autoencoder", "encoder", "decoder"):
             getattr(self, name).check(name)
         self.model.check("model.")

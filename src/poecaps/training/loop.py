@@ -74,9 +74,7 @@ def train(config: Config, folder: str | os.PathLike[str], *, report: Report | No
     folder = Path(folder)
     if processes.attempt() > 0 and _was_launched_here(folder):
         return resume(folder, report=report)
-    if processes.expected().first and not _is_free(folder):
-        raise FileExistsError(f"{folder} is not empty; name a new folder, or go on with the run in it by resume")
-    with _started(config, folder, report) as run:
+    with _started(config, folder, report, new=True) as run:
         return run.go(task=0, step=0)
 
 
@@ -147,9 +145,11 @@ def is_finished(folder: Path) -> bool:
 
 
 @contextmanager
-def _started(config: Config, folder: Path, report: Report | None) -> Iterator[_Run]:
+def _started(config: Config, folder: Path, report: Report | None, *, new: bool = False) -> Iterator[_Run]:
     device, interrupts = find_device(config.device), Interrupts()
     with interrupts.watched(), processes.joined(device) as workers:
+        if new and workers.any(workers.first and not _is_free(folder), device):
+            raise FileExistsError(f"{folder} is not empty; name a new folder, or go on with the run in it by resume")
         yield _Run(config, folder, report, device, workers, interrupts)
 
 
