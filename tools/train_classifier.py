@@ -78,7 +78,8 @@ def fit(images: Tensor, labels: Tensor, epochs: int, batch_size: int, rate: floa
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
     classes = int(labels.max()) + 1
-    classifier = Classifier(classes, images.shape[1]).to(images.device, memory_format=torch.channels_last)
+    classifier = Classifier(classes, images.shape[1]).to(images.device)
+    classifier.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     decayed = [p for p in classifier.parameters() if p.dim() > 1]
     others = [p for p in classifier.parameters() if p.dim() <= 1]
     optimizer = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.05}, {"params": others, "weight_decay": 0.0}])
