@@ -154,11 +154,12 @@ def specialisation(firing: Tensor, labels: Tensor) -> Specialisation:
 def _shares(values: Tensor) -> Tensor:
     """Share of each value that occurs: (N,) → (V,)."""
     counts = values.unique(return_counts=True)[1].double()
-    return counts / counts.sum()
+    shares: Tensor = counts / counts.sum()
+    return shares
 
 
 def _entropy(shares: Tensor) -> Tensor:
-    return -(shares * shares.log()).sum().clamp(max=0)
+    return torch.special.entr(shares).sum()
 
 
 @dataclass(frozen=True)
