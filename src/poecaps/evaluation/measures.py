@@ -159,7 +159,8 @@ def _shares(values: Tensor) -> Tensor:
 
 
 def _entropy(shares: Tensor) -> Tensor:
-    return torch.special.entr(shares).sum()
+    entropy: Tensor = torch.special.entr(shares).sum()
+    return entropy
 
 
 @dataclass(frozen=True)
