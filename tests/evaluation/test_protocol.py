@@ -13,7 +13,8 @@ import torch
 from poecaps import Architecture, CapsuleNetwork
 from poecaps.data import ImageSet, load
 from poecaps.evaluation import Evaluation, OfSamples, evaluate, load_classifier, side_by_side
-from poecaps.training import Config, EncoderStage, Stage, train
+from poecaps.training import Config, EncoderStage, Stage
+from poecaps.training import train as train_network
 
 EVERY_MEASURE = (
     "linear probe, test accuracy",
@@ -58,7 +59,7 @@ def network(digits: tuple[ImageSet, ImageSet], tmp_path_factory: pytest.TempPath
         device="cpu",
         precision="float32",
     )
-    return train(config, folder / "run")
+    return train_network(config, folder / "run")
 
 
 @pytest.fixture(scope="module")
@@ -131,8 +132,8 @@ def test_the_seed_decides_the_samples_and_nothing_else(
 def test_without_a_classifier_or_labels_the_rest_is_measured(
     network: CapsuleNetwork, digits: tuple[ImageSet, ImageSet]
 ) -> None:
-    bare = [ImageSet(each.images) for each in digits]
-    result = evaluate(network, *bare, samples=20)
+    train, test = (ImageSet(each.images) for each in digits)
+    result = evaluate(network, train, test, samples=20)
     assert (result.probe, result.specialisation, result.experts) == (None, None, None)
     assert result.domains["joint"].frechet is None
     assert result.domains["joint"].negatives.share is not None

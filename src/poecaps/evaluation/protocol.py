@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from poecaps.data import ImageSet
     from poecaps.evaluation.classifier import Classifier
 
+NOTHING = "–"  # where there is no result
 BATCH = 250  # images that go through a model together
 
 
@@ -381,16 +382,50 @@ def _without_nan(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+# Rows of the table: label, where the value is found, format
+
+CODE_ROWS = (
+    ("numbers", "code_size", "d"),
+    ("linear probe, test accuracy", "probe.test_accuracy", ".4f"),
+    ("linear probe, training accuracy", "probe.train_accuracy", ".4f"),
+    ("linear probe on firing alone", "probe_of_firing.test_accuracy", ".4f"),
+    ("NMI, most active expert and label", "specialisation.normalised", ".3f"),
+    ("mutual information, nats", "specialisation.mutual_information", ".3f"),
+    ("experts ever most active, effective", "specialisation.experts", ".1f"),
+    ("effective rank", "effective_rank", ".1f"),
+    ("reconstruction error, of a pixel", "reconstruction.error", ".5f"),
+    ("reconstruction error, of the mean's", "reconstruction.relative", ".1%"),
+)
+JUDGEMENT_ROWS = (
+    ("recognisable (at least 90 % sure)", "recognisability.share", ".1%"),
+    ("diversity, effective classes", "diversity.classes", ".2f"),
+)
+SAMPLE_ROWS = (
+    ("Fréchet distance", "frechet.distance", ".2f"),
+    *JUDGEMENT_ROWS,
+    ("negatives", "negatives.share", ".1%"),
+)
+EXPERT_ROWS = (
+    *JUDGEMENT_ROWS,
+    ("purity", "purity.mean", ".1%"),
+    ("variety, of one class's", "variety.mean", ".1%"),
+)
+
+
 def side_by_side(evaluations: Sequence[Evaluation]) -> str:
     """Lay several evaluations out as one table of aligned plain text, a column for each."""
     if not evaluations:
         raise ValueError("evaluations must hold at least one, but are empty")
     sections: dict[str, dict[str, list[str]]] = {}
-    for column, evaluation in enumerate(evaluations):
-        for section, rows in _rows(evaluation):
-            for label, text in rows.items():
-                cells = sections.setdefault(section, {}).setdefault(label, ["–"] * len(evaluations))
-                cells[column] = text
+    domains = list(dict.fromkeys(domain for evaluation in evaluations for domain in evaluation.domains))
+    for evaluation in evaluations:
+        for section, rows in _rows(evaluation, domains):
+            for label, text in rows:
+                sections.setdefault(section, {}).setdefault(label, []).append(text)
+    sections = {
+        section: {label: cells for label, cells in rows.items() if any(cell != NOTHING for cell in cells)}
+        for section, rows in sections.items()
+    }
     names = [evaluation.name for evaluation in evaluations]
     cells_of = [cells for labelled in sections.values() for cells in labelled.values()]
     widths = [max(len(name), *(len(cells[i]) for cells in cells_of)) for i, name in enumerate(names)]
@@ -403,7 +438,8 @@ def side_by_side(evaluations: Sequence[Evaluation]) -> str:
         _line("", names, left, widths),
     ]
     for section, labelled in sections.items():
-        lines += [section, *(_line(f"  {label}", cells, left, widths) for label, cells in labelled.items())]
+        if labelled:
+            lines += [section, *(_line(f"  {label}", cells, left, widths) for label, cells in labelled.items())]
     notes = dict.fromkeys(f"{each.name}: {note}" for each in evaluations for note in each.notes)
     return "\n".join([*lines, *([""] if notes else []), *notes])
 
@@ -413,48 +449,22 @@ def _line(label: str, cells: Sequence[str], left: int, widths: Sequence[int]) ->
     return f"{label:<{left}}{aligned}".rstrip()
 
 
-def _rows(of: Evaluation) -> Iterator[tuple[str, dict[str, str]]]:
-    """Sections of a table: the title and the labelled cells of each."""
-    code = {"numbers": f"{of.code_size}"}
-    if of.probe is not None:
-        code["linear probe, test accuracy"] = f"{of.probe.test_accuracy:.4f}"
-        code["linear probe, training accuracy"] = f"{of.probe.train_accuracy:.4f}"
-    if of.probe_of_firing is not None:
-        code["linear probe on firing alone"] = f"{of.probe_of_firing.test_accuracy:.4f}"
-    if of.specialisation is not None:
-        code["NMI, most active expert and label"] = f"{of.specialisation.normalised:.3f}"
-        code["mutual information, nats"] = f"{of.specialisation.mutual_information:.3f}"
-        code["experts ever most active, effective"] = f"{of.specialisation.experts:.1f}"
-    code["effective rank"] = f"{of.effective_rank:.1f}"
-    if of.reconstruction is not None:
-        code["reconstruction error, of a pixel"] = f"{of.reconstruction.error:.5f}"
-        code["reconstruction error, of the mean's"] = _percent(of.reconstruction.relative)
-    yield "code", code
-    for domain, samples in of.domains.items():
-        yield f"samples, {domain}", dict(_of_samples(samples))
-    if of.experts is not None:
-        rows = dict(_of_judgements(of.experts.recognisability, of.experts.diversity))
-        rows["purity"] = _percent(of.experts.purity.mean)
-        if of.experts.variety is not None:
-            rows["variety, of one class's"] = _percent(of.experts.variety.mean)
-        yield "samples, one expert at a time", rows
-    yield "training images in place of samples", dict(_of_samples(of.training))
+def _rows(of: Evaluation, domains: Sequence[str]) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+    """Sections of a table, the same for every evaluation: the title and the labelled cells of each."""
+    yield "code", _cells(of, CODE_ROWS)
+    for domain in domains:
+        yield f"samples, {domain}", _cells(of.domains.get(domain), SAMPLE_ROWS)
+    yield "samples, one expert at a time", _cells(of.experts, EXPERT_ROWS)
+    yield "training images in place of samples", _cells(of.training, SAMPLE_ROWS)
 
 
-def _of_samples(of: OfSamples) -> Iterator[tuple[str, str]]:
-    if of.frechet is not None:
-        yield "Fréchet distance", f"{of.frechet.distance:.2f}"
-    if of.recognisability is not None and of.diversity is not None:
-        yield from _of_judgements(of.recognisability, of.diversity)
-    yield "negatives", "–" if of.negatives.share is None else _percent(of.negatives.share)
-
-
-def _of_judgements(
-    recognisability: measures.Recognisability, diversity: measures.Diversity
-) -> Iterator[tuple[str, str]]:
-    yield "recognisable (at least 90 % sure)", _percent(recognisability.share)
-    yield "diversity, effective classes", f"{diversity.classes:.2f}"
-
-
-def _percent(share: float) -> str:
-    return "–" if math.isnan(share) else f"{100 * share:.1f} %"
+def _cells(of: object, rows: Sequence[tuple[str, str, str]]) -> list[tuple[str, str]]:
+    """Label and formatted value of each row; a dash where the value, or what it belongs to, is None or NaN."""
+    cells = []
+    for label, path, form in rows:
+        value: Any = of
+        for name in path.split("."):
+            value = None if value is None else getattr(value, name)
+        shown = NOTHING if value is None or math.isnan(value) else format(value, form).replace("%", " %")
+        cells.append((label, shown))
+    return cells
