@@ -9,7 +9,8 @@ are recorded. Samples that use the whole code are called "joint" for all of them
 pixels            the images themselves; the linear probe's starting point
 pca               the leading principal components; samples from the density that poecaps fits to its codes, a mixture
                   of Gaussians of low rank
-bernoulli-rbm     scikit-learn's BernoulliRBM; code: P(h | v); samples by Gibbs chains from noise
+bernoulli-rbm     scikit-learn's BernoulliRBM; code: P(h | v); samples by long Gibbs chains, started from coins, and
+                  once more from training images, which flatters a model whose chains do not mix
 gaussian-rbm      a Gaussian-Bernoulli RBM, centred, with persistent chains; code and samples likewise
 autoencoder       the convolutional autoencoder of poecaps without capsules; code: the leading principal components of
                   its features; samples from the same density as for pca, decoded. What poecaps adds is measured
@@ -169,25 +170,37 @@ class PCA(Draws):
 # Restricted Boltzmann machines
 
 
-class BernoulliMachine(Draws):
-    """scikit-learn's BernoulliRBM, trained on the CPU by its own persistent chains."""
+class Machine:
+    """A restricted Boltzmann machine: hidden units given visible ones, and back.
 
-    name = "bernoulli-rbm"
+    Two kinds of chains draw images: those of the domain "joint" start from coins, and show what the model is; those of
+    "from images" start from training images, and flatter a model whose chains do not mix.
+    """
+
+    domains = ("joint", "from images")
 
     def __init__(self, data: ImageSet, budget: Budget) -> None:
-        from sklearn.neural_network import BernoulliRBM
+        self.data, self.gibbs, self.device = data, budget.gibbs, budget.device
 
-        self.shape, self.gibbs = data.shape, budget.gibbs
-        machine = BernoulliRBM(SIZE, learning_rate=0.05, batch_size=50, n_iter=budget.epochs, random_state=budget.seed)
-        machine.fit(data.batch(slice(None)).flatten(1).numpy())
-        self.weight, self.visible, self.hidden = (
-            torch.from_numpy(np.asarray(each, np.float32)).to(budget.device)
-            for each in (machine.components_, machine.intercept_visible_, machine.intercept_hidden_)
-        )
+    def up(self, v: Tensor) -> Tensor:
+        """P(h = 1 | v): (B, V) → (B, S)."""
+        raise NotImplementedError
+
+    def down(self, h: Tensor) -> Tensor:
+        """Mean of v given h: (B, S) → (B, V)."""
+        raise NotImplementedError
+
+    def draw_visible(self, h: Tensor, generator: torch.Generator) -> Tensor:
+        """Draw v given h: (B, S) → (B, V)."""
+        raise NotImplementedError
+
+    def start(self, count: int, generator: torch.Generator) -> Tensor:
+        """Draw hidden units as independent coins: (count, S)."""
+        raise NotImplementedError
 
     def encode(self, images: Tensor) -> Tensor:
         """P(h = 1 | v): (B, C, H, W) → (B, S)."""
-        return self._up(images.flatten(1))
+        return self.up(images.flatten(1))
 
     def firing(self, codes: Tensor) -> Tensor:
         """Return the code, which is how likely each unit fires."""
@@ -195,24 +208,55 @@ class BernoulliMachine(Draws):
 
     def reconstruct(self, images: Tensor) -> Tensor:
         """Go up and down by means."""
-        return self._down(self.encode(images)).view_as(images)
+        return self.down(self.encode(images)).clamp(0, 1).view_as(images)
 
-    def draw(self, count: int, generator: torch.Generator) -> Tensor:
-        """Start each chain from fair coins; return P(v = 1 | h) at its end."""
-        h = torch.rand(count, len(self.weight), generator=generator, device=self.weight.device).round()
+    def sample(self, count: int, domain: str, generator: torch.Generator) -> Tensor:
+        """Run Gibbs chains; return the mean of v at their ends."""
+        if domain == "joint":
+            h = self.start(count, generator)
+        else:
+            chosen = torch.randint(len(self.data), (count,), generator=generator, device=self.device).cpu()
+            images = self.data.batch(chosen).to(self.device)
+            h = torch.bernoulli(self.encode(images), generator=generator)
         for _ in range(self.gibbs):
-            v = torch.bernoulli(self._down(h), generator=generator)
-            h = torch.bernoulli(self._up(v), generator=generator)
-        return self._down(h).view(-1, *self.shape)
+            h = torch.bernoulli(self.up(self.draw_visible(h, generator)), generator=generator)
+        return self.down(h).clamp(0, 1).view(-1, *self.data.shape)
 
-    def _up(self, v: Tensor) -> Tensor:
+
+class BernoulliMachine(Machine):
+    """scikit-learn's BernoulliRBM, trained on the CPU by its own persistent chains."""
+
+    name = "bernoulli-rbm"
+
+    def __init__(self, data: ImageSet, budget: Budget) -> None:
+        from sklearn.neural_network import BernoulliRBM
+
+        super().__init__(data, budget)
+        machine = BernoulliRBM(SIZE, learning_rate=0.05, batch_size=50, n_iter=budget.epochs, random_state=budget.seed)
+        machine.fit(data.batch(slice(None)).flatten(1).numpy())
+        self.weight, self.visible, self.hidden = (
+            torch.from_numpy(np.asarray(each, np.float32)).to(budget.device)
+            for each in (machine.components_, machine.intercept_visible_, machine.intercept_hidden_)
+        )
+
+    def up(self, v: Tensor) -> Tensor:
+        """P(h = 1 | v): (B, V) → (B, S)."""
         return torch.sigmoid(v @ self.weight.T + self.hidden)
 
-    def _down(self, h: Tensor) -> Tensor:
+    def down(self, h: Tensor) -> Tensor:
+        """P(v = 1 | h): (B, S) → (B, V)."""
         return torch.sigmoid(h @ self.weight + self.visible)
 
+    def draw_visible(self, h: Tensor, generator: torch.Generator) -> Tensor:
+        """Draw black or white pixels: (B, S) → (B, V)."""
+        return torch.bernoulli(self.down(h), generator=generator)
 
-class GaussianMachine(Draws):
+    def start(self, count: int, generator: torch.Generator) -> Tensor:
+        """Draw fair coins: (count, S)."""
+        return torch.rand(count, SIZE, generator=generator, device=self.device).round()
+
+
+class GaussianMachine(Machine):
     """A Gaussian-Bernoulli RBM, centred, with a variance for each pixel, trained by persistent chains.
 
     E(v, h) = Σ_i (v_i − b_i)²/2σ_i² − Σ_ij (v_i − μ_i)/σ_i² W_ij (h_j − λ_j) − Σ_j c_j (h_j − λ_j), so that
@@ -224,14 +268,14 @@ class GaussianMachine(Draws):
 
     name = "gaussian-rbm"
     CHAINS = 512
-    RATE = 1e-3
+    RATE = 3e-3
     DECAY = 1e-4  # ℓ2 on W
     FLOOR = 0.01  # of σ², for pixels from 0 to 1
     FOLLOW = 0.01  # how fast λ follows
 
     @torch.no_grad()
     def __init__(self, data: ImageSet, budget: Budget) -> None:
-        self.shape, self.gibbs = data.shape, budget.gibbs
+        super().__init__(data, budget)
         device, pixels = budget.device, math.prod(data.shape)
         generator = torch.Generator(device).manual_seed(budget.seed)
         sums = torch.zeros(2, pixels, dtype=torch.float64, device=device)
@@ -251,18 +295,18 @@ class GaussianMachine(Draws):
         optimizer, schedule = _optimizer(parameters, data, budget, self.RATE)
         for images in _shuffled(data, budget):
             v = images.flatten(1)
-            h = self._up(v)
-            self._follow(h.mean(0))
-            v_chain = self._draw_visible(chains, generator)
-            h_chain = self._up(v_chain)
-            for parameter, up, down in zip(parameters, self._push(v, h), self._push(v_chain, h_chain), strict=True):
+            h = self.up(v)
+            self.follow(h.mean(0))
+            v_chain = self.draw_visible(chains, generator)
+            h_chain = self.up(v_chain)
+            for parameter, up, down in zip(parameters, self.push(v, h), self.push(v_chain, h_chain), strict=True):
                 parameter.grad = down - up + (self.DECAY * parameter if parameter is self.weight else 0)
             optimizer.step()
             schedule.step()
             self.log_variance.clamp_(min=math.log(self.FLOOR), max=0)
-            chains = torch.bernoulli(self._up(v_chain), generator=generator)
+            chains = torch.bernoulli(self.up(v_chain), generator=generator)
 
-    def _push(self, v: Tensor, h: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def push(self, v: Tensor, h: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Mean of −∂E/∂(W, b, c, log σ²) over visible (B, V) and hidden (B, S) states."""
         precision = (-self.log_variance).exp()
         scaled, centred = (v - self.mean) * precision, h - self.offset
@@ -274,41 +318,29 @@ class GaussianMachine(Draws):
             (apart.square() * precision / 2 - scaled * (centred @ self.weight.T)).mean(0),
         )
 
-    def _follow(self, mean: Tensor) -> None:
+    def follow(self, mean: Tensor) -> None:
         """Move λ towards the mean of the hidden units, without changing the model."""
         step = self.FOLLOW * (mean - self.offset)
         self.offset += step
         self.visible.add_(self.weight @ step)
 
-    def _up(self, v: Tensor) -> Tensor:
+    def up(self, v: Tensor) -> Tensor:
+        """P(h = 1 | v): (B, V) → (B, S)."""
         return torch.sigmoid((v - self.mean) * (-self.log_variance).exp() @ self.weight + self.hidden)
 
-    def _down(self, h: Tensor) -> Tensor:
+    def down(self, h: Tensor) -> Tensor:
+        """Mean of v given h: (B, S) → (B, V)."""
         return (h - self.offset) @ self.weight.T + self.visible
 
-    def _draw_visible(self, h: Tensor, generator: torch.Generator) -> Tensor:
-        mean = self._down(h)
+    def draw_visible(self, h: Tensor, generator: torch.Generator) -> Tensor:
+        """Draw v ~ N(b + W(h − λ), σ²): (B, S) → (B, V)."""
+        mean = self.down(h)
         noise = torch.randn(mean.shape, generator=generator, device=mean.device)
         return mean + noise * (self.log_variance / 2).exp()
 
-    def encode(self, images: Tensor) -> Tensor:
-        """P(h = 1 | v): (B, C, H, W) → (B, S)."""
-        return self._up(images.flatten(1))
-
-    def firing(self, codes: Tensor) -> Tensor:
-        """Return the code, which is how likely each unit fires."""
-        return codes
-
-    def reconstruct(self, images: Tensor) -> Tensor:
-        """Go up and down by means."""
-        return self._down(self.encode(images)).clamp(0, 1).view_as(images)
-
-    def draw(self, count: int, generator: torch.Generator) -> Tensor:
-        """Start each chain from λ, as independent coins; return the mean of v at its end."""
-        h = torch.bernoulli(self.offset.clamp(0, 1).expand(count, -1), generator=generator)
-        for _ in range(self.gibbs):
-            h = torch.bernoulli(self._up(self._draw_visible(h, generator)), generator=generator)
-        return self._down(h).clamp(0, 1).view(-1, *self.shape)
+    def start(self, count: int, generator: torch.Generator) -> Tensor:
+        """Draw coins that fall as often as the units fire on data: (count, S)."""
+        return torch.bernoulli(self.offset.clamp(0, 1).expand(count, -1), generator=generator)
 
 
 # Autoencoders
