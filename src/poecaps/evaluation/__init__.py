@@ -35,7 +35,7 @@ from poecaps.evaluation.protocol import (
     evaluate,
     side_by_side,
 )
-from poecaps.training.loop import effective_rank
+from poecaps.training.stages import effective_rank
 
 __all__ = [
     "CLASSIFIERS",
