@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--out", type=Path, help="file to write (default: into the package)")
     options = parser.parse_args(arguments)
 
-    sets = [load(options.data, split=split, path=options.path) for split in ("train", "test")]  # type: ignore[arg-type]
+    sets = [load(options.data, split=split, path=options.path) for split in ("train", "test")]
     train, test = (_on(each, options.device) for each in sets)
     started = time.perf_counter()
     classifier = fit(*train, options.epochs, options.batch_size, options.rate, options.seed)

@@ -120,7 +120,7 @@ def test_the_bernoulli_machine_is_scikit_learns(digits: ImageSet) -> None:
 def test_chains_from_images_start_there() -> None:
     left = torch.zeros(200, 1, 10, 10)
     left[:, :, :, :5] = 1
-    data = ImageSet(torch.cat([left, left.flip(3)[:20]]))  # the right half is bright in 20 of 220 images
+    data = ImageSet(torch.cat([left, left.flip(3)[:20]]).numpy())  # the right half is bright in 20 of 220 images
     trained = BernoulliMachine(data, budget(epochs=60, gibbs=0))
     drawn = trained.sample(400, "from images", torch.Generator().manual_seed(0))
     right = (drawn - left.flip(3)[0]).square().mean((1, 2, 3)) < 0.1
