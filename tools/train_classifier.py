@@ -27,6 +27,7 @@ from torch import nn
 
 from poecaps.data import load
 from poecaps.evaluation.classifier import WEIGHTS, Classifier
+from poecaps.evaluation.measures import CONFIDENT
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from poecaps.data import ImageSet
 
 SHIFT = 2  # pixels, each way
-CONFIDENT = 0.9
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:

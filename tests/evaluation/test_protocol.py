@@ -129,6 +129,25 @@ def test_the_seed_decides_the_samples_and_nothing_else(
     assert other.probe == evaluation.probe
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_measures_the_same(
+    evaluation: Evaluation, network: CapsuleNetwork, digits: tuple[ImageSet, ImageSet]
+) -> None:
+    try:
+        there = evaluate(network, *digits, load_classifier("mnist"), samples=300, device="cuda")
+    finally:
+        network.cpu()  # the other tests share it
+    assert there.probe is not None
+    assert evaluation.probe is not None
+    assert there.probe.test_accuracy == pytest.approx(evaluation.probe.test_accuracy, abs=0.02)
+    assert there.effective_rank == pytest.approx(evaluation.effective_rank, rel=0.01)
+    for domain, of in there.domains.items():  # drawn with other random numbers
+        frechet = evaluation.domains[domain].frechet
+        assert of.frechet is not None
+        assert frechet is not None
+        assert of.frechet.distance == pytest.approx(frechet.distance, rel=0.2)
+
+
 def test_without_a_classifier_or_labels_the_rest_is_measured(
     network: CapsuleNetwork, digits: tuple[ImageSet, ImageSet]
 ) -> None:
