@@ -10,7 +10,7 @@ Trained on good images alone, a classifier is sure of noise, and what generators
 blobs. So each batch also holds blends of 2 and of 4 images, whose target is the mean of their labels, and structureless
 images, whose target is every class alike.
 
-The weights are those of the last step, not of the best epoch: the test images choose nothing.
+The weights are those of the last step, not of the best epoch.
 """
 
 from __future__ import annotations
