@@ -1,0 +1,187 @@
+"""The baselines: each against another route to the same numbers, and the script from start to end."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import torch
+from sklearn import decomposition
+from sklearn.neural_network import BernoulliRBM
+
+from benchmarks.baselines import (
+    BASELINES,
+    PCA,
+    SIZE,
+    BernoulliMachine,
+    Budget,
+    Density,
+    GaussianMachine,
+    Variational,
+    main,
+)
+from poecaps.data import ImageSet, load
+from poecaps.evaluation import reconstruction
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def budget(epochs: int = 0, gibbs: int = 5) -> Budget:
+    return Budget(epochs, gibbs, 0, torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def digits() -> ImageSet:
+    return ImageSet(load("mnist-sample").images[:500])
+
+
+@pytest.fixture
+def machine(digits: ImageSet, generator: torch.Generator) -> GaussianMachine:
+    """An RBM in float64 with weights, biases, offsets and variances of all sizes."""
+    made = GaussianMachine(digits, budget())
+    for name in ("weight", "visible", "hidden", "log_variance"):
+        values = getattr(made, name)
+        noise = torch.randn(values.shape, generator=generator, dtype=torch.float64)
+        setattr(made, name, torch.nn.Parameter(values.double().clamp(min=-1.5) + 0.1 * noise))
+    made.mean = made.mean.double()
+    made.offset = torch.rand(SIZE, generator=generator, dtype=torch.float64)
+    return made
+
+
+def energy(of: GaussianMachine, v: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
+    """E(v, h), from the definition: (B, V), (B, S) → (B,)."""
+    variance = of.log_variance.exp()
+    square = ((v - of.visible).square() / (2 * variance)).sum(1)
+    pairs = torch.einsum("bi,ij,bj->b", (v - of.mean) / variance, of.weight, h - of.offset)
+    return square - pairs - (h - of.offset) @ of.hidden
+
+
+class TestGaussianMachine:
+    def test_its_gradient_is_that_of_the_energy(self, machine: GaussianMachine, generator: torch.Generator) -> None:
+        v = torch.rand(7, 784, generator=generator, dtype=torch.float64)
+        h = torch.rand(7, SIZE, generator=generator, dtype=torch.float64)
+        parameters = [machine.weight, machine.visible, machine.hidden, machine.log_variance]
+        expected = torch.autograd.grad(-energy(machine, v, h).mean(), parameters)
+        with torch.no_grad():
+            pushed = machine.push(v, h)
+        for ours, theirs in zip(pushed, expected, strict=True):
+            torch.testing.assert_close(ours, theirs)
+
+    @torch.no_grad()
+    def test_its_conditionals_are_those_of_the_energy(
+        self, machine: GaussianMachine, generator: torch.Generator
+    ) -> None:
+        v = torch.rand(3, 784, generator=generator, dtype=torch.float64)
+        h = torch.bernoulli(torch.full((3, SIZE), 0.5, dtype=torch.float64), generator=generator)
+        on, off = h.clone(), h.clone()
+        on[:, 11], off[:, 11] = 1, 0
+        gap = energy(machine, v, off) - energy(machine, v, on)  # log-odds of unit 11
+        torch.testing.assert_close(machine.up(v)[:, 11], torch.sigmoid(gap))
+        mean = machine.down(h)  # where the energy is lowest
+        for step in (0.1, -0.1):
+            assert bool((energy(machine, mean + step, h) > energy(machine, mean, h)).all())
+
+    @torch.no_grad()
+    def test_moving_the_offset_does_not_change_the_model(
+        self, machine: GaussianMachine, generator: torch.Generator
+    ) -> None:
+        v = torch.rand(4, 784, generator=generator, dtype=torch.float64)
+        h = torch.bernoulli(torch.full((4, SIZE), 0.5, dtype=torch.float64), generator=generator)
+        before = energy(machine, v, h)
+        machine.follow(torch.ones(SIZE, dtype=torch.float64))
+        shift = energy(machine, v, h) - before
+        torch.testing.assert_close(shift, shift[:1].expand(4))  # a constant is no difference
+
+    @torch.no_grad()
+    def test_training_makes_it_see_more_than_the_mean(self, digits: ImageSet) -> None:
+        images = digits.batch(slice(None))
+        errors = []
+        for epochs in (0, 25):
+            trained = GaussianMachine(digits, budget(epochs))
+            errors.append(reconstruction([(images, trained.reconstruct(images))], images.mean(0)).relative)
+        assert errors[1] < 0.6 < errors[0]
+
+
+@torch.no_grad()
+def test_the_bernoulli_machine_is_scikit_learns(digits: ImageSet) -> None:
+    images = digits.batch(range(40))
+    ours = BernoulliMachine(digits, budget(epochs=2))
+    theirs = BernoulliRBM(SIZE, learning_rate=0.05, batch_size=50, n_iter=2, random_state=0)
+    theirs.fit(digits.batch(slice(None)).flatten(1).numpy())
+    expected = torch.from_numpy(theirs.transform(images.flatten(1).numpy())).float()
+    torch.testing.assert_close(ours.encode(images), expected, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_chains_from_images_start_there() -> None:
+    left = torch.zeros(200, 1, 10, 10)
+    left[:, :, :, :5] = 1
+    data = ImageSet(torch.cat([left, left.flip(3)[:20]]).numpy())  # the right half is bright in 20 of 220 images
+    trained = BernoulliMachine(data, budget(epochs=60, gibbs=0))
+    drawn = trained.sample(400, "from images", torch.Generator().manual_seed(0))
+    right = (drawn - left.flip(3)[0]).square().mean((1, 2, 3)) < 0.1
+    assert right.double().mean().item() == pytest.approx(20 / 220, abs=0.05)
+
+
+@torch.no_grad()
+def test_principal_components_are_scikit_learns(digits: ImageSet) -> None:
+    pixels = digits.batch(slice(None)).flatten(1)
+    reference = decomposition.PCA(SIZE, svd_solver="full").fit(pixels.double().numpy())
+    expected = reference.inverse_transform(reference.transform(pixels[:20].double().numpy()))
+    ours = PCA(digits, budget()).reconstruct(digits.batch(range(20))).flatten(1)
+    np.testing.assert_allclose(ours.numpy(), expected.clip(0, 1), atol=1e-4)
+
+
+@torch.no_grad()
+def test_the_density_has_the_moments_of_the_codes(generator: torch.Generator) -> None:
+    scale = torch.tensor([5.0, 1.0, 0.2, 3.0])
+    codes = torch.randn(20_000, 4, generator=generator) * scale + 2
+    drawn = Density(codes, seed=0).sample(20_000, generator)
+    torch.testing.assert_close(drawn.mean(0), codes.mean(0), rtol=0.05, atol=0.05)
+    torch.testing.assert_close(drawn.std(0), codes.std(0), rtol=0.05, atol=0.05)
+
+
+def test_the_bound_of_the_vae_is_made_of_its_two_terms(digits: ImageSet) -> None:
+    vae = Variational(digits, budget())
+    images = digits.batch(range(6))
+    with torch.no_grad():
+        mean, log_variance = vae.encoder(images).chunk(2, dim=1)
+        posterior = torch.distributions.Normal(mean, (log_variance / 2).exp())
+        divergence = torch.distributions.kl_divergence(posterior, torch.distributions.Normal(0.0, 1.0)).sum()
+        torch.manual_seed(3)
+        codes = mean + torch.randn_like(mean) * posterior.scale
+        p = torch.sigmoid(vae.decoder(codes))
+        likelihood = (images * p.log() + (1 - images) * (1 - p).log()).sum()
+        torch.manual_seed(3)
+        torch.testing.assert_close(vae.loss(images), (divergence - likelihood) / 6)
+
+
+def test_the_script_compares_all_of_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    random = np.random.default_rng(0)
+    labels = np.arange(120) % 2
+    images = random.integers(0, 50, (120, 18, 19), dtype=np.uint8)
+    images[labels == 1, 8:12] += 180
+    np.savez(tmp_path / "x.npz", x_train=images, y_train=labels, x_test=images[:60], y_test=labels[:60])
+    size = ["--epochs", "1", "--samples", "30", "--gibbs", "2", "--limit", "100", "--device", "cpu"]
+    main(["--data", str(tmp_path / "x.npz"), *size, "--json", str(tmp_path / "out" / "all.json")])
+    table = capsys.readouterr().out
+    assert all(name in table for name in BASELINES)
+    results = {each["name"]: each for each in json.loads((tmp_path / "out" / "all.json").read_text())}
+    assert list(results) == list(BASELINES)
+    assert all(each["training_images"] == 100 for each in results.values())
+    assert all(each["code_size"] == 320 for each in results.values() if each["name"] in ("vae", "gaussian-rbm"))
+    assert results["pixels"]["probe"]["test_accuracy"] == 1
+    assert results["vae"]["about"]["epochs"] == 1
+    assert results["vae"]["about"]["training_seconds"] >= 0
+    assert set(results["gaussian-rbm"]["domains"]) == {"joint", "from images"}
+    assert results["autoencoder"]["domains"]["joint"]["negatives"]["share"] is not None
+    assert "no classifier for this set" in table
+
+
+def test_an_unknown_baseline_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--only", "pca,gan"])
+    assert "but names gan" in capsys.readouterr().err

@@ -1,0 +1,196 @@
+"""Each measure against a closed form, a known library or an extreme case."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import scipy.linalg
+import torch
+from sklearn.metrics import mutual_info_score, normalized_mutual_info_score
+
+from poecaps.data import load
+from poecaps.evaluation import (
+    background,
+    diversity,
+    effective_rank,
+    frechet_distance,
+    negatives,
+    purity,
+    recognisability,
+    reconstruction,
+    specialisation,
+    variety,
+)
+
+
+def with_moments(mean: torch.Tensor, covariance: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Points with exactly this mean and covariance."""
+    x = torch.randn(100, len(mean), dtype=torch.float64, generator=generator)
+    x = (x - x.mean(0)) @ torch.linalg.inv(torch.linalg.cholesky(x.T.cov())).T
+    return mean + x @ torch.linalg.cholesky(covariance).T
+
+
+class TestFrechetDistance:
+    def test_equal_sets_are_at_distance_0(self, generator: torch.Generator) -> None:
+        x = torch.randn(200, 5, generator=generator)
+        assert frechet_distance(x, x.flip(0)).distance == pytest.approx(0, abs=1e-8)
+
+    def test_gaussians_whose_covariances_commute(self, generator: torch.Generator) -> None:
+        # Σ (√λ₁ − √λ₂)² is left of the covariances when both are diagonal.
+        mean = torch.tensor([3.0, 0.0, 4.0], dtype=torch.float64)
+        first = with_moments(torch.zeros(3).double(), torch.diag(torch.tensor([1.0, 4.0, 9.0])).double(), generator)
+        second = with_moments(mean, torch.diag(torch.tensor([4.0, 4.0, 1.0])).double(), generator)
+        result = frechet_distance(first, second)
+        assert result.of_means == pytest.approx(25)
+        assert result.of_covariances == pytest.approx(1 + 0 + 4)
+        assert result.distance == pytest.approx(30)
+
+    def test_any_two_sets_as_scipy_has_it(self, generator: torch.Generator) -> None:
+        first = torch.randn(300, 7, generator=generator) @ torch.randn(7, 7, generator=generator)
+        second = torch.randn(200, 7, generator=generator) @ torch.randn(7, 7, generator=generator) + 1
+        covariances = [np.cov(x.double().numpy(), rowvar=False) for x in (first, second)]
+        root = scipy.linalg.sqrtm(covariances[0] @ covariances[1]).real
+        apart = (first.double().mean(0) - second.double().mean(0)).square().sum().item()
+        expected = apart + np.trace(covariances[0] + covariances[1] - 2 * root)
+        assert frechet_distance(first, second).distance == pytest.approx(expected, rel=1e-9)
+        assert frechet_distance(second, first).distance == pytest.approx(expected, rel=1e-9)
+
+    def test_features_that_are_always_0_do_no_harm(self, generator: torch.Generator) -> None:
+        x, y = torch.randn(2, 50, 3, generator=generator).unbind()
+        padded = [torch.cat([each, torch.zeros(50, 4)], 1) for each in (x, y)]
+        assert frechet_distance(*padded).distance == pytest.approx(frechet_distance(x, y).distance)
+
+    def test_it_refuses_sets_that_do_not_fit(self) -> None:
+        with pytest.raises(ValueError, match=r"second must have shape.*same features"):
+            frechet_distance(torch.zeros(4, 3), torch.zeros(4, 2))
+        with pytest.raises(ValueError, match="second must hold at least 2 rows"):
+            frechet_distance(torch.zeros(4, 3), torch.zeros(1, 3))
+
+
+def test_recognisability_is_the_share_of_sure_verdicts() -> None:
+    result = recognisability(torch.tensor([[0.95, 0.05], [0.1, 0.9], [0.5, 0.5], [0.2, 0.8]]))
+    assert result.share == 0.5
+    assert result.confidence == pytest.approx((0.95 + 0.9 + 0.5 + 0.8) / 4)
+
+
+@pytest.mark.parametrize(("verdicts", "classes"), [([3, 3, 3], 1), ([0, 1, 2, 3] * 5, 4), ([7, 9, 9, 7], 2)])
+def test_diversity_counts_classes_that_are_equally_frequent(verdicts: list[int], classes: int) -> None:
+    result = diversity(torch.tensor(verdicts))
+    assert result.entropy == pytest.approx(math.log(classes), abs=1e-12)
+    assert result.classes == pytest.approx(classes)
+
+
+class TestSpecialisation:
+    def test_it_is_scikit_learns_mutual_information(self, generator: torch.Generator) -> None:
+        firing = torch.rand(400, 6, generator=generator)
+        labels = torch.where(
+            torch.rand(400, generator=generator) < 0.5,
+            firing.argmax(1) // 2,
+            torch.randint(4, (400,), generator=generator),
+        )
+        result = specialisation(firing, labels)
+        winner = firing.argmax(1).numpy()
+        assert result.mutual_information == pytest.approx(mutual_info_score(labels.numpy(), winner))
+        assert result.normalised == pytest.approx(normalized_mutual_info_score(labels.numpy(), winner))
+
+    def test_one_expert_for_each_label_is_1(self) -> None:
+        labels = torch.arange(40) % 4
+        result = specialisation(torch.eye(4)[(labels + 1) % 4], labels)
+        assert result.normalised == pytest.approx(1)
+        assert result.mutual_information == pytest.approx(math.log(4))
+        assert result.experts == pytest.approx(4)
+
+    def test_one_expert_for_everything_is_0(self) -> None:
+        result = specialisation(torch.eye(3)[torch.zeros(12, dtype=torch.long)], torch.arange(12) % 4)
+        assert result.normalised == pytest.approx(0, abs=1e-12)
+        assert result.experts == pytest.approx(1)
+        assert specialisation(torch.ones(5, 1), torch.zeros(5, dtype=torch.long)).normalised == 0
+
+
+def test_purity_is_the_share_of_the_most_frequent_verdict() -> None:
+    result = purity(torch.tensor([[4, 4, 4, 4], [1, 2, 2, 3]]))
+    assert result.each == (1.0, 0.5)
+    assert result.mean == 0.75
+    assert result.verdicts == (4, 2)
+
+
+class TestVariety:
+    @pytest.fixture
+    def test_set(self, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+        labels = torch.arange(120) % 2
+        return labels.view(-1, 1, 1, 1) + 0.1 * torch.rand(120, 1, 5, 5, generator=generator), labels
+
+    def test_a_collapsed_expert_has_0(self, test_set: tuple[torch.Tensor, torch.Tensor]) -> None:
+        images, labels = test_set
+        always = images[:1].expand(30, -1, -1, -1)
+        assert variety([always], torch.zeros(1, 30, dtype=torch.long), images, labels).mean == 0
+
+    def test_an_expert_that_draws_test_images_of_its_class_has_1(
+        self, test_set: tuple[torch.Tensor, torch.Tensor]
+    ) -> None:
+        images, labels = test_set
+        draws = [images[labels == 0], images[labels == 1]]
+        verdicts = torch.tensor([[0], [1]]).expand(-1, 60)
+        assert variety(draws, verdicts, images, labels).each == pytest.approx((1, 1))
+
+    def test_half_the_contrast_is_half_the_variety(self, test_set: tuple[torch.Tensor, torch.Tensor]) -> None:
+        images, labels = test_set
+        verdicts = torch.zeros(1, 60, dtype=torch.long)
+        assert variety([images[labels == 0] / 2], verdicts, images, labels).mean == pytest.approx(0.5)
+
+    def test_nothing_is_gained_by_drawing_several_classes(self, test_set: tuple[torch.Tensor, torch.Tensor]) -> None:
+        images, labels = test_set
+        mixed = torch.cat([images[:1].expand(20, -1, -1, -1), images[1:2].expand(10, -1, -1, -1)])
+        verdicts = torch.tensor([0] * 20 + [1] * 10).unsqueeze(0)
+        assert variety([mixed], verdicts, images, labels).mean == 0
+
+    def test_a_verdict_that_no_test_image_has_is_left_out(self, test_set: tuple[torch.Tensor, torch.Tensor]) -> None:
+        images, labels = test_set
+        draws = [images[labels == 0], images[labels == 0]]
+        result = variety(draws, torch.tensor([[0], [9]]).expand(-1, 60), images, labels)
+        assert result.mean == pytest.approx(1)
+        assert math.isnan(result.each[1])
+
+
+@pytest.mark.parametrize("name", ["mnist-sample", "fashion-mnist-sample"])
+def test_negatives_are_told_from_test_images_without_a_fault(name: str) -> None:
+    of = background(load(name).batches(1000))
+    images = load(name, split="test").batch(slice(None))
+    assert negatives(images, of).share == 0
+    assert negatives(1 - images, of).share == 1
+    assert negatives(torch.cat([images[:300], 1 - images[:100]]), of).share == 0.25
+    pale = 0.25 + images / 2  # what a model of little contrast draws
+    assert negatives(pale, of).share == 0
+    assert negatives(1 - pale, of).share == 1
+
+
+def test_a_bright_background_works_the_other_way_round() -> None:
+    paper = 1 - load("mnist-sample").batch(range(500))
+    of = background([paper[:200], paper[200:]])
+    assert negatives(paper, of).share == 0
+    assert negatives(1 - paper, of).share == 1
+
+
+def test_images_without_a_common_background_have_no_negatives(generator: torch.Generator) -> None:
+    photographs = torch.rand(200, 3, 8, 8, generator=generator)
+    assert negatives(photographs, background([photographs])).share is None
+
+
+def test_reconstruction_is_measured_against_the_mean_image(generator: torch.Generator) -> None:
+    images = torch.rand(40, 1, 6, 5, generator=generator)
+    mean = images.mean(0)
+    perfect = reconstruction([(images[:25], images[:25]), (images[25:], images[25:])], mean)
+    assert (perfect.error, perfect.relative) == (0, 0)
+    assert reconstruction([(images, mean.expand_as(images))], mean).relative == pytest.approx(1)
+    halfway = reconstruction([(images, (images + mean) / 2)], mean)
+    assert halfway.relative == pytest.approx(0.25)
+    assert reconstruction([(images, images + 0.1)], mean).error == pytest.approx(0.01)
+
+
+def test_the_effective_rank_of_a_known_covariance(generator: torch.Generator) -> None:
+    equal = with_moments(torch.ones(4).double(), torch.eye(4).double(), generator)
+    assert effective_rank(torch.cat([equal, torch.zeros(100, 3)], 1)) == pytest.approx(4)
+    unequal = with_moments(torch.zeros(2).double(), torch.diag(torch.tensor([3.0, 1.0])).double(), generator)
+    assert effective_rank(unequal) == pytest.approx(16 / 10)

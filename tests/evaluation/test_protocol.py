@@ -1,0 +1,246 @@
+"""The whole protocol, on a tiny network that was trained for seconds, and on encoders that can do little or much."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from poecaps import Architecture, CapsuleNetwork
+from poecaps.data import ImageSet, load
+from poecaps.evaluation import Evaluation, OfSamples, evaluate, load_classifier, side_by_side
+from poecaps.training import Config, EncoderStage, Stage
+from poecaps.training import train as train_network
+
+EVERY_MEASURE = (
+    "linear probe, test accuracy",
+    "linear probe on firing alone",
+    "NMI, most active expert and label",
+    "effective rank",
+    "reconstruction error",
+    "samples, joint",
+    "samples, complete",
+    "Fréchet distance",
+    "recognisable",
+    "diversity",
+    "negatives",
+    "samples, one expert at a time",
+    "purity",
+    "variety",
+)
+
+
+def part(split: Any, count: int) -> ImageSet:
+    whole = load("mnist-sample", split=split)
+    assert whole.labels is not None
+    return ImageSet(whole.images[:count], whole.labels[:count], source=f"{count} digits")
+
+
+@pytest.fixture(scope="module")
+def digits() -> tuple[ImageSet, ImageSet]:
+    return part("train", 400), part("test", 200)
+
+
+@pytest.fixture(scope="module")
+def network(digits: tuple[ImageSet, ImageSet], tmp_path_factory: pytest.TempPathFactory) -> CapsuleNetwork:
+    folder = tmp_path_factory.mktemp("evaluation")
+    np.save(folder / "x.npy", digits[0].images)
+    config = Config(
+        data=str(folder / "x.npy"),
+        model=Architecture(features=16, experts=((5, 6),), normalize="outputs", sharpness=20.0, components=6),
+        autoencoder=Stage(epochs=3, rate=5e-3),
+        encoder=EncoderStage(epochs=3, rate=0.05),
+        decoder=Stage(epochs=3, rate=0.03),
+        batch_size=50,
+        device="cpu",
+        precision="float32",
+    )
+    return train_network(config, folder / "run")
+
+
+@pytest.fixture(scope="module")
+def evaluation(network: CapsuleNetwork, digits: tuple[ImageSet, ImageSet]) -> Evaluation:
+    return evaluate(network, *digits, load_classifier("mnist"), samples=300)
+
+
+def test_every_measure_of_a_network_is_taken(evaluation: Evaluation) -> None:
+    assert evaluation.code_size == 30
+    assert evaluation.probe is not None
+    assert evaluation.probe_of_firing is not None
+    assert evaluation.specialisation is not None
+    assert evaluation.reconstruction is not None
+    assert evaluation.experts is not None
+    assert evaluation.probe.test_accuracy > 0.4  # ten digits; chance is 0.1
+    assert evaluation.probe.test_accuracy > evaluation.probe_of_firing.test_accuracy
+    assert 1 <= evaluation.effective_rank <= 30
+    assert set(evaluation.domains) == {"complete", "restricted", "learned", "joint"}
+    assert evaluation.experts.draws == 60
+    assert len(evaluation.experts.purity.each) == 5
+    assert evaluation.notes == ()
+
+
+def test_the_reconstruction_error_is_that_of_the_network(
+    evaluation: Evaluation, network: CapsuleNetwork, digits: tuple[ImageSet, ImageSet]
+) -> None:
+    images = digits[1].batch(slice(None))
+    with torch.no_grad():
+        error = (network.reconstruct(images) - images).square().mean().item()
+    assert evaluation.reconstruction is not None
+    assert evaluation.reconstruction.error == pytest.approx(error, rel=1e-4)
+
+
+def test_training_images_set_the_mark(evaluation: Evaluation) -> None:
+    def distance(of: OfSamples) -> float:
+        assert of.frechet is not None
+        return of.frechet.distance
+
+    mark = evaluation.training
+    assert mark.recognisability is not None
+    assert mark.diversity is not None
+    assert mark.recognisability.share > 0.97
+    assert mark.diversity.classes > 9.5
+    assert mark.negatives.share == 0
+    assert all(distance(mark) < distance(of) for of in evaluation.domains.values())
+
+
+def test_the_table_and_the_json_hold_everything(evaluation: Evaluation) -> None:
+    table = evaluation.table()
+    assert all(measure in table for measure in EVERY_MEASURE)
+    assert len({len(line) for line in table.splitlines() if line.startswith("  ")}) == 1  # aligned
+    read = json.loads(evaluation.to_json())
+    assert read["probe"]["test_accuracy"] == evaluation.probe.test_accuracy  # type: ignore[union-attr]
+    assert read["domains"]["joint"]["frechet"]["distance"] > 0
+    assert read["classifier"]["data"] == "mnist"
+    assert json.loads(evaluation.with_about(epochs=3).to_json())["about"] == {"epochs": 3}
+
+
+def test_the_seed_decides_the_samples_and_nothing_else(
+    evaluation: Evaluation, network: CapsuleNetwork, digits: tuple[ImageSet, ImageSet]
+) -> None:
+    torch.manual_seed(5)
+    again = evaluate(network, *digits, load_classifier("mnist"), samples=300)
+    assert again == evaluation
+    other = evaluate(network, *digits, load_classifier("mnist"), samples=300, seed=1)
+    assert other.domains != evaluation.domains
+    assert other.probe == evaluation.probe
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_measures_the_same(
+    evaluation: Evaluation, network: CapsuleNetwork, digits: tuple[ImageSet, ImageSet]
+) -> None:
+    try:
+        there = evaluate(network, *digits, load_classifier("mnist"), samples=300, device="cuda")
+    finally:
+        network.cpu()  # the other tests share it
+    assert there.probe is not None
+    assert evaluation.probe is not None
+    assert there.probe.test_accuracy == pytest.approx(evaluation.probe.test_accuracy, abs=0.02)
+    assert there.effective_rank == pytest.approx(evaluation.effective_rank, rel=0.01)
+    for domain, of in there.domains.items():  # drawn with other random numbers
+        frechet = evaluation.domains[domain].frechet
+        assert of.frechet is not None
+        assert frechet is not None
+        assert of.frechet.distance == pytest.approx(frechet.distance, rel=0.2)
+
+
+def test_without_a_classifier_or_labels_the_rest_is_measured(
+    network: CapsuleNetwork, digits: tuple[ImageSet, ImageSet]
+) -> None:
+    train, test = (ImageSet(each.images) for each in digits)
+    result = evaluate(network, train, test, samples=20)
+    assert (result.probe, result.specialisation, result.experts) == (None, None, None)
+    assert result.domains["joint"].frechet is None
+    assert result.domains["joint"].negatives.share is not None
+    assert result.reconstruction is not None
+    assert "no classifier" in result.table()
+    assert "no labels" in result.table()
+    json.loads(result.to_json())
+
+
+class Pixels:
+    """The least that can be evaluated."""
+
+    name = "pixels"
+
+    def encode(self, images: torch.Tensor) -> torch.Tensor:
+        return images.flatten(1)
+
+
+class Memory(Pixels):
+    """A cheat: it draws test images, remembers all pixels, and knows each label by an expert of its own."""
+
+    name = "memory"
+    domains = ("joint",)
+    experts = 10
+
+    def __init__(self, data: ImageSet) -> None:
+        assert data.labels is not None
+        self.images, self.labels = data.batch(slice(None)), torch.from_numpy(data.labels)
+
+    def encode(self, images: torch.Tensor) -> torch.Tensor:
+        nearest = torch.cdist(images.flatten(1), self.images.flatten(1)).argmin(1)
+        return torch.eye(10)[self.labels[nearest]]
+
+    def firing(self, codes: torch.Tensor) -> torch.Tensor:
+        return codes
+
+    def reconstruct(self, images: torch.Tensor) -> torch.Tensor:
+        return images
+
+    def sample(self, count: int, domain: str, generator: torch.Generator) -> torch.Tensor:
+        assert domain == "joint"
+        return self.images[torch.randint(len(self.images), (count,), generator=generator)]
+
+    def sample_expert(self, count: int, expert: int, generator: torch.Generator) -> torch.Tensor:
+        own = self.images[self.labels == expert]
+        return own[torch.randint(len(own), (count,), generator=generator)]
+
+
+def test_a_model_without_a_fault_gets_the_best_marks(digits: tuple[ImageSet, ImageSet]) -> None:
+    result = evaluate(Memory(digits[1]), digits[1], digits[1], load_classifier("mnist"), samples=1000)
+    assert result.probe is not None
+    assert result.specialisation is not None
+    assert result.reconstruction is not None
+    assert result.experts is not None
+    assert result.experts.variety is not None
+    assert result.probe.test_accuracy == 1
+    assert result.specialisation.normalised == pytest.approx(1)
+    assert result.reconstruction.error == 0
+    assert result.domains["joint"].negatives.share == 0
+    assert result.experts.purity.mean > 0.97
+    assert result.experts.recognisability.share > 0.97
+    assert result.experts.variety.mean == pytest.approx(1, abs=0.1)  # repeated draws make it a little less
+
+
+def test_what_an_encoder_cannot_do_is_left_out_of_its_column(
+    evaluation: Evaluation, digits: tuple[ImageSet, ImageSet]
+) -> None:
+    pixels = evaluate(Pixels(), *digits, load_classifier("mnist"), samples=50)
+    assert (pixels.domains, pixels.experts, pixels.reconstruction, pixels.specialisation) == ({}, None, None, None)
+    table = side_by_side([pixels, evaluation])
+    header, *lines = (line for line in table.splitlines() if line.startswith("  "))
+    assert header.split() == ["pixels", "poecaps"]
+    purity = next(line for line in lines if "purity" in line)
+    assert purity.split()[1] == "–"
+
+
+def test_images_of_the_wrong_shape_are_refused(network: CapsuleNetwork, digits: tuple[ImageSet, ImageSet]) -> None:
+    small = ImageSet(digits[0].images[:, :20])
+    with pytest.raises(ValueError, match=r"data_test must have images of the shape \(1, 28, 28\), as data_train"):
+        evaluate(network, digits[0], small)
+    with pytest.raises(ValueError, match="which the network was made for"):
+        evaluate(network, small, small)
+    with pytest.raises(ValueError, match="samples must be a whole number of at least 2"):
+        evaluate(network, *digits, samples=1)
+    with pytest.raises(ValueError, match="at least one"):
+        side_by_side([])
+
+
+def test_results_cannot_be_changed(evaluation: Evaluation) -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        evaluation.seed = 3  # type: ignore[misc]
