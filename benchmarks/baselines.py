@@ -36,10 +36,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from poecaps import Architecture, CapsuleNetwork, ConvAutoencoder, squash
+from poecaps import Architecture, CapsuleNetwork, ConvAutoencoder
 from poecaps.data import ImageSet, load
 from poecaps.evaluation import CLASSIFIERS, NetworkEncoder, evaluate, load_classifier, side_by_side
-from poecaps.network import CodeDensity
+from poecaps.network import JOINT_RANK, GaussianMixtures
 from poecaps.training import PRESETS
 
 if TYPE_CHECKING:
@@ -131,14 +131,13 @@ class Density:
     """The mixture that poecaps fits to whole codes, for codes (N, S) of any kind."""
 
     def __init__(self, codes: Tensor, seed: int) -> None:
-        # It wants squashed codes and undoes the squashing; at a norm near 1 nothing is lost on the way.
-        self.scale = codes.norm(dim=1).mean().item() + 1e-12
-        self.density = CodeDensity(1, codes.shape[1], components=Architecture().components).to(codes.device)
-        self.density.fit(squash(codes / self.scale).unsqueeze(1), torch.Generator().manual_seed(seed))
+        parts = min(Architecture().components, len(codes))
+        self.density = GaussianMixtures(1, parts, codes.shape[1], rank=JOINT_RANK).to(codes.device)
+        self.density.fit(0, codes, torch.Generator().manual_seed(seed))
 
     def sample(self, count: int, generator: torch.Generator) -> Tensor:
         """Draw codes: (count, S)."""
-        return self.density.sample(count, "joint", None, generator).squeeze(1) * self.scale
+        return self.density.sample(torch.zeros(count, dtype=torch.long, device=generator.device), generator)
 
 
 class PCA(Draws):

@@ -351,6 +351,21 @@ def test_codes_and_firing_probabilities_are_written(run: Path, tmp_path: Path) -
     np.testing.assert_array_equal(written["labels"], images.labels[:48])
 
 
+def test_a_model_is_measured_as_a_table_and_as_json(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On the bundled digits, for which there is a classifier, and on the data of the run, for which there is none."""
+    out = tmp_path / "of run.json"
+    assert main(["evaluate", str(run), "--samples", "20", "--out", str(out)]) == 0
+    measured = json.loads(out.read_text())
+    assert measured["test_images"] == 20
+    assert measured["domains"].keys() == set(DOMAINS)
+    assert measured["classifier"] is None
+    text = capsys.readouterr().out
+    assert f"written to {out}" in text
+    assert "effective rank" in text
+
+
 def test_info_tells_what_a_run_is(run: Path, source: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["info", str(run)]) == 0
     text = capsys.readouterr().out
@@ -422,6 +437,8 @@ def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
         (["traverse", "{run}", "--image", "999"], "image must be a whole number from 0 to 19"),
         (["traverse", "{run}", "--data", "mnist"], "--image is taken from"),
         (["encode", "{run}", "--out", "codes.txt"], "--out must name an .npz file"),
+        (["evaluate", "{run}", "--out", "x.txt"], "--out must name a .json file"),
+        (["evaluate", "{run}", "--samples", "1"], "samples must be"),
     ],
 )
 def test_misuse_has_status_2_and_names_what_would_be_right(

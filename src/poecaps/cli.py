@@ -1,4 +1,4 @@
-"""The command line: `poecaps train`, `generate`, `reconstruct`, `traverse`, `encode`, `info`.
+"""The command line: `poecaps train`, `generate`, `reconstruct`, `traverse`, `encode`, `evaluate`, `info`.
 
 Results (paths and numbers) go to standard output, progress and errors to standard error. The exit status is 0 for
 success, 1 for a failure, 2 for a command that cannot be meant, 130 after Ctrl-C or SIGTERM.
@@ -7,6 +7,7 @@ success, 1 for a failure, 2 for a command that cannot be meant, 130 after Ctrl-C
 from __future__ import annotations
 
 import io
+import json
 import os
 import shlex
 import sys
@@ -20,10 +21,10 @@ import torch
 import tyro
 from tyro.conf import Positional  # noqa: TC002 (tyro reads the annotations)
 
-from poecaps import __version__, plotting
+from poecaps import __version__, evaluation, plotting
 from poecaps import _checks as checks
 from poecaps import data as datasets
-from poecaps._files import ModelError
+from poecaps._files import ModelError, write_json
 from poecaps.data.idx import Split, find_images
 from poecaps.network import DOMAINS, CapsuleNetwork, Domain
 from poecaps.training import PRESETS, Config, Progress, TrainingError, record, resume, workers
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from poecaps.data import ImageSet
 
 FIGURES = "figures"
+SPLITS: tuple[Split, Split] = ("train", "test")
 ROWS = 4  # draws of each expert, as in the paper's Figure 2
 COLUMNS = 20  # of a grid without experts
 BATCH = 250  # images that go through the network together
@@ -57,6 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "reconstruct": reconstruct,
                 "traverse": traverse,
                 "encode": encode,
+                "evaluate": evaluate,
                 "info": info,
             },
             prog="poecaps",
@@ -422,6 +425,54 @@ def encode(
     finally:
         part.unlink(missing_ok=True)
     print(f"{out}: codes {codes.shape[0]:,}×{codes.shape[1]}×{codes.shape[2]} of {images}")
+
+
+def evaluate(
+    run: Positional[Run],
+    *,
+    data: str | None = None,
+    data_path: str | None = None,
+    samples: int = 10_000,
+    seed: int = 0,
+    out: Path | None = None,
+    device: str = "auto",
+) -> None:
+    """Measure a model by one fixed protocol, as a table and as JSON.
+
+    How much of the labels a linear map reads off the codes, how near samples are to test images, how many of them are
+    recognisable, how much experts specialise. docs/evaluation.md defines each number.
+
+    Parameters
+    ----------
+    run
+        Folder of a trained model.
+    data
+        Name of a set, or path of a file or folder of images; by default what the model was trained on.
+    data_path
+        Folder that holds a full set known by name.
+    samples
+        How many images are drawn from each domain.
+    seed
+        The same seed gives the same numbers.
+    out
+        JSON file to write; by default RUN/evaluation.json.
+    device
+        cpu, cuda, cuda:1, or auto for a GPU where there is one.
+    """
+    checks.require_int("samples", samples, 2)
+    checks.require_int("seed", seed, 0, 2**63 - 1)
+    out = out or run / "evaluation.json"
+    if out.suffix.lower() != ".json":
+        raise ValueError(f"--out must name a .json file, but is {out}")
+    where = find_device(device)
+    network = CapsuleNetwork.load(run, where)
+    train, test = (_load_images(network, run, data, data_path, split) for split in SPLITS)
+    name = (data or str(record.read(run)["config"].get("data"))).removesuffix("-sample")
+    judge = evaluation.load_classifier(name) if name in evaluation.CLASSIFIERS else None
+    result = evaluation.evaluate(network, train, test, judge, seed=seed, samples=samples, device=where)
+    print(result.table())
+    write_json(out, json.loads(result.to_json()))
+    print(f"written to {out}")
 
 
 def info(run: Positional[Annotated[Path | None, tyro.conf.arg(metavar="[RUN]")]] = None) -> None:

@@ -26,6 +26,7 @@ Domain = Literal["complete", "restricted", "learned", "joint"]
 DOMAINS: tuple[Domain, ...] = get_args(Domain)
 
 FORMAT, VERSION = "poecaps", 1
+JOINT_RANK = 32  # of the Gaussians that whole codes are drawn from
 
 
 @dataclass(frozen=True)
@@ -241,7 +242,7 @@ class CodeDensity(nn.Module):
         self.register_buffer("mean", torch.zeros(experts, dim))
         self.register_buffer("deviation", torch.ones(experts, dim))
         self.alone = GaussianMixtures(experts, parts, dim, rank=dim)
-        self.together = GaussianMixtures(1, components, experts * dim, rank=32)
+        self.together = GaussianMixtures(1, components, experts * dim, rank=JOINT_RANK)
 
     @torch.no_grad()
     def fit(self, codes: Tensor, generator: torch.Generator | None = None) -> None:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
 
-from poecaps import Architecture, CapsuleNetwork
 from poecaps.data import ImageSet, load
 from poecaps.evaluation import Evaluation, OfSamples, evaluate, load_classifier, side_by_side
-from poecaps.training import Config, EncoderStage, Stage
+from poecaps.network import ModelOptions
+from poecaps.training import Config, DecoderStage, EncoderStage, Stage
 from poecaps.training import train as train_network
+
+if TYPE_CHECKING:
+    from poecaps import CapsuleNetwork
 
 EVERY_MEASURE = (
     "linear probe, test accuracy",
@@ -51,10 +54,10 @@ def network(digits: tuple[ImageSet, ImageSet], tmp_path_factory: pytest.TempPath
     np.save(folder / "x.npy", digits[0].images)
     config = Config(
         data=str(folder / "x.npy"),
-        model=Architecture(features=16, experts=((5, 6),), normalize="outputs", sharpness=20.0, components=6),
+        model=ModelOptions(features=16, experts=((5, 6),), normalize="outputs", sharpness=20.0, components=6),
         autoencoder=Stage(epochs=3, rate=5e-3),
         encoder=EncoderStage(epochs=3, rate=0.05),
-        decoder=Stage(epochs=3, rate=0.03),
+        decoder=DecoderStage(epochs=3, rate=0.03),
         batch_size=50,
         device="cpu",
         precision="float32",
