@@ -169,6 +169,7 @@ def _train_with(preset_given: str) -> Callable[..., None]:
         if not quiet:
             how = "finished already" if done else f"trained in {time.perf_counter() - began:.0f} s"
             print(f"{how}; the model is in {folder}", flush=True)
+            _warn_of_failure(folder)
         if figures:
             try:
                 for line in _draw_all(network, folder):
@@ -178,6 +179,16 @@ def _train_with(preset_given: str) -> Callable[..., None]:
                 raise TrainingError(f"the model in {folder} is whole, but a figure is not ({error})") from error
 
     return train
+
+
+def _warn_of_failure(folder: Path) -> None:
+    """Say which stage has learned nothing, as one does that has taken a handful of steps."""
+    for stage, numbers in _last_numbers(folder / METRICS).items():
+        error = numbers.get("reconstruction_error", 0.0)
+        if error >= 1 and not stage.startswith("encoder"):
+            remedy = f"it needs more images or more --{stage.split()[0]}.epochs"
+            message = f"warning: the {stage} does no better than the mean image (error {error:.2g}); {remedy}"
+            print(message, file=sys.stderr, flush=True)
 
 
 def _train(config: Config, folder: Path, go_on: bool, report: Callable[[Progress], None]) -> CapsuleNetwork:
@@ -256,9 +267,11 @@ def generate(
     checks.require_int("seed", seed, 0, 2**63 - 1)
     if domain == "all" and expert is not None:
         raise ValueError("--expert draws from one expert, and --domain all from all together as well; leave out one")
+    if domain == "joint" and expert is not None:
+        raise ValueError("--expert draws from one expert, and joint is all together; add --domain learned")
     if domain == "all" and out is not None:
         raise ValueError("--out names one picture, and --domain all draws four; leave out one of them")
-    network = CapsuleNetwork.load(run, find_device(device))
+    network = _open(run, device)
     for each in DOMAINS if domain == "all" else (domain,):
         name = each if expert is None else f"{each}-{expert}"
         path = out or run / FIGURES / f"{name}.png"
@@ -308,7 +321,7 @@ def reconstruct(
         cpu, cuda, cuda:1, or auto for a GPU where there is one.
     """
     checks.require_int("count", count, 1)
-    network = CapsuleNetwork.load(run, find_device(device))
+    network = _open(run, device)
     images = _load_images(network, run, data, data_path, split)
     print(_draw_reconstructions(network, images, out or run / FIGURES / "reconstructions.png", count))
 
@@ -362,7 +375,7 @@ def traverse(
     checks.require_nonnegative("reach", reach)
     if image is None and (data, data_path, split) != (None, None, None):
         raise ValueError("--data, --data-path and --split choose where --image is taken from; name that as well")
-    network = CapsuleNetwork.load(run, find_device(device))
+    network = _open(run, device)
     offsets = torch.linspace(-reach, reach, steps)
     start, title, name = None, f"expert {expert}", f"expert-{expert}"
     if image is not None:
@@ -374,7 +387,8 @@ def traverse(
     with torch.no_grad():
         drawn = network.traverse(expert, offsets, start=start)
     path = out or run / FIGURES / f"{name}.png"
-    print(plotting.traversal_grid(drawn, path, values=offsets, title=f"{title}: a row per parameter"))
+    title = f"{title}: a row per parameter, columns in standard deviations"
+    print(plotting.traversal_grid(drawn, path, values=offsets, title=title))
 
 
 def encode(
@@ -408,7 +422,7 @@ def encode(
     out = out or run / "-".join(["codes", *([Path(data).stem] if data else []), f"{split}.npz"])
     if out.suffix.lower() != ".npz":
         raise ValueError(f"--out must name an .npz file, but is {out}")
-    network = CapsuleNetwork.load(run, find_device(device))
+    network = _open(run, device)
     images = _load_images(network, run, data, data_path, split)
     with torch.no_grad():
         codes = torch.cat([network.encode(part.to(_device_of(network))).cpu() for part in images.batches(BATCH)])
@@ -552,6 +566,14 @@ def _last_numbers(path: Path) -> dict[str, dict[str, float]]:
 
 # ---------------------------------------------------------------------------------------------------------
 # Helpers
+
+
+def _open(run: Path, device: str) -> CapsuleNetwork:
+    """Load the model of a run, or say how to finish it."""
+    where = find_device(device)
+    if not (run / "model.safetensors").exists() and (run / CHECKPOINT).is_file():
+        raise FileNotFoundError(f"{run} is not finished; go on with: poecaps train --resume {shlex.quote(str(run))}")
+    return CapsuleNetwork.load(run, where)
 
 
 def _device_of(network: CapsuleNetwork) -> torch.device:
