@@ -1,6 +1,6 @@
 """Routing on a GPU in tiles that never leave the chip: the functions of `poecaps.functional`, by Triton kernels.
 
-Votes are made again in every pass instead of being kept, the softmax over the inputs is taken while they pass by, and the
+Votes are made again in every pass instead of being kept, the softmax over the inputs is taken while they pass by, and
 coefficients are told by what they follow from (`Coefficients`), so that a learning step at I inputs and J experts needs
 memory for capsules, not for pairs of them. `poecaps.kernels.tiles` says how; this module launches it.
 
@@ -133,7 +133,7 @@ class FlashRouting(F.Routing):
     _weight: Tensor
 
     @property
-    def coefficients(self) -> Tensor:  # type: ignore[override]
+    def coefficients(self) -> Tensor:
         """c_ij: (B, I, J), float32; with a gradient, by the reference, where the preactivation has one."""
         if "_coefficients" not in self.__dict__:
             if self.preactivation.requires_grad:
@@ -218,12 +218,12 @@ def reconstruction(y: Tensor, weight: Tensor, coefficients: Tensor | Coefficient
     out = y.new_empty(batch, plan.inputs, plan.in_dim)
     part = out if splits == 1 else y.new_empty(splits, *out.shape, dtype=torch.float32)
     source = _source(coefficients, y)
+    scalars = (plan.uniform(source.options), batch, each * plan.experts)
     plan.launch(
         "down",
         batch,
         (plan.inputs, blocks, splits),
-        (source.x, y, weight, source.h, source.level, source.c, part, source.beta)
-        + (plan.uniform(source.options), batch, each * plan.experts),
+        (source.x, y, weight, source.h, source.level, source.c, part, source.beta, *scalars),
         {**source.flags, "WHOLE": splits == 1, "LARGEST": F._largest_norm(y.dtype)},
     )
     if splits > 1:
@@ -261,7 +261,7 @@ def free_energy_gap(weight: Tensor, data: Held, model: Held) -> Tensor:
 
 
 class _Route(torch.autograd.Function):
-    """Routing with the gradient through its iterations; what is kept has the size of the experts, once per iteration."""
+    """Routing, with the gradient through its iterations; what is kept has the size of the experts, per iteration."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, options: Options, held: list[Coefficients]) -> Tensor:
@@ -357,13 +357,14 @@ class _FreeEnergyGap(torch.autograd.Function):
             )
             pulls.append(pull)
         ctx.data, ctx.model = data, model
-        ctx.save_for_backward(weight, *pulls)
+        # The capsules are saved as well, so that autograd notices if they are overwritten before the way back.
+        ctx.save_for_backward(weight, *pulls, data.x, model.x)
         return part.sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        weight, toward, away = ctx.saved_tensors
+        weight, toward, away, *_ = ctx.saved_tensors
         data, model = ctx.data, ctx.model
         result = torch.empty_like(weight)
         if model.coefficients is data.coefficients:
@@ -428,7 +429,7 @@ def _up(
     h: tuple[Tensor, Tensor] | None = None,
     first: bool = True,
 ) -> Tensor:
-    """Sum c_ij W_ij v_i into `z`, write the softmax's level, and add what the experts send to h: → (B, J, D), float32."""
+    """Sum c_ij W_ij v_i into `z`, write the softmax's level, add what the experts send to h: → (B, J, D), float32."""
     plan, batch, options = _plan(weight, "up"), len(v), source.options
     if z is None:
         z = v.new_empty(batch, plan.outputs, plan.out_dim, dtype=torch.float32)
@@ -441,8 +442,20 @@ def _up(
         "up",
         batch,
         (blocks, plan.expert_blocks, splits),
-        (source.x, v, weight, source.h, source.level, source.c, part, weights[0], weights[-1], source.beta)
-        + (batch, each),
+        (
+            source.x,
+            v,
+            weight,
+            source.h,
+            source.level,
+            source.c,
+            part,
+            weights[0],
+            weights[-1],
+            source.beta,
+            batch,
+            each,
+        ),
         {**source.flags, **softmax, "SAME": source.x is v, "STORE": source.store},
     )
     h_old, h_new = (z, z) if h is None else h
@@ -466,18 +479,18 @@ def _learn(
     *,
     add: bool = False,
 ) -> None:
-    """Sum c_ij q_j v_iᵀ over the batch and over the terms (q, v); of two, the first is of the capsules that were routed."""
+    """Sum c_ij q_j v_iᵀ over the batch and the terms (q, v); of two, the first has the capsules that were routed."""
     plan, batch = _plan(weight, "learn"), len(terms[0][0])
     q, v = terms[-1]
     p, x = terms[0]
     source = _source(coefficients, x)
     pair = len(terms) == 2
+    rest = (p if scale is None else scale, result, source.beta, plan.uniform(source.options), batch)
     plan.launch(
         "weight_gradient",
         batch,
         (plan.inputs, plan.expert_blocks),
-        (x if pair else source.x, v.contiguous(), p, q, weight, source.h, source.level, source.c)
-        + (p if scale is None else scale, result, source.beta, plan.uniform(source.options), batch),
+        (x if pair else source.x, v.contiguous(), p, q, weight, source.h, source.level, source.c, *rest),
         {**source.flags, "PAIR": pair, "ADD": add, "SCALED": scale is not None},
     )
 
@@ -615,7 +628,12 @@ def _planned(shape: tuple[int, int, int, int], precision: str, tile: Tile) -> _P
 
 
 def _run(
-    name: str, grid: tuple[int, ...], arguments: tuple[Any, ...], flags: dict[str, Any], tile: Tile, device: torch.device
+    name: str,
+    grid: tuple[int, ...],
+    arguments: tuple[Any, ...],
+    flags: dict[str, Any],
+    tile: Tile,
+    device: torch.device,
 ) -> None:
     kernel = getattr(_tiles(), name)
     elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()

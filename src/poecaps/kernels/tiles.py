@@ -2,13 +2,13 @@
 # The functions below are a language of their own, compiled by Triton: their arguments are pointers and blocks.
 """Triton kernels for routing in tiles: a block of images × one input capsule × a few experts at a time.
 
-No kernel writes a vote. A tile of votes u_ij = W_ij x_i is made in registers from x_i and W_i, used, and forgotten. The
-logits after any number of iterations follow from one vector per image and expert, because agreement is linear in what the
-expert sent: with h_j = Σ_s speak(z_j^(s)), where speak is `direction` or `squash`,
+No kernel writes a vote. A tile of votes u_ij = W_ij x_i is made in registers from x_i and W_i, used, and forgotten.
+The logits after any number of iterations follow from one vector per image and expert, because agreement is linear in
+what the expert sent: with h_j = Σ_s speak(z_j^(s)), where speak is `direction` or `squash`,
 
     b_ij = β ⟨u_ij, h_j⟩, divided by ‖u_ij‖ for the cosine,        c_ij = exp(b_ij − level)
 
-where level is the logarithm of the softmax's sum: one number per (b, j) if the inputs share, per (b, i) if the outputs do.
+where level is the logarithm of the softmax's sum: one number per (b, j) if the inputs share, per (b, i) otherwise.
 
 Shapes: capsules (B, I, K), weight (I, J, D, K), anything of the experts (B, J, D), coefficients and logits (B, I, J).
 Constants of a tile: BB images, JB experts, N = JB·DP columns, with DP and KP the sizes D and K padded to powers of two.
@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 # Counts that may change from call to call: a kernel compiled for one value would be compiled again for the next.
-_COUNTS = ("B", "each", "rows", "splits", "R")
+_COUNTS = ("B", "I", "each", "rows", "splits", "R")
 
 
 def _kernel(function):
@@ -42,7 +42,7 @@ ONLINE = tl.constexpr(4)  # x and h; the softmax over the inputs is taken while 
 
 
 @triton.jit
-def _capsules(x, b, i, B, I: tl.constexpr, K: tl.constexpr, KP: tl.constexpr):
+def _capsules(x, b, i, B, I, K: tl.constexpr, KP: tl.constexpr):
     """Load x_i of a block of images: (BB, KP)."""
     k = tl.arange(0, KP)
     at = (b.to(tl.int64) * I + i)[:, None] * K + k[None, :]
@@ -83,7 +83,7 @@ def _store_experts(z, value, b, j0, B, J: tl.constexpr, D: tl.constexpr, JB: tl.
 
 
 @triton.jit
-def _pairs(c, b, i, j0, B, I: tl.constexpr, J: tl.constexpr, JB: tl.constexpr):
+def _pairs(c, b, i, j0, B, I, J: tl.constexpr, JB: tl.constexpr):
     """Load c_ij of JB experts from j0 on: (BB, JB)."""
     j = j0 + tl.arange(0, JB)
     at = (b.to(tl.int64) * I + i)[:, None] * J + j[None, :]
@@ -91,20 +91,17 @@ def _pairs(c, b, i, j0, B, I: tl.constexpr, J: tl.constexpr, JB: tl.constexpr):
 
 
 @triton.jit
-def _store_pairs(c, value, b, i, j0, B, I: tl.constexpr, J: tl.constexpr, JB: tl.constexpr):
+def _store_pairs(c, value, b, i, j0, B, I, J: tl.constexpr, JB: tl.constexpr):
     j = j0 + tl.arange(0, JB)
     at = (b.to(tl.int64) * I + i)[:, None] * J + j[None, :]
     tl.store(c + at, value, mask=(b < B)[:, None] & (j < J)[None, :])
 
 
 @triton.jit
-def _shared(level, b, i, j0, B, I: tl.constexpr, J: tl.constexpr, JB: tl.constexpr, INPUTS: tl.constexpr):
+def _shared(level, b, i, j0, B, I, J: tl.constexpr, JB: tl.constexpr, INPUTS: tl.constexpr):
     """Load a number per (b, j), or per (b, i) where the outputs share: (BB, JB)."""
     j = j0 + tl.arange(0, JB)
-    if INPUTS:
-        at = (b.to(tl.int64) * J)[:, None] + j[None, :]
-    else:
-        at = (b.to(tl.int64) * I + i)[:, None] + 0 * j[None, :]
+    at = (b.to(tl.int64) * J)[:, None] + j[None, :] if INPUTS else (b.to(tl.int64) * I + i)[:, None] + 0 * j[None, :]
     return tl.load(level + at, mask=(b < B)[:, None] & (j < J)[None, :], other=0.0)
 
 
@@ -143,7 +140,7 @@ def _polar(v):
 
 @triton.jit
 def _squashed(v, LARGEST: tl.constexpr):
-    """squash of rows (R, DP), its norm at most LARGEST."""
+    """Squash of rows (R, DP), its norm at most LARGEST."""
     norm, unit = _polar(v)
     small = tl.minimum(norm, 1.0)
     inverse = 1.0 / tl.maximum(norm, 1.0)
@@ -158,7 +155,7 @@ def _squashed(v, LARGEST: tl.constexpr):
 @_kernel
 def up(
     x, v, w, h, level, c, part, part_max, part_sum, beta, B, each,
-    I: tl.constexpr, J: tl.constexpr, D: tl.constexpr, K: tl.constexpr,
+    I, J: tl.constexpr, D: tl.constexpr, K: tl.constexpr,
     SOURCE: tl.constexpr, INPUTS: tl.constexpr, COSINE: tl.constexpr, SAME: tl.constexpr, STORE: tl.constexpr,
     BOUNDED: tl.constexpr, PRECISION: tl.constexpr,
     BB: tl.constexpr, N: tl.constexpr, DP: tl.constexpr, KP: tl.constexpr,
@@ -218,10 +215,7 @@ def up(
             elif SOURCE == LOGITS:
                 share = tl.exp(_pairs(c, b, i, j0, B, I, J, JB) - _shared(level, b, i, j0, B, I, J, JB, INPUTS))
             else:
-                if SAME:
-                    u = moved
-                else:
-                    u = _votes(_capsules(x, b, i, B, I, K, KP), maps, JB, DP, PRECISION)
+                u = moved if SAME else _votes(_capsules(x, b, i, B, I, K, KP), maps, JB, DP, PRECISION)
                 share = tl.exp(_agreement(u, sent, COSINE) - _shared(level, b, i, j0, B, I, J, JB, INPUTS))
             total += share[:, :, None] * moved
     _store_experts(part + split.to(tl.int64) * B * J * D, total, b, j0, B, J, D, JB, DP)
@@ -270,10 +264,7 @@ def gather(
         total = total * factor
     tl.store(z + at, total, mask=mask)
     if not LAST:
-        if COSINE:
-            sent = _polar(total)[1]
-        else:
-            sent = _squashed(total, LARGEST)
+        sent = _polar(total)[1] if COSINE else _squashed(total, LARGEST)
         if not FIRST:
             sent += tl.load(h + at, mask=mask, other=0.0)
         tl.store(h_next + at, sent, mask=mask)
@@ -282,7 +273,7 @@ def gather(
 @_kernel
 def levels(
     x, w, h, level, c, beta, B,
-    I: tl.constexpr, J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, COSINE: tl.constexpr, STORE: tl.constexpr,
+    I, J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, COSINE: tl.constexpr, STORE: tl.constexpr,
     PRECISION: tl.constexpr, BB: tl.constexpr, N: tl.constexpr, DP: tl.constexpr, KP: tl.constexpr,
 ):  # fmt: skip
     """Take log Σ_j exp b_ij for every image and input, for the softmax over the outputs: → level (B, I)."""
@@ -307,7 +298,7 @@ def levels(
 @triton.jit
 def _share(
     x, maps, h, level, c, beta, b, i, j0, B, factor,
-    I: tl.constexpr, J: tl.constexpr, D: tl.constexpr, SOURCE: tl.constexpr, INPUTS: tl.constexpr,
+    I, J: tl.constexpr, D: tl.constexpr, SOURCE: tl.constexpr, INPUTS: tl.constexpr,
     COSINE: tl.constexpr, PRECISION: tl.constexpr, JB: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
     """c_ij of a tile, wherever it comes from; x is the block (BB, KP), `factor` the uniform coefficient: (BB, JB)."""
@@ -327,7 +318,7 @@ def _share(
 @_kernel
 def coefficients(
     x, w, h, level, c, out, beta, factor, B,
-    I: tl.constexpr, J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, SOURCE: tl.constexpr, INPUTS: tl.constexpr,
+    I, J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, SOURCE: tl.constexpr, INPUTS: tl.constexpr,
     COSINE: tl.constexpr, PRECISION: tl.constexpr,
     BB: tl.constexpr, N: tl.constexpr, DP: tl.constexpr, KP: tl.constexpr,
 ):  # fmt: skip
@@ -347,7 +338,7 @@ def coefficients(
 @_kernel
 def down(
     x, y, w, h, level, c, out, beta, factor, B, each,
-    I: tl.constexpr, J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, SOURCE: tl.constexpr, INPUTS: tl.constexpr,
+    I, J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, SOURCE: tl.constexpr, INPUTS: tl.constexpr,
     COSINE: tl.constexpr, WHOLE: tl.constexpr, LARGEST: tl.constexpr, PRECISION: tl.constexpr,
     BB: tl.constexpr, N: tl.constexpr, DP: tl.constexpr, KP: tl.constexpr,
 ):  # fmt: skip
@@ -426,7 +417,7 @@ def free_energy(
 @_kernel
 def weight_gradient(
     x, v, p, q, w, h, level, c, scale, out, beta, factor, B,
-    I: tl.constexpr, J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, SOURCE: tl.constexpr, INPUTS: tl.constexpr,
+    I, J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, SOURCE: tl.constexpr, INPUTS: tl.constexpr,
     COSINE: tl.constexpr, PAIR: tl.constexpr, ADD: tl.constexpr, SCALED: tl.constexpr, PRECISION: tl.constexpr,
     BB: tl.constexpr, N: tl.constexpr, DP: tl.constexpr, KP: tl.constexpr,
 ):  # fmt: skip
@@ -472,7 +463,7 @@ def weight_gradient(
 @_kernel
 def averages(
     x, w, h, level, g, out, beta, B,
-    I: tl.constexpr, J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, COSINE: tl.constexpr,
+    I, J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, COSINE: tl.constexpr,
     PRECISION: tl.constexpr, BB: tl.constexpr, N: tl.constexpr, DP: tl.constexpr, KP: tl.constexpr,
 ):  # fmt: skip
     """Take a = Σ_j c_ij ⟨g_j, u_ij⟩ for the softmax over the outputs: → out (B, I)."""
@@ -492,7 +483,7 @@ def averages(
 @_kernel
 def up_gradient(
     x, w, h, level, g, a, part, beta, B, each,
-    I: tl.constexpr, J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, INPUTS: tl.constexpr, COSINE: tl.constexpr,
+    I, J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, INPUTS: tl.constexpr, COSINE: tl.constexpr,
     PRECISION: tl.constexpr, BB: tl.constexpr, N: tl.constexpr, DP: tl.constexpr, KP: tl.constexpr,
 ):  # fmt: skip
     """Sum ∂L/∂h_j = β ∂L/∂b_ij û_ij over `each` inputs: → part (splits, B, J, D)."""
@@ -553,7 +544,7 @@ def speak_gradient(
 @triton.jit
 def _vote_gradient(
     u, h, level, g, a, beta, factor, b, i, j0, B, R,
-    I: tl.constexpr, J: tl.constexpr, D: tl.constexpr, INPUTS: tl.constexpr, COSINE: tl.constexpr,
+    I, J: tl.constexpr, D: tl.constexpr, INPUTS: tl.constexpr, COSINE: tl.constexpr,
     JB: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
     """∂L/∂u_ij of a tile, over all R iterations; h, g (R, B, J, D); level, a (R, B, J) or (R, B, I): (BB, JB, DP)."""
@@ -580,7 +571,7 @@ def _vote_gradient(
 @_kernel
 def route_weight_gradient(
     x, w, h, level, g, a, out, beta, factor, B, R,
-    I: tl.constexpr, J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, INPUTS: tl.constexpr, COSINE: tl.constexpr,
+    I, J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, INPUTS: tl.constexpr, COSINE: tl.constexpr,
     PRECISION: tl.constexpr, BB: tl.constexpr, N: tl.constexpr, DP: tl.constexpr, KP: tl.constexpr,
 ):  # fmt: skip
     """Sum ∂L/∂u_ij x_iᵀ over the batch: → out (I, J, D, K)."""
@@ -606,7 +597,7 @@ def route_weight_gradient(
 @_kernel
 def route_input_gradient(
     x, w, h, level, g, a, out, beta, factor, B, R,
-    I: tl.constexpr, J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, INPUTS: tl.constexpr, COSINE: tl.constexpr,
+    I, J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, INPUTS: tl.constexpr, COSINE: tl.constexpr,
     PRECISION: tl.constexpr, BB: tl.constexpr, N: tl.constexpr, DP: tl.constexpr, KP: tl.constexpr,
 ):  # fmt: skip
     """Sum W_ijᵀ ∂L/∂u_ij over the experts: → out (B, I, K)."""
