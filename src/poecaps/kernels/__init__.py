@@ -83,7 +83,8 @@ def choose(x: Tensor, weight: Tensor, backend: Backend | None = None) -> Backend
     if backend == "cpu":
         raise ValueError(
             "backend='cpu' cannot run this call: it is for float32 and float64 on a CPU or GPU, outside "
-            f"torch.compile, autocast and torch.func, and this is {x.dtype} on {x.device.type!r}; use backend='reference'"
+            f"torch.compile, autocast and torch.func, and this is {x.dtype} on {x.device.type!r}; "
+            "use backend='reference'"
         )
     return "reference"
 
@@ -117,7 +118,7 @@ def routing_by_agreement(
     chosen = choose(x, weight, backend)
     if chosen == "triton":
         return flash.routing_by_agreement(
-            x, weight, flash.Options(iterations, sharpness, normalize, agreement), keep=keep
+            x, weight, flash.Options(iterations, float(sharpness), normalize, agreement), keep=keep
         )
     route = F.routing_by_agreement
     if chosen == "cpu" and not torch.is_grad_enabled():

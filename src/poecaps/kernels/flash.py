@@ -10,11 +10,12 @@ float16, bfloat16 and float32 are covered; sums and softmaxes are float32, and p
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import importlib.util
 import os
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,11 +46,12 @@ class Tile:
     columns: int = 64
     warps: int = 4
     stages: int = 2
-    waves: int = 4  # programs to aim for per multiprocessor, where a sum can be split
+    waves: int = 4  # programs to aim for per multiprocessor, at least, where a sum can be split
 
 
-# By kind of kernel: sums over inputs, over experts, over images; the gradient through routing.
-TILES = {"up": Tile(), "down": Tile(), "learn": Tile(), "reverse": Tile()}
+# By kind of kernel, sums over inputs, over experts, over images, and the gradient through routing: the best of a sweep
+# on an H200.
+TILES = {"up": Tile(stages=3), "down": Tile(stages=1), "learn": Tile(), "reverse": Tile()}
 
 # How products of float32 are made: three tf32 products are as exact as one float32 product. Half precision needs one.
 PRECISION = {torch.float32: "tf32x3", torch.float16: "tf32", torch.bfloat16: "tf32"}
@@ -165,10 +167,10 @@ def installed() -> bool:
 
 def obstacle(x: Tensor, weight: Tensor) -> str | None:
     """Say why these kernels cannot take a call, and what would help; None if they can."""
-    dims = max(weight.shape[2:])
+    dims = max(weight.shape[2], weight.shape[3])
     if not installed():
         return "Triton is not installed; install it with pip install triton"
-    if x.device.type != "cuda" and not (x.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"):
+    if x.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return f"the tensors are on {x.device.type!r}; move layer and data to a CUDA device"
     if x.dtype not in DTYPES:
         return f"the dtype is {x.dtype}; use torch.float32, torch.bfloat16 or torch.float16"
@@ -502,7 +504,7 @@ def _speak(part: Tensor, on: Tensor | None, out: Tensor) -> None:
     block = max(1, 512 // pad)
     flags = {"D": dim, "DP": pad, "ROWS": block, "HAS_ON": on is not None, "LARGEST": F._largest_norm(out.dtype)}
     pointers = (part, part if on is None else on.contiguous(), out)
-    _run("speak", (-(-rows // block),), (*pointers, rows, len(part)), flags, Tile(), out.device)
+    _run("speak", (-(-rows // block),), (*pointers, rows, len(part)), flags, Tile())
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -547,7 +549,7 @@ def _source(coefficients: Tensor | Coefficients, spare: Tensor, *, first: bool =
     return _Source(HISTORY, found.options, found.x, found.history, found.level, spare)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Plan:
     """Sizes of a layer, and of the tiles that one kind of kernel cuts it into."""
 
@@ -558,22 +560,35 @@ class _Plan:
     precision: str
     tile: Tile
 
-    @property
+    @cached_property
     def out_pad(self) -> int:
         return _padded(self.out_dim, 1)
 
-    @property
+    @cached_property
     def columns(self) -> int:
         # No wider than all experts together; at least 16, the smallest product that the matrix units take.
         return max(16, self.out_pad, min(self.tile.columns, _padded(self.outputs, 1) * self.out_pad))
 
-    @property
+    @cached_property
     def experts(self) -> int:
         return self.columns // self.out_pad
 
-    @property
+    @cached_property
     def expert_blocks(self) -> int:
         return -(-self.outputs // self.experts)
+
+    @cached_property
+    def rows(self) -> int:
+        return max(1, 512 // self.out_pad)
+
+    @cached_property
+    def sizes(self) -> dict[str, Any]:
+        sizes = {"I": self.inputs, "J": self.outputs, "D": self.out_dim, "K": self.in_dim, "PRECISION": self.precision}
+        return {**sizes, "N": self.columns, "DP": self.out_pad, "KP": _padded(self.in_dim, 16)}
+
+    @cached_property
+    def row_sizes(self) -> dict[str, Any]:
+        return {"D": self.out_dim, "DP": self.out_pad, "ROWS": self.rows}
 
     def images(self, batch: int) -> int:
         return min(self.tile.images, _padded(batch, 16))
@@ -584,42 +599,26 @@ class _Plan:
     def row_blocks(self, rows: int) -> int:
         return -(-rows // self.rows)
 
-    @property
-    def rows(self) -> int:
-        return max(1, 512 // self.out_pad)
-
     def uniform(self, options: Options) -> float:
         return 1 / (self.inputs if options.inputs else self.outputs)
 
     def split(self, programs: int, steps: int, device: torch.device) -> tuple[int, int]:
         """Into how many parts to split a sum of `steps`, and how many steps each has, so that the device is busy."""
-        wanted = -(-self.tile.waves * _multiprocessors(device) // programs)
-        each = -(-steps // min(wanted, steps))
-        return -(-steps // each), each
+        return _split(programs, steps, self.tile.waves, _multiprocessors(device))
 
     def launch(
         self, name: str, batch: int, grid: tuple[int, ...], arguments: tuple[Any, ...], flags: dict[str, Any]
     ) -> None:
-        sizes = {"I": self.inputs, "J": self.outputs, "D": self.out_dim, "K": self.in_dim, "PRECISION": self.precision}
-        blocks = {"N": self.columns, "DP": self.out_pad, "KP": _padded(self.in_dim, 16), "BB": self.images(batch)}
-        _run(name, grid, arguments, {**sizes, **blocks, **flags}, self.tile, arguments[0].device)
+        _run(name, grid, arguments, {**self.sizes, **flags, "BB": self.images(batch)}, self.tile)
 
     def launch_rows(
         self, name: str, pointers: tuple[Tensor, ...], scalars: tuple[Any, ...], flags: dict[str, Any]
     ) -> None:
-        sizes = {"D": self.out_dim, "DP": self.out_pad, "ROWS": self.rows}
-        _run(
-            name,
-            (self.row_blocks(scalars[0]),),
-            pointers + scalars,
-            {**sizes, **flags},
-            Tile(),
-            pointers[0].device,
-        )
+        _run(name, (self.row_blocks(scalars[0]),), pointers + scalars, {**self.row_sizes, **flags}, Tile())
 
 
 def _plan(weight: Tensor, kind: str) -> _Plan:
-    return _planned(tuple(weight.shape), PRECISION[weight.dtype], TILES[kind])
+    return _planned(weight.shape, PRECISION[weight.dtype], TILES[kind])
 
 
 @cache
@@ -627,18 +626,51 @@ def _planned(shape: tuple[int, int, int, int], precision: str, tile: Tile) -> _P
     return _Plan(*shape, precision, tile)
 
 
-def _run(
-    name: str,
-    grid: tuple[int, ...],
-    arguments: tuple[Any, ...],
-    flags: dict[str, Any],
-    tile: Tile,
-    device: torch.device,
-) -> None:
-    kernel = getattr(_tiles(), name)
+@cache
+def _split(programs: int, steps: int, waves: int, multiprocessors: int) -> tuple[int, int]:
+    # The busiest multiprocessor ends last: it has its share of the programs, each with its steps and about two more for
+    # what comes before and after them.
+    def cost(parts: int) -> int:
+        return -(-programs * parts // multiprocessors) * (-(-steps // parts) + 2)
+
+    least = max(1, min(steps, waves * multiprocessors // programs))
+    parts = min(range(least, max(least, min(steps, 2 * least)) + 1), key=cost)
+    each = -(-steps // parts)
+    return -(-steps // each), each
+
+
+# Kernels that were compiled, by what they were compiled for. Triton finds them as well, but takes ten times as long.
+_compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+
+
+def _run(name: str, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any], tile: Tile) -> None:
+    """Launch a kernel of `poecaps.kernels.tiles`, compiled for these constants and for the dtypes of the arguments."""
+    device = arguments[0].device
+    key: list[Any] = [name, tile.warps, tile.stages, device.index, *constants.values()]
+    aligned = True
+    for argument in arguments:
+        if isinstance(argument, torch.Tensor):
+            key.append(argument.dtype)
+            aligned = aligned and argument.data_ptr() % 16 == 0  # what kernels are compiled for, where they can be
     elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
     with torch.cuda.device(device) if elsewhere else nullcontext():
-        kernel[grid](*arguments, **flags, num_warps=tile.warps, num_stages=tile.stages)
+        found = _compiled.get(tuple(key)) if aligned else None
+        if found is not None:
+            kernel, rest = found
+            kernel[(*grid, 1, 1)[:3]](*arguments, *rest)
+            return
+        function = getattr(_tiles(), name)
+        kernel = function[grid](*arguments, **constants, num_warps=tile.warps, num_stages=tile.stages)
+        if aligned and kernel is not None and _can_reuse():
+            names = function.arg_names[len(arguments) :]
+            _compiled[tuple(key)] = (kernel, tuple(constants[name] for name in names))
+
+
+@cache
+def _can_reuse() -> bool:
+    """Tell whether this Triton launches a compiled kernel as those do that this was tried with."""
+    version = importlib.metadata.version("triton").split(".")
+    return (int(version[0]), int(version[1])) >= (3, 6)
 
 
 @cache
@@ -650,7 +682,7 @@ def _tiles() -> Any:
 @cache
 def _multiprocessors(device: torch.device) -> int:
     # Without a GPU the kernels are interpreted, for tests: few, but enough that sums are split.
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
 def _padded(size: int, least: int) -> int:

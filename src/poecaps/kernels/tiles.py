@@ -116,7 +116,7 @@ def _votes(x, maps, JB: tl.constexpr, DP: tl.constexpr, PRECISION: tl.constexpr)
 def _inverse_norm(u):
     """1/‖u‖ over the last axis, and 1 for a zero vector, whose direction is then 0 all the same."""
     square = tl.sum(u * u, 2)
-    return tl.where(square > 0, tl.rsqrt(square), 1.0)
+    return tl.rsqrt(tl.where(square > 0, square, 1.0))
 
 
 @triton.jit
