@@ -9,24 +9,24 @@ float16, bfloat16 and float32 are covered; sums and softmaxes are float32, and p
 
 from __future__ import annotations
 
-import importlib
-import importlib.metadata
 import importlib.util
 import os
-from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from poecaps import functional as F
+from poecaps.kernels.launch import rows_in_block, run_rows, stripped, tiled
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
+
+    from poecaps.kernels.launch import Plan
 
 LARGEST_DIM = 64
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -36,25 +36,6 @@ KEEP_BYTES = 64 * 2**20
 
 # A softmax of logits within ±60 needs no maximum taken out: e^60 times any number of inputs is far from overflow.
 SAFE_LOGIT = 60.0
-
-
-@dataclass(frozen=True)
-class Tile:
-    """What one program holds, images × columns of experts, and how it is run."""
-
-    images: int = 64
-    columns: int = 64
-    warps: int = 4
-    stages: int = 2
-    waves: int = 4  # programs to aim for per multiprocessor, at least, where a sum can be split
-
-
-# By kind of kernel, sums over inputs, over experts, over images, and the gradient through routing: the best of a sweep
-# on an H200.
-TILES = {"up": Tile(stages=3), "down": Tile(stages=1), "learn": Tile(), "reverse": Tile()}
-
-# How products of float32 are made: three tf32 products are as exact as one float32 product. Half precision needs one.
-PRECISION = {torch.float32: "tf32x3", torch.float16: "tf32", torch.bfloat16: "tf32"}
 
 
 @dataclass(frozen=True)
@@ -96,7 +77,7 @@ class Coefficients:
         What the experts sent before the last iteration, summed; not used after a single iteration.
     level : (B, J) or (B, I)
         Logarithm of the softmax's sum, over the inputs or the outputs; not used after a single iteration.
-    logits : (B, I, J), optional
+    logits : (B, J, I), optional
         Kept where they are small.
     """
 
@@ -109,7 +90,7 @@ class Coefficients:
     def tensor(self, weight: Tensor) -> Tensor:
         """Write them down: (B, I, J), float32."""
         weight = weight.detach().contiguous()
-        plan = _plan(weight, "down")
+        plan = tiled(weight, "down")
         batch, inputs, _ = self.x.shape
         out = self.x.new_empty(batch, inputs, plan.outputs, dtype=torch.float32)
         source = _source(self, self.x)
@@ -117,7 +98,7 @@ class Coefficients:
             "coefficients",
             batch,
             (inputs, plan.image_blocks(batch)),
-            (source.x, weight, source.h, source.level, source.c, out, source.beta, plan.uniform(self.options), batch),
+            (source.x, weight, source.h, source.level, source.c, out, source.beta, _uniform(plan, self.options), batch),
             source.flags,
         )
         return out
@@ -214,13 +195,23 @@ def preactivation(x: Tensor, weight: Tensor, coefficients: Tensor | Coefficients
 def reconstruction(y: Tensor, weight: Tensor, coefficients: Tensor | Coefficients) -> Tensor:
     """Compute x̃_i = squash(Σ_j c_ij W_ijᵀ y_j), without a gradient: → (B, I, K)."""
     y, weight = y.contiguous(), weight.contiguous()
-    plan, batch = _plan(weight, "down"), len(y)
+    plan, batch = tiled(weight, "down"), len(y)
     blocks = plan.image_blocks(batch)
     splits, each = plan.split(plan.inputs * blocks, plan.expert_blocks, y.device)
     out = y.new_empty(batch, plan.inputs, plan.in_dim)
     part = out if splits == 1 else y.new_empty(splits, *out.shape, dtype=torch.float32)
     source = _source(coefficients, y)
-    scalars = (plan.uniform(source.options), batch, each * plan.experts)
+    if source.kind == LOGITS and plan.in_strips:
+        strip = stripped(weight, "down")
+        strip.launch(
+            "strip_down",
+            batch,
+            (strip.input_blocks, strip.image_blocks(batch)),
+            (y, weight, source.level, source.c, out, batch),
+            {"INPUTS": source.options.inputs, "LARGEST": F._largest_norm(y.dtype)},
+        )
+        return out
+    scalars = (_uniform(plan, source.options), batch, each * plan.experts)
     plan.launch(
         "down",
         batch,
@@ -279,7 +270,7 @@ class _Route(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x, weight, z, h, level = ctx.saved_tensors
         options: Options = ctx.options
-        plan, batch, last = _plan(weight, "reverse"), len(x), options.iterations - 1
+        plan, batch, last = tiled(weight, "reverse"), len(x), options.iterations - 1
         blocks = plan.image_blocks(batch)
         g = torch.empty_like(z)  # ∂L/∂z of every iteration
         g[last] = gradient
@@ -302,14 +293,15 @@ class _Route(torch.autograd.Function):
                 (*found, a[r], part, options.sharpness, batch, each),
                 flags,
             )
-            plan.launch_rows(
+            run_rows(
                 "speak_gradient",
                 (part, z[r - 1], total, g[r - 1], a[r - 1] if options.inputs else spare),
                 (batch * plan.outputs, splits),
+                plan.out_dim,
                 {**cosine, "ADD": r < last},
             )
         x_gradient = weight_gradient = None
-        scalars = (options.sharpness, plan.uniform(options), batch, options.iterations)
+        scalars = (options.sharpness, _uniform(plan, options), batch, options.iterations)
         if ctx.needs_input_grad[0]:
             x_gradient = torch.empty_like(x)
             arguments = (x, weight, h, level, g, a, x_gradient, *scalars)
@@ -343,18 +335,20 @@ class _FreeEnergyGap(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, data: Held, model: Held) -> Tensor:
         weight = weight.contiguous()
-        plan = _plan(weight, "learn")
+        plan = tiled(weight, "learn")
         pulls = []
-        blocks = [plan.row_blocks(len(held.x) * plan.outputs) for held in (data, model)]
+        block = rows_in_block(plan.out_dim)
+        blocks = [-(-len(held.x) * plan.outputs // block) for held in (data, model)]
         part = weight.new_empty(sum(blocks), dtype=torch.float32)
         for sign, held, piece in zip((1.0, -1.0), (data, model), part.split(blocks), strict=True):
             z = held.z.contiguous()
             pull = torch.empty_like(z, dtype=torch.float32)
             on = None if held.on is None else held.on.contiguous()
-            plan.launch_rows(
+            run_rows(
                 "free_energy",
                 (z, z if on is None else on, pull, piece),
                 (len(z) * plan.outputs, sign / len(z)),
+                plan.out_dim,
                 {"HAS_ON": on is not None},
             )
             pulls.append(pull)
@@ -399,25 +393,30 @@ def _forward(x: Tensor, weight: Tensor, options: Options, held: list[Coefficient
 
 
 def _route(x: Tensor, weight: Tensor, options: Options, *, keep: bool, record: bool) -> _Trail:
-    plan, batch = _plan(weight, "up"), len(x)
+    plan, batch = tiled(weight, "up"), len(x)
     stack = options.iterations if record else 1
     z = x.new_empty(stack, batch, plan.outputs, plan.out_dim, dtype=torch.float32)
     h = torch.empty_like(z)
     level = z.new_empty(stack, batch, plan.outputs if options.inputs else plan.inputs)
     room = options.iterations > 1 and keep and batch * plan.inputs * plan.outputs * 4 <= KEEP_BYTES
-    logits = z.new_empty(batch, plan.inputs, plan.outputs) if room else None
+    logits = z.new_empty(batch, plan.outputs, plan.inputs) if room else None
+    norms = room and options.inputs and plan.in_strips
+    zs, hs, levels = z.unbind(), h.unbind(), level.unbind()
     for r in range(options.iterations):
         here, after = (r, r + 1) if record else (0, 0)
-        last = r == options.iterations - 1
-        online = options.inputs and r > 0
-        source = _source(Coefficients(x, options, h[here], level[here], logits), x, first=r == 0)
-        if online:
-            source = source.online(store=last and logits is not None)
-        elif r > 0:
+        first, last = r == 0, r == options.iterations - 1
+        coefficients = Coefficients(x, options, hs[here], levels[here], logits)
+        if first:
+            source = _source(coefficients, x, UNIFORM, store=norms and options.cosine)
+        elif options.inputs:
+            source = _source(coefficients, x, ONLINE, store=last and room)
+        else:
+            source = _source(coefficients, x)
             grid = (plan.inputs, plan.image_blocks(batch))
-            arguments = (x, weight, h[here], level[here], source.c, options.sharpness, batch)
-            plan.launch("levels", batch, grid, arguments, {"COSINE": options.cosine, "STORE": logits is not None})
-        _up(x, weight, source, z=z[here], level=level[here], h=None if last else (h[here], h[after]), first=r == 0)
+            arguments = (x, weight, hs[here], levels[here], source.c, options.sharpness, batch)
+            plan.launch("levels", batch, grid, arguments, {"COSINE": options.cosine, "STORE": room})
+        sent = None if last else (hs[here], hs[after])
+        _up(x, weight, source, z=zs[here], level=levels[here], h=sent, first=first, norms=norms)
     return _Trail(z, h, level, logits)
 
 
@@ -430,43 +429,42 @@ def _up(
     level: Tensor | None = None,
     h: tuple[Tensor, Tensor] | None = None,
     first: bool = True,
+    norms: bool = False,
 ) -> Tensor:
-    """Sum c_ij W_ij v_i into `z`, write the softmax's level, add what the experts send to h: → (B, J, D), float32."""
-    plan, batch, options = _plan(weight, "up"), len(v), source.options
+    """Sum c_ij W_ij v_i into `z`, write the softmax's level, add what the experts send to h: → (B, J, D), float32.
+
+    `norms`: an ONLINE source has the norms of the votes in `source.c`, if agreement needs them, and room for logits.
+    """
+    plan, batch, options = tiled(weight, "up"), len(v), source.options
     if z is None:
         z = v.new_empty(batch, plan.outputs, plan.out_dim, dtype=torch.float32)
-    blocks = plan.image_blocks(batch)
-    splits, each = plan.split(blocks * plan.expert_blocks, plan.inputs, v.device)
+    online = source.kind == ONLINE
+    if plan.in_strips and (source.kind == LOGITS or (online and norms)):
+        strip = stripped(weight, "up")
+        grid = (strip.image_blocks(batch), plan.outputs)
+        splits, each = strip.split(grid[0] * grid[1], strip.input_blocks, v.device)
+    else:
+        strip = None
+        grid = (plan.image_blocks(batch), plan.expert_blocks)
+        splits, each = plan.split(grid[0] * grid[1], plan.inputs, v.device)
     part = z.new_empty(splits, *z.shape)
-    weights = z.new_empty(2, splits, batch, plan.outputs) if source.kind == ONLINE else part.unsqueeze(0)
+    largest, total = z.new_empty(2, splits, batch, plan.outputs).unbind() if online else (part, part)
     softmax = {"BOUNDED": options.bounded}
-    plan.launch(
-        "up",
-        batch,
-        (blocks, plan.expert_blocks, splits),
-        (
-            source.x,
-            v,
-            weight,
-            source.h,
-            source.level,
-            source.c,
-            part,
-            weights[0],
-            weights[-1],
-            source.beta,
-            batch,
-            each,
-        ),
-        {**source.flags, **softmax, "SAME": source.x is v, "STORE": source.store},
-    )
+    found = (weight, source.h, source.level, source.c, part, largest, total, source.beta, batch)
+    if strip is None:
+        flags = {**source.flags, **softmax, "SAME": source.x is v, "STORE": source.store}
+        plan.launch("up", batch, (*grid, splits), (source.x, v, *found, each), flags)
+    else:
+        kind = {"ONLINE": online, "INPUTS": options.inputs, "COSINE": options.cosine, "STORE": source.store}
+        strip.launch("strip_up", batch, (*grid, splits), (v, *found, each * strip.row), {**kind, **softmax})
     h_old, h_new = (z, z) if h is None else h
-    factor = plan.uniform(options) if source.kind == UNIFORM else 1.0
-    flags = {"SOFTMAX": source.kind == ONLINE, "FIRST": first, "LAST": h is None, "COSINE": options.cosine}
-    plan.launch_rows(
+    factor = _uniform(plan, options) if source.kind == UNIFORM else 1.0
+    flags = {"SOFTMAX": online, "FIRST": first, "LAST": h is None, "COSINE": options.cosine}
+    run_rows(
         "gather",
-        (part, weights[0], weights[-1], z, z if level is None else level, h_old, h_new),
+        (part, largest, total, z, z if level is None else level, h_old, h_new),
         (batch * plan.outputs, splits, factor),
+        plan.out_dim,
         {**flags, **softmax, "LARGEST": F._largest_norm(v.dtype)},
     )
     return z
@@ -482,33 +480,41 @@ def _learn(
     add: bool = False,
 ) -> None:
     """Sum c_ij q_j v_iᵀ over the batch and the terms (q, v); of two, the first has the capsules that were routed."""
-    plan, batch = _plan(weight, "learn"), len(terms[0][0])
+    plan, batch = tiled(weight, "learn"), len(terms[0][0])
     q, v = terms[-1]
     p, x = terms[0]
     source = _source(coefficients, x)
     pair = len(terms) == 2
-    rest = (p if scale is None else scale, result, source.beta, plan.uniform(source.options), batch)
+    flags = {"PAIR": pair, "ADD": add, "SCALED": scale is not None}
+    if source.kind == LOGITS and plan.in_strips:
+        strip = stripped(weight, "learn")
+        strip.launch(
+            "strip_learn",
+            batch,
+            (strip.input_blocks, plan.outputs),
+            (x, v.contiguous(), p, q, source.level, source.c, p if scale is None else scale, result, batch),
+            {**flags, "INPUTS": source.options.inputs},
+        )
+        return
+    rest = (p if scale is None else scale, result, source.beta, _uniform(plan, source.options), batch)
     plan.launch(
         "weight_gradient",
         batch,
         (plan.inputs, plan.expert_blocks),
         (x if pair else source.x, v.contiguous(), p, q, weight, source.h, source.level, source.c, *rest),
-        {**source.flags, "PAIR": pair, "ADD": add, "SCALED": scale is not None},
+        {**source.flags, **flags},
     )
 
 
 def _speak(part: Tensor, on: Tensor | None, out: Tensor) -> None:
     """Join parts and squash them, 0 where `on` is False: (S, B, J, D), (B, J) → out (B, J, D)."""
-    rows, dim = out.shape[0] * out.shape[1], out.shape[2]
-    pad = _padded(dim, 1)
-    block = max(1, 512 // pad)
-    flags = {"D": dim, "DP": pad, "ROWS": block, "HAS_ON": on is not None, "LARGEST": F._largest_norm(out.dtype)}
+    flags = {"HAS_ON": on is not None, "LARGEST": F._largest_norm(out.dtype)}
     pointers = (part, part if on is None else on.contiguous(), out)
-    _run("speak", (-(-rows // block),), (*pointers, rows, len(part)), flags, Tile())
+    run_rows("speak", pointers, (out.shape[0] * out.shape[1], len(part)), out.shape[2], flags)
 
 
 # ---------------------------------------------------------------------------------------------------------
-# Where coefficients come from; sizes and launches
+# Where coefficients come from
 
 # The codes of `poecaps.kernels.tiles`.
 UNIFORM, GIVEN, LOGITS, HISTORY, ONLINE = range(5)
@@ -534,156 +540,20 @@ class _Source:
     def flags(self) -> dict[str, Any]:
         return {"SOURCE": self.kind, "INPUTS": self.options.inputs, "COSINE": self.options.cosine}
 
-    def online(self, *, store: bool) -> _Source:
-        return _Source(ONLINE, self.options, self.x, self.h, self.level, self.c, store)
 
-
-def _source(coefficients: Tensor | Coefficients, spare: Tensor, *, first: bool = False) -> _Source:
+def _source(
+    coefficients: Tensor | Coefficients, spare: Tensor, kind: int | None = None, *, store: bool = False
+) -> _Source:
+    """Find the pointers of coefficients, of the kind given or of the one that is fastest."""
     if not isinstance(coefficients, Coefficients):
         return _Source(GIVEN, Options(), spare, spare, spare, coefficients.contiguous())
     found = coefficients
-    if first or found.options.iterations == 1:
-        return _Source(UNIFORM, found.options, found.x, spare, spare, spare)
-    if found.logits is not None:
-        return _Source(LOGITS, found.options, found.x, found.history, found.level, found.logits)
-    return _Source(HISTORY, found.options, found.x, found.history, found.level, spare)
+    if kind is None:
+        kind = UNIFORM if found.options.iterations == 1 else HISTORY if found.logits is None else LOGITS
+    c = spare if found.logits is None else found.logits
+    return _Source(kind, found.options, found.x, found.history, found.level, c, store)
 
 
-@dataclass(frozen=True, eq=False)
-class _Plan:
-    """Sizes of a layer, and of the tiles that one kind of kernel cuts it into."""
-
-    inputs: int
-    outputs: int
-    out_dim: int
-    in_dim: int
-    precision: str
-    tile: Tile
-
-    @cached_property
-    def out_pad(self) -> int:
-        return _padded(self.out_dim, 1)
-
-    @cached_property
-    def columns(self) -> int:
-        # No wider than all experts together; at least 16, the smallest product that the matrix units take.
-        return max(16, self.out_pad, min(self.tile.columns, _padded(self.outputs, 1) * self.out_pad))
-
-    @cached_property
-    def experts(self) -> int:
-        return self.columns // self.out_pad
-
-    @cached_property
-    def expert_blocks(self) -> int:
-        return -(-self.outputs // self.experts)
-
-    @cached_property
-    def rows(self) -> int:
-        return max(1, 512 // self.out_pad)
-
-    @cached_property
-    def sizes(self) -> dict[str, Any]:
-        sizes = {"I": self.inputs, "J": self.outputs, "D": self.out_dim, "K": self.in_dim, "PRECISION": self.precision}
-        return {**sizes, "N": self.columns, "DP": self.out_pad, "KP": _padded(self.in_dim, 16)}
-
-    @cached_property
-    def row_sizes(self) -> dict[str, Any]:
-        return {"D": self.out_dim, "DP": self.out_pad, "ROWS": self.rows}
-
-    def images(self, batch: int) -> int:
-        return min(self.tile.images, _padded(batch, 16))
-
-    def image_blocks(self, batch: int) -> int:
-        return -(-batch // self.images(batch))
-
-    def row_blocks(self, rows: int) -> int:
-        return -(-rows // self.rows)
-
-    def uniform(self, options: Options) -> float:
-        return 1 / (self.inputs if options.inputs else self.outputs)
-
-    def split(self, programs: int, steps: int, device: torch.device) -> tuple[int, int]:
-        """Into how many parts to split a sum of `steps`, and how many steps each has, so that the device is busy."""
-        return _split(programs, steps, self.tile.waves, _multiprocessors(device))
-
-    def launch(
-        self, name: str, batch: int, grid: tuple[int, ...], arguments: tuple[Any, ...], flags: dict[str, Any]
-    ) -> None:
-        _run(name, grid, arguments, {**self.sizes, **flags, "BB": self.images(batch)}, self.tile)
-
-    def launch_rows(
-        self, name: str, pointers: tuple[Tensor, ...], scalars: tuple[Any, ...], flags: dict[str, Any]
-    ) -> None:
-        _run(name, (self.row_blocks(scalars[0]),), pointers + scalars, {**self.row_sizes, **flags}, Tile())
-
-
-def _plan(weight: Tensor, kind: str) -> _Plan:
-    return _planned(weight.shape, PRECISION[weight.dtype], TILES[kind])
-
-
-@cache
-def _planned(shape: tuple[int, int, int, int], precision: str, tile: Tile) -> _Plan:
-    return _Plan(*shape, precision, tile)
-
-
-@cache
-def _split(programs: int, steps: int, waves: int, multiprocessors: int) -> tuple[int, int]:
-    # The busiest multiprocessor ends last: it has its share of the programs, each with its steps and about two more for
-    # what comes before and after them.
-    def cost(parts: int) -> int:
-        return -(-programs * parts // multiprocessors) * (-(-steps // parts) + 2)
-
-    least = max(1, min(steps, waves * multiprocessors // programs))
-    parts = min(range(least, max(least, min(steps, 2 * least)) + 1), key=cost)
-    each = -(-steps // parts)
-    return -(-steps // each), each
-
-
-# Kernels that were compiled, by what they were compiled for. Triton finds them as well, but takes ten times as long.
-_compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
-
-
-def _run(name: str, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any], tile: Tile) -> None:
-    """Launch a kernel of `poecaps.kernels.tiles`, compiled for these constants and for the dtypes of the arguments."""
-    device = arguments[0].device
-    key: list[Any] = [name, tile.warps, tile.stages, device.index, *constants.values()]
-    aligned = True
-    for argument in arguments:
-        if isinstance(argument, torch.Tensor):
-            key.append(argument.dtype)
-            aligned = aligned and argument.data_ptr() % 16 == 0  # what kernels are compiled for, where they can be
-    elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
-    with torch.cuda.device(device) if elsewhere else nullcontext():
-        found = _compiled.get(tuple(key)) if aligned else None
-        if found is not None:
-            kernel, rest = found
-            kernel[(*grid, 1, 1)[:3]](*arguments, *rest)
-            return
-        function = getattr(_tiles(), name)
-        kernel = function[grid](*arguments, **constants, num_warps=tile.warps, num_stages=tile.stages)
-        if aligned and kernel is not None and _can_reuse():
-            names = function.arg_names[len(arguments) :]
-            _compiled[tuple(key)] = (kernel, tuple(constants[name] for name in names))
-
-
-@cache
-def _can_reuse() -> bool:
-    """Tell whether this Triton launches a compiled kernel as those do that this was tried with."""
-    version = importlib.metadata.version("triton").split(".")
-    return (int(version[0]), int(version[1])) >= (3, 6)
-
-
-@cache
-def _tiles() -> Any:
-    """Import the kernels, and Triton with them, on first use."""
-    return importlib.import_module("poecaps.kernels.tiles")
-
-
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    # Without a GPU the kernels are interpreted, for tests: few, but enough that sums are split.
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
-
-
-def _padded(size: int, least: int) -> int:
-    return max(least, 1 << (size - 1).bit_length())
+def _uniform(plan: Plan, options: Options) -> float:
+    """Return the coefficient that all have before the first agreement."""
+    return 1 / (plan.inputs if options.inputs else plan.outputs)

@@ -24,7 +24,8 @@ import triton.language as tl
 _COUNTS = ("B", "I", "each", "rows", "splits", "R")
 
 
-def _kernel(function):
+def kernel(function):
+    """Compile a function that the host launches."""
     counts = [name for name in inspect.signature(function).parameters if name in _COUNTS]
     return triton.jit(function, do_not_specialize=counts)
 
@@ -83,18 +84,27 @@ def _store_experts(z, value, b, j0, B, J: tl.constexpr, D: tl.constexpr, JB: tl.
 
 
 @triton.jit
-def _pairs(c, b, i, j0, B, I, J: tl.constexpr, JB: tl.constexpr):
-    """Load c_ij of JB experts from j0 on: (BB, JB)."""
-    j = j0 + tl.arange(0, JB)
-    at = (b.to(tl.int64) * I + i)[:, None] * J + j[None, :]
-    return tl.load(c + at, mask=(b < B)[:, None] & (j < J)[None, :], other=0.0).to(tl.float32)
+def _pairs_at(b, i, j, I, J: tl.constexpr, TURNED: tl.constexpr):
+    """Where the numbers of pairs lie: (B, I, J), or (B, J, I) for what is kept (TURNED)."""
+    if TURNED:
+        at = ((b.to(tl.int64) * J)[:, None] + j[None, :]) * I + i
+    else:
+        at = (b.to(tl.int64) * I + i)[:, None] * J + j[None, :]
+    return at
 
 
 @triton.jit
-def _store_pairs(c, value, b, i, j0, B, I, J: tl.constexpr, JB: tl.constexpr):
+def _pairs(c, b, i, j0, B, I, J: tl.constexpr, JB: tl.constexpr, TURNED: tl.constexpr):
+    """Load c_ij of JB experts from j0 on: (BB, JB)."""
     j = j0 + tl.arange(0, JB)
-    at = (b.to(tl.int64) * I + i)[:, None] * J + j[None, :]
-    tl.store(c + at, value, mask=(b < B)[:, None] & (j < J)[None, :])
+    mask = (b < B)[:, None] & (j < J)[None, :]
+    return tl.load(c + _pairs_at(b, i, j, I, J, TURNED), mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store_pairs(c, value, b, i, j0, B, I, J: tl.constexpr, JB: tl.constexpr, TURNED: tl.constexpr):
+    j = j0 + tl.arange(0, JB)
+    tl.store(c + _pairs_at(b, i, j, I, J, TURNED), value, mask=(b < B)[:, None] & (j < J)[None, :])
 
 
 @triton.jit
@@ -142,17 +152,23 @@ def _polar(v):
 def _squashed(v, LARGEST: tl.constexpr):
     """Squash of rows (R, DP), its norm at most LARGEST."""
     norm, unit = _polar(v)
+    return _squash_factor(norm, LARGEST) * unit
+
+
+@triton.jit
+def _squash_factor(norm, LARGEST: tl.constexpr):
+    """n²/(1+n²), written as 1/(1+n⁻²) above 1 so that n² cannot overflow, and at most LARGEST."""
     small = tl.minimum(norm, 1.0)
     inverse = 1.0 / tl.maximum(norm, 1.0)
     firing = tl.where(norm > 1, 1.0 / (1.0 + inverse * inverse), small * small / (1.0 + small * small))
-    return tl.minimum(firing, LARGEST) * unit
+    return tl.minimum(firing, LARGEST)
 
 
 # ---------------------------------------------------------------------------------------------------------
 # Routing
 
 
-@_kernel
+@kernel
 def up(
     x, v, w, h, level, c, part, part_max, part_sum, beta, B, each,
     I, J: tl.constexpr, D: tl.constexpr, K: tl.constexpr,
@@ -163,7 +179,8 @@ def up(
     """Sum c_ij W_ij v_i over `each` inputs, the coefficients being those of x: → part (splits, B, J, D).
 
     ONLINE: unnormalised, with the largest logit and the sum of the softmax in part_max and part_sum (splits, B, J), or,
-    BOUNDED, with the sum alone where no logit can overflow; STORE also writes the logits to c. SAME: v is x.
+    BOUNDED, with the sum alone where no logit can overflow; STORE also writes the logits to c. UNIFORM: without the
+    common factor; STORE also writes 1/‖u_ij‖ to c. SAME: v is x.
     """
     JB: tl.constexpr = N // DP
     b = tl.program_id(0) * BB + tl.arange(0, BB)
@@ -177,8 +194,15 @@ def up(
         flat = tl.zeros([BB, N], tl.float32)
         for i in range(low, high):
             maps = _maps(w, i, j0, J, D, K, N, DP, KP)
-            flat = tl.dot(_capsules(v, b, i, B, I, K, KP), tl.trans(maps), flat, input_precision=PRECISION)
-        total = tl.reshape(flat, [BB, JB, DP])
+            capsules = _capsules(v, b, i, B, I, K, KP)
+            if STORE:
+                u = _votes(capsules, maps, JB, DP, PRECISION)
+                _store_pairs(c, _inverse_norm(u), b, i, j0, B, I, J, JB, True)
+                total += u
+            else:
+                flat = tl.dot(capsules, tl.trans(maps), flat, input_precision=PRECISION)
+        if not STORE:
+            total = tl.reshape(flat, [BB, JB, DP])
     elif SOURCE == ONLINE:
         sent = _experts(h, b, j0, B, J, D, JB, DP) * beta
         largest = tl.full([BB, JB], float("-inf"), tl.float32)
@@ -187,7 +211,7 @@ def up(
             u = _votes(_capsules(x, b, i, B, I, K, KP), _maps(w, i, j0, J, D, K, N, DP, KP), JB, DP, PRECISION)
             logit = _agreement(u, sent, COSINE)
             if STORE:
-                _store_pairs(c, logit, b, i, j0, B, I, J, JB)
+                _store_pairs(c, logit, b, i, j0, B, I, J, JB, True)
             if BOUNDED:
                 share = tl.exp(logit)
                 weight += share
@@ -211,9 +235,9 @@ def up(
             maps = _maps(w, i, j0, J, D, K, N, DP, KP)
             moved = _votes(_capsules(v, b, i, B, I, K, KP), maps, JB, DP, PRECISION)
             if SOURCE == GIVEN:
-                share = _pairs(c, b, i, j0, B, I, J, JB)
+                share = _pairs(c, b, i, j0, B, I, J, JB, False)
             elif SOURCE == LOGITS:
-                share = tl.exp(_pairs(c, b, i, j0, B, I, J, JB) - _shared(level, b, i, j0, B, I, J, JB, INPUTS))
+                share = tl.exp(_pairs(c, b, i, j0, B, I, J, JB, True) - _shared(level, b, i, j0, B, I, J, JB, INPUTS))
             else:
                 u = moved if SAME else _votes(_capsules(x, b, i, B, I, K, KP), maps, JB, DP, PRECISION)
                 share = tl.exp(_agreement(u, sent, COSINE) - _shared(level, b, i, j0, B, I, J, JB, INPUTS))
@@ -221,7 +245,7 @@ def up(
     _store_experts(part + split.to(tl.int64) * B * J * D, total, b, j0, B, J, D, JB, DP)
 
 
-@_kernel
+@kernel
 def gather(
     part, part_max, part_sum, z, level, h, h_next, rows, splits, factor,
     D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr, SOFTMAX: tl.constexpr, BOUNDED: tl.constexpr,
@@ -270,7 +294,7 @@ def gather(
         tl.store(h_next + at, sent, mask=mask)
 
 
-@_kernel
+@kernel
 def levels(
     x, w, h, level, c, beta, B,
     I, J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, COSINE: tl.constexpr, STORE: tl.constexpr,
@@ -287,7 +311,7 @@ def levels(
         u = _votes(capsules, _maps(w, i, j0, J, D, K, N, DP, KP), JB, DP, PRECISION)
         logit = _agreement(u, _experts(h, b, j0, B, J, D, JB, DP) * beta, COSINE)
         if STORE:
-            _store_pairs(c, logit, b, i, j0, B, I, J, JB)
+            _store_pairs(c, logit, b, i, j0, B, I, J, JB, True)
         logit = tl.where((j0 + tl.arange(0, JB) < J)[None, :], logit, float("-inf"))
         higher = tl.maximum(largest, tl.max(logit, 1))
         weight = weight * tl.exp(largest - higher) + tl.sum(tl.exp(logit - higher[:, None]), 1)
@@ -305,9 +329,9 @@ def _share(
     if SOURCE == UNIFORM:
         share = tl.zeros([b.shape[0], JB], tl.float32) + factor
     elif SOURCE == GIVEN:
-        share = _pairs(c, b, i, j0, B, I, J, JB)
+        share = _pairs(c, b, i, j0, B, I, J, JB, False)
     elif SOURCE == LOGITS:
-        share = tl.exp(_pairs(c, b, i, j0, B, I, J, JB) - _shared(level, b, i, j0, B, I, J, JB, INPUTS))
+        share = tl.exp(_pairs(c, b, i, j0, B, I, J, JB, True) - _shared(level, b, i, j0, B, I, J, JB, INPUTS))
     else:
         u = _votes(x, maps, JB, DP, PRECISION)
         logit = _agreement(u, _experts(h, b, j0, B, J, D, JB, DP) * beta, COSINE)
@@ -315,7 +339,7 @@ def _share(
     return share
 
 
-@_kernel
+@kernel
 def coefficients(
     x, w, h, level, c, out, beta, factor, B,
     I, J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, SOURCE: tl.constexpr, INPUTS: tl.constexpr,
@@ -332,10 +356,10 @@ def coefficients(
         share = _share(
             capsules, maps, h, level, c, beta, b, i, j0, B, factor, I, J, D, SOURCE, INPUTS, COSINE, PRECISION, JB, DP
         )
-        _store_pairs(out, share, b, i, j0, B, I, J, JB)
+        _store_pairs(out, share, b, i, j0, B, I, J, JB, False)
 
 
-@_kernel
+@kernel
 def down(
     x, y, w, h, level, c, out, beta, factor, B, each,
     I, J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, SOURCE: tl.constexpr, INPUTS: tl.constexpr,
@@ -365,7 +389,7 @@ def down(
     tl.store(out + at, total, mask=(b < B)[:, None] & (k < K)[None, :])
 
 
-@_kernel
+@kernel
 def speak(
     part, on, out, rows, splits,
     D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr, HAS_ON: tl.constexpr, LARGEST: tl.constexpr,
@@ -389,7 +413,7 @@ def speak(
 # Learning
 
 
-@_kernel
+@kernel
 def free_energy(
     z, on, pull, part, rows, scale,
     D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr, HAS_ON: tl.constexpr,
@@ -414,7 +438,7 @@ def free_energy(
     tl.store(part + tl.program_id(0), -scale * tl.sum(tl.where(inside, term, 0.0), 0))
 
 
-@_kernel
+@kernel
 def weight_gradient(
     x, v, p, q, w, h, level, c, scale, out, beta, factor, B,
     I, J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, SOURCE: tl.constexpr, INPUTS: tl.constexpr,
@@ -460,7 +484,7 @@ def weight_gradient(
 #   ∂L/∂u_ij = Σ_r c_ij g_j + β ∂L/∂b_ij ∂⟨û_ij, h_j⟩/∂u_ij.
 
 
-@_kernel
+@kernel
 def averages(
     x, w, h, level, g, out, beta, B,
     I, J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, COSINE: tl.constexpr,
@@ -480,7 +504,7 @@ def averages(
     tl.store(out + b.to(tl.int64) * I + i, total, mask=b < B)
 
 
-@_kernel
+@kernel
 def up_gradient(
     x, w, h, level, g, a, part, beta, B, each,
     I, J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, INPUTS: tl.constexpr, COSINE: tl.constexpr,
@@ -506,7 +530,7 @@ def up_gradient(
     _store_experts(part + split.to(tl.int64) * B * J * D, total, b, j0, B, J, D, JB, DP)
 
 
-@_kernel
+@kernel
 def speak_gradient(
     part, z, history, g, a, rows, splits,
     D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr, ADD: tl.constexpr, COSINE: tl.constexpr,
@@ -568,7 +592,7 @@ def _vote_gradient(
     return total
 
 
-@_kernel
+@kernel
 def route_weight_gradient(
     x, w, h, level, g, a, out, beta, factor, B, R,
     I, J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, INPUTS: tl.constexpr, COSINE: tl.constexpr,
@@ -594,7 +618,7 @@ def route_weight_gradient(
     tl.store(out + at, total, mask=((j < J) & (d < D))[:, None] & (k < K)[None, :])
 
 
-@_kernel
+@kernel
 def route_input_gradient(
     x, w, h, level, g, a, out, beta, factor, B, R,
     I, J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, INPUTS: tl.constexpr, COSINE: tl.constexpr,
