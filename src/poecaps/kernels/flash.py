@@ -77,7 +77,7 @@ class Coefficients:
         What the experts sent before the last iteration, summed; not used after a single iteration.
     level : (B, J) or (B, I)
         Logarithm of the softmax's sum, over the inputs or the outputs; not used after a single iteration.
-    logits : (B, J, I), optional
+    logits : (J, I, B), optional
         Kept where they are small.
     """
 
@@ -187,6 +187,9 @@ def routing_by_agreement(x: Tensor, weight: Tensor, options: Options, *, keep: b
 
 def preactivation(x: Tensor, weight: Tensor, coefficients: Tensor | Coefficients) -> Tensor:
     """Compute z_j = Σ_i c_ij W_ij x_i, with a gradient in the weight alone: → (B, J, D)."""
+    if not torch.is_grad_enabled():
+        x = x.contiguous()
+        return _up(x, weight.detach().contiguous(), _source(coefficients, x)).to(x.dtype)
     z: Tensor = _Preactivation.apply(x, weight, coefficients)  # type: ignore[no-untyped-call]
     return z
 
@@ -309,7 +312,7 @@ class _Route(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             weight_gradient = torch.empty_like(weight)
             arguments = (x, weight, h, level, g, a, weight_gradient, *scalars)
-            plan.launch("route_weight_gradient", batch, (plan.inputs, plan.expert_blocks), arguments, flags)
+            plan.launch("route_weight_gradient", batch, (plan.inputs * plan.expert_blocks,), arguments, flags)
         return x_gradient, weight_gradient, None, None
 
 
@@ -399,15 +402,14 @@ def _route(x: Tensor, weight: Tensor, options: Options, *, keep: bool, record: b
     h = torch.empty_like(z)
     level = z.new_empty(stack, batch, plan.outputs if options.inputs else plan.inputs)
     room = options.iterations > 1 and keep and batch * plan.inputs * plan.outputs * 4 <= KEEP_BYTES
-    logits = z.new_empty(batch, plan.outputs, plan.inputs) if room else None
-    norms = room and options.inputs and plan.in_strips
+    logits = z.new_empty(plan.outputs, plan.inputs, batch) if room else None
     zs, hs, levels = z.unbind(), h.unbind(), level.unbind()
     for r in range(options.iterations):
         here, after = (r, r + 1) if record else (0, 0)
         first, last = r == 0, r == options.iterations - 1
         coefficients = Coefficients(x, options, hs[here], levels[here], logits)
         if first:
-            source = _source(coefficients, x, UNIFORM, store=norms and options.cosine)
+            source = _source(coefficients, x, UNIFORM)
         elif options.inputs:
             source = _source(coefficients, x, ONLINE, store=last and room)
         else:
@@ -416,7 +418,7 @@ def _route(x: Tensor, weight: Tensor, options: Options, *, keep: bool, record: b
             arguments = (x, weight, hs[here], levels[here], source.c, options.sharpness, batch)
             plan.launch("levels", batch, grid, arguments, {"COSINE": options.cosine, "STORE": room})
         sent = None if last else (hs[here], hs[after])
-        _up(x, weight, source, z=zs[here], level=levels[here], h=sent, first=first, norms=norms)
+        _up(x, weight, source, z=zs[here], level=levels[here], h=sent, first=first)
     return _Trail(z, h, level, logits)
 
 
@@ -429,34 +431,27 @@ def _up(
     level: Tensor | None = None,
     h: tuple[Tensor, Tensor] | None = None,
     first: bool = True,
-    norms: bool = False,
 ) -> Tensor:
-    """Sum c_ij W_ij v_i into `z`, write the softmax's level, add what the experts send to h: → (B, J, D), float32.
-
-    `norms`: an ONLINE source has the norms of the votes in `source.c`, if agreement needs them, and room for logits.
-    """
+    """Sum c_ij W_ij v_i into `z`, write the softmax's level, add what the experts send to h: → (B, J, D), float32."""
     plan, batch, options = tiled(weight, "up"), len(v), source.options
     if z is None:
         z = v.new_empty(batch, plan.outputs, plan.out_dim, dtype=torch.float32)
-    online = source.kind == ONLINE
-    if plan.in_strips and (source.kind == LOGITS or (online and norms)):
+    online, softmax = source.kind == ONLINE, {"BOUNDED": options.bounded}
+    if source.kind == LOGITS and plan.in_strips:
         strip = stripped(weight, "up")
-        grid = (strip.image_blocks(batch), plan.outputs)
-        splits, each = strip.split(grid[0] * grid[1], strip.input_blocks, v.device)
+        blocks = strip.image_blocks(batch)
+        splits, each = strip.split(blocks * plan.outputs, strip.input_blocks, v.device)
+        part = largest = total = z.new_empty(splits, *z.shape)
+        arguments = (v, weight, source.level, source.c, part, batch, each * strip.row)
+        strip.launch("strip_up", batch, (blocks, plan.outputs, splits), arguments, {"INPUTS": options.inputs})
     else:
-        strip = None
-        grid = (plan.image_blocks(batch), plan.expert_blocks)
-        splits, each = plan.split(grid[0] * grid[1], plan.inputs, v.device)
-    part = z.new_empty(splits, *z.shape)
-    largest, total = z.new_empty(2, splits, batch, plan.outputs).unbind() if online else (part, part)
-    softmax = {"BOUNDED": options.bounded}
-    found = (weight, source.h, source.level, source.c, part, largest, total, source.beta, batch)
-    if strip is None:
+        blocks = plan.image_blocks(batch)
+        splits, each = plan.split(blocks * plan.expert_blocks, plan.inputs, v.device)
+        part = z.new_empty(splits, *z.shape)
+        largest, total = z.new_empty(2, splits, batch, plan.outputs).unbind() if online else (part, part)
+        held = (source.x, v, weight, source.h, source.level, source.c, part, largest, total, source.beta)
         flags = {**source.flags, **softmax, "SAME": source.x is v, "STORE": source.store}
-        plan.launch("up", batch, (*grid, splits), (source.x, v, *found, each), flags)
-    else:
-        kind = {"ONLINE": online, "INPUTS": options.inputs, "COSINE": options.cosine, "STORE": source.store}
-        strip.launch("strip_up", batch, (*grid, splits), (v, *found, each * strip.row), {**kind, **softmax})
+        plan.launch("up", batch, (blocks, plan.expert_blocks, splits), (*held, batch, each), flags)
     h_old, h_new = (z, z) if h is None else h
     factor = _uniform(plan, options) if source.kind == UNIFORM else 1.0
     flags = {"SOFTMAX": online, "FIRST": first, "LAST": h is None, "COSINE": options.cosine}
@@ -491,7 +486,7 @@ def _learn(
         strip.launch(
             "strip_learn",
             batch,
-            (strip.input_blocks, plan.outputs),
+            (strip.input_blocks * plan.outputs,),
             (x, v.contiguous(), p, q, source.level, source.c, p if scale is None else scale, result, batch),
             {**flags, "INPUTS": source.options.inputs},
         )
@@ -500,7 +495,7 @@ def _learn(
     plan.launch(
         "weight_gradient",
         batch,
-        (plan.inputs, plan.expert_blocks),
+        (plan.inputs * plan.expert_blocks,),
         (x if pair else source.x, v.contiguous(), p, q, weight, source.h, source.level, source.c, *rest),
         {**source.flags, **flags},
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Tile:
     """What one program holds, images × columns of experts, and how it is run."""
 
@@ -33,7 +32,11 @@ PLAIN = Tile()
 TILES = {"up": Tile(stages=3), "down": Tile(stages=1), "learn": Tile(), "reverse": Tile()}
 
 # The same for kernels that work in strips, columns being those of the inputs.
-STRIPS = {"up": Tile(stages=1), "down": Tile(stages=1), "learn": Tile(stages=1)}
+STRIPS = {
+    "up": Tile(columns=32, stages=1, waves=8),
+    "down": Tile(columns=32, stages=1),
+    "learn": Tile(stages=1),
+}
 
 # How products of float32 are made: three tf32 products are as exact as one float32 product. Half precision needs one.
 PRECISION = {torch.float32: "tf32x3", torch.float16: "tf32", torch.bfloat16: "tf32"}
@@ -187,7 +190,7 @@ def rows_in_block(dim: int) -> int:
 
 
 # Kernels that were compiled, by what they were compiled for. Triton finds them as well, but takes ten times as long.
-_compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+_compiled: dict[tuple[Any, ...] | None, tuple[Any, tuple[Any, ...]]] = {}
 
 
 def run(
@@ -195,24 +198,31 @@ def run(
 ) -> None:
     """Launch a kernel of `tiles` or `strips`, compiled for these constants and for the dtypes of the arguments."""
     device = arguments[0].device
-    key: list[Any] = [name, tile.warps, tile.stages, device.index, *constants.values()]
-    aligned = True
+    key: list[Any] = [name, tile, device.index, *constants.values()]
+    values, aligned = [], 0
     for argument in arguments:
         if isinstance(argument, torch.Tensor):
             key.append(argument.dtype)
-            aligned = aligned and argument.data_ptr() % 16 == 0  # what kernels are compiled for, where they can be
-    elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
-    with torch.cuda.device(device) if elsewhere else nullcontext():
-        found = _compiled.get(tuple(key)) if aligned else None
-        if found is not None:
-            kernel, rest = found
-            kernel[(*grid, 1, 1)[:3]](*arguments, *rest)
-            return
-        function = getattr(_module(name), name)
-        kernel = function[grid](*arguments, **constants, num_warps=tile.warps, num_stages=tile.stages)
-        if aligned and kernel is not None and _can_reuse():
-            names = function.arg_names[len(arguments) :]
-            _compiled[tuple(key)] = (kernel, tuple(constants[name] for name in names))
+            address = argument.data_ptr()
+            aligned |= address
+            values.append(address)
+        else:
+            values.append(argument)
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            return run(name, grid, arguments, constants, tile)
+    # Kernels are compiled for addresses that are multiples of 16, where they are.
+    where = tuple(key) if aligned % 16 == 0 else None
+    found = _compiled.get(where)
+    if found is not None:
+        kernel, rest = found
+        kernel[(*grid, 1, 1)[:3]](*values, *rest)
+        return None
+    function = getattr(_module(name), name)
+    kernel = function[grid](*arguments, **constants, num_warps=tile.warps, num_stages=tile.stages)
+    if where is not None and kernel is not None and _can_reuse():
+        _compiled[where] = (kernel, tuple(constants[name] for name in function.arg_names[len(arguments) :]))
+    return None
 
 
 @cache

@@ -1,15 +1,15 @@
 # mypy: ignore-errors
 # The functions below are a language of their own, compiled by Triton: their arguments are pointers and blocks.
-"""Triton kernels for routing in strips: a block of images × a row of input capsules × one expert at a time.
+"""Triton kernels for strips: a block of images × a row of input capsules × one expert at a time.
 
-Where one number per pair (i, j) and image may be kept, B·I·J of them, even a tile of votes is not needed: with
-W_j the maps to expert j as one (I·K, D) matrix,
+Where the logits of all pairs (i, j) are kept, B·I·J numbers, what follows the routing needs no votes at all: with W_j
+the maps to expert j as one (I·K, D) matrix,
 
-    ⟨u_ij, h_j⟩ = Σ_k x_ik (W_j h_j)_ik        z_j = (c_·j ⊙ x) W_j        x̃_i = squash(Σ_j c_ij (W_j y_j)_i)
+    z_j = (c_·j ⊙ x) W_j        x̃_i = squash(Σ_j c_ij (W_j y_j)_i)        ΔW_j = (c_·j ⊙ x)ᵀ p_j
 
-Kept are first the norms 1/‖u_ij‖, which the first pass finds, and in their place after the last the logits: (B, J, I),
-so that a row of inputs is contiguous. Constants of a strip: BB images, IB inputs, C = IB·KP columns, DP and KP padded.
-Everything else is as in `poecaps.kernels.tiles`.
+Kept logits lie as (J, I, B): both the tiles that write them, one input and some experts, and the strips that read them,
+some inputs and one expert, then touch memory along images. Constants of a strip: BB images, IB inputs, C = IB·KP
+columns, DP and KP the sizes D and K padded to powers of two. Everything else is as in `poecaps.kernels.tiles`.
 """
 
 import triton
@@ -55,7 +55,7 @@ def _kept(kept, level, b, i0, j, B, I, J: tl.constexpr, IB: tl.constexpr, INPUTS
     """Load c_ij = exp(logit − level) of IB inputs: (BB, IB)."""
     i = i0 + tl.arange(0, IB)
     mask = (b < B)[:, None] & (i < I)[None, :]
-    at = ((b.to(tl.int64) * J + j) * I)[:, None] + i[None, :]
+    at = ((i + j * I).to(tl.int64) * B)[None, :] + b[:, None]
     logit = tl.load(kept + at, mask=mask, other=float("-inf"))
     if INPUTS:
         shared = tl.load(level + b.to(tl.int64) * J + j, mask=b < B, other=0.0)[:, None]
@@ -66,63 +66,25 @@ def _kept(kept, level, b, i0, j, B, I, J: tl.constexpr, IB: tl.constexpr, INPUTS
 
 @kernel
 def strip_up(
-    v, w, h, level, kept, part, part_max, part_sum, beta, B, each, I,
-    J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, ONLINE: tl.constexpr, INPUTS: tl.constexpr,
-    COSINE: tl.constexpr, STORE: tl.constexpr, BOUNDED: tl.constexpr, PRECISION: tl.constexpr,
+    v, w, level, kept, part, B, each, I,
+    J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, INPUTS: tl.constexpr, PRECISION: tl.constexpr,
     BB: tl.constexpr, C: tl.constexpr, DP: tl.constexpr, KP: tl.constexpr,
 ):  # fmt: skip
-    """Sum c_ij W_ij v_i over `each` inputs: → part (splits, B, J, D).
-
-    ONLINE: v was routed, `kept` has the inverse norms, and the softmax over the inputs is taken on the way, as in
-    `tiles.up`; STORE puts the logits in their place. Otherwise `kept` has the logits.
-    """
+    """Sum c_ij W_ij v_i over `each` inputs, a multiple of IB: → part (splits, B, J, D)."""
     IB: tl.constexpr = C // KP
     b = tl.program_id(0) * BB + tl.arange(0, BB)
     j = tl.program_id(1)
     split = tl.program_id(2)
     low = split * each
-    high = tl.minimum(low + each, I)
     total = tl.zeros([BB, DP], tl.float32)
-    weight = tl.zeros([BB], tl.float32)
-    largest = tl.full([BB], float("-inf"), tl.float32)
-    if ONLINE:
-        sent = _expert(h, b, j, B, J, D, DP) * beta
-    for i0 in range(low, high, IB):
-        capsules = tl.reshape(_row(v, b, i0, B, I, K, C, KP), [BB, IB, KP])
+    for i0 in range(low, tl.minimum(low + each, I), IB):
+        share = _kept(kept, level, b, i0, j, B, I, J, IB, INPUTS)[:, :, None]
+        routed = tl.reshape(share * tl.reshape(_row(v, b, i0, B, I, K, C, KP), [BB, IB, KP]), [BB, C])
         maps = _row_maps(w, i0, j, I, J, D, K, C, DP, KP)
-        if ONLINE:
-            i = i0 + tl.arange(0, IB)
-            inside = (b < B)[:, None] & (i < high)[None, :]
-            at = ((b.to(tl.int64) * J + j) * I)[:, None] + i[None, :]
-            back = tl.dot(sent, maps, input_precision=PRECISION)
-            logit = tl.sum(tl.reshape(back, [BB, IB, KP]) * capsules, 2)
-            if COSINE:
-                logit = logit * tl.load(kept + at, mask=inside, other=0.0)
-            if STORE:
-                tl.store(kept + at, logit, mask=inside)
-            logit = tl.where((i < high)[None, :], logit, float("-inf"))
-            if BOUNDED:
-                share = tl.exp(logit)
-                weight += tl.sum(share, 1)
-            else:
-                higher = tl.maximum(largest, tl.max(logit, 1))
-                old = tl.exp(largest - higher)
-                share = tl.exp(logit - higher[:, None])
-                weight = weight * old + tl.sum(share, 1)
-                total = total * old[:, None]
-                largest = higher
-        else:
-            share = _kept(kept, level, b, i0, j, B, I, J, IB, INPUTS)
-            share = tl.where((i0 + tl.arange(0, IB) < high)[None, :], share, 0.0)
-        routed = tl.reshape(share[:, :, None] * capsules, [BB, C])
         total = tl.dot(routed, tl.trans(maps), total, input_precision=PRECISION)
     d = tl.arange(0, DP)
     row = (split * B + b).to(tl.int64) * J + j
     tl.store(part + row[:, None] * D + d[None, :], total, mask=(b < B)[:, None] & (d < D)[None, :])
-    if ONLINE:
-        tl.store(part_sum + row, weight, mask=b < B)
-        if not BOUNDED:
-            tl.store(part_max + row, largest, mask=b < B)
 
 
 @kernel
@@ -163,8 +125,9 @@ def strip_learn(
 ):  # fmt: skip
     """Sum c_ij (q_j v_iᵀ + p_j x_iᵀ) over the batch, the last term if PAIR: → out (I, J, D, K)."""
     IB: tl.constexpr = C // KP
-    i0 = tl.program_id(0) * IB
-    j = tl.program_id(1)
+    # Experts side by side, so that they share the capsules in the cache.
+    i0 = tl.program_id(0) // J * IB
+    j = tl.program_id(0) % J
     total = tl.zeros([C, DP], tl.float32)
     for b0 in range(0, B, BB):
         b = b0 + tl.arange(0, BB)

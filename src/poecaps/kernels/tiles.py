@@ -84,10 +84,10 @@ def _store_experts(z, value, b, j0, B, J: tl.constexpr, D: tl.constexpr, JB: tl.
 
 
 @triton.jit
-def _pairs_at(b, i, j, I, J: tl.constexpr, TURNED: tl.constexpr):
-    """Where the numbers of pairs lie: (B, I, J), or (B, J, I) for what is kept (TURNED)."""
+def _pairs_at(b, i, j, B, I, J: tl.constexpr, TURNED: tl.constexpr):
+    """Where the numbers of pairs lie: (B, I, J), or (J, I, B) for what is kept (TURNED)."""
     if TURNED:
-        at = ((b.to(tl.int64) * J)[:, None] + j[None, :]) * I + i
+        at = ((j * I + i).to(tl.int64) * B)[None, :] + b[:, None]
     else:
         at = (b.to(tl.int64) * I + i)[:, None] * J + j[None, :]
     return at
@@ -98,13 +98,13 @@ def _pairs(c, b, i, j0, B, I, J: tl.constexpr, JB: tl.constexpr, TURNED: tl.cons
     """Load c_ij of JB experts from j0 on: (BB, JB)."""
     j = j0 + tl.arange(0, JB)
     mask = (b < B)[:, None] & (j < J)[None, :]
-    return tl.load(c + _pairs_at(b, i, j, I, J, TURNED), mask=mask, other=0.0).to(tl.float32)
+    return tl.load(c + _pairs_at(b, i, j, B, I, J, TURNED), mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _store_pairs(c, value, b, i, j0, B, I, J: tl.constexpr, JB: tl.constexpr, TURNED: tl.constexpr):
     j = j0 + tl.arange(0, JB)
-    tl.store(c + _pairs_at(b, i, j, I, J, TURNED), value, mask=(b < B)[:, None] & (j < J)[None, :])
+    tl.store(c + _pairs_at(b, i, j, B, I, J, TURNED), value, mask=(b < B)[:, None] & (j < J)[None, :])
 
 
 @triton.jit
@@ -180,7 +180,7 @@ def up(
 
     ONLINE: unnormalised, with the largest logit and the sum of the softmax in part_max and part_sum (splits, B, J), or,
     BOUNDED, with the sum alone where no logit can overflow; STORE also writes the logits to c. UNIFORM: without the
-    common factor; STORE also writes 1/‖u_ij‖ to c. SAME: v is x.
+    common factor. SAME: v is x.
     """
     JB: tl.constexpr = N // DP
     b = tl.program_id(0) * BB + tl.arange(0, BB)
@@ -194,15 +194,8 @@ def up(
         flat = tl.zeros([BB, N], tl.float32)
         for i in range(low, high):
             maps = _maps(w, i, j0, J, D, K, N, DP, KP)
-            capsules = _capsules(v, b, i, B, I, K, KP)
-            if STORE:
-                u = _votes(capsules, maps, JB, DP, PRECISION)
-                _store_pairs(c, _inverse_norm(u), b, i, j0, B, I, J, JB, True)
-                total += u
-            else:
-                flat = tl.dot(capsules, tl.trans(maps), flat, input_precision=PRECISION)
-        if not STORE:
-            total = tl.reshape(flat, [BB, JB, DP])
+            flat = tl.dot(_capsules(v, b, i, B, I, K, KP), tl.trans(maps), flat, input_precision=PRECISION)
+        total = tl.reshape(flat, [BB, JB, DP])
     elif SOURCE == ONLINE:
         sent = _experts(h, b, j0, B, J, D, JB, DP) * beta
         largest = tl.full([BB, JB], float("-inf"), tl.float32)
@@ -447,8 +440,10 @@ def weight_gradient(
 ):  # fmt: skip
     """Sum c_ij (q_j v_iᵀ + p_j x_iᵀ) over the batch, coefficients of x, the last term if PAIR: → out (I, J, D, K)."""
     JB: tl.constexpr = N // DP
-    i = tl.program_id(0)
-    j0 = tl.program_id(1) * JB
+    # Experts side by side, so that they share the capsules in the cache.
+    blocks: tl.constexpr = (J + JB - 1) // JB
+    i = tl.program_id(0) // blocks
+    j0 = tl.program_id(0) % blocks * JB
     maps = _maps(w, i, j0, J, D, K, N, DP, KP)
     total = tl.zeros([N, KP], tl.float32)
     for b0 in range(0, B, BB):
@@ -600,8 +595,10 @@ def route_weight_gradient(
 ):  # fmt: skip
     """Sum ∂L/∂u_ij x_iᵀ over the batch: → out (I, J, D, K)."""
     JB: tl.constexpr = N // DP
-    i = tl.program_id(0)
-    j0 = tl.program_id(1) * JB
+    # Experts side by side, so that they share the capsules in the cache.
+    blocks: tl.constexpr = (J + JB - 1) // JB
+    i = tl.program_id(0) // blocks
+    j0 = tl.program_id(0) % blocks * JB
     maps = _maps(w, i, j0, J, D, K, N, DP, KP)
     total = tl.zeros([N, KP], tl.float32)
     for b0 in range(0, B, BB):
