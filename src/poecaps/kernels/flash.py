@@ -198,7 +198,7 @@ def preactivation(x: Tensor, weight: Tensor, coefficients: Tensor | Coefficients
 def reconstruction(y: Tensor, weight: Tensor, coefficients: Tensor | Coefficients) -> Tensor:
     """Compute x̃_i = squash(Σ_j c_ij W_ijᵀ y_j), without a gradient: → (B, I, K)."""
     y, weight = y.contiguous(), weight.contiguous()
-    plan, batch = tiled(weight, "down"), len(y)
+    plan, batch = tiled(weight, "down"), y.shape[0]
     blocks = plan.image_blocks(batch)
     splits, each = plan.split(plan.inputs * blocks, plan.expert_blocks, y.device)
     out = y.new_empty(batch, plan.inputs, plan.in_dim)
@@ -341,7 +341,7 @@ class _FreeEnergyGap(torch.autograd.Function):
         plan = tiled(weight, "learn")
         pulls = []
         block = rows_in_block(plan.out_dim)
-        blocks = [-(-len(held.x) * plan.outputs // block) for held in (data, model)]
+        blocks = [-(-held.x.shape[0] * plan.outputs // block) for held in (data, model)]
         part = weight.new_empty(sum(blocks), dtype=torch.float32)
         for sign, held, piece in zip((1.0, -1.0), (data, model), part.split(blocks), strict=True):
             z = held.z.contiguous()
@@ -350,7 +350,7 @@ class _FreeEnergyGap(torch.autograd.Function):
             run_rows(
                 "free_energy",
                 (z, z if on is None else on, pull, piece),
-                (len(z) * plan.outputs, sign / len(z)),
+                (z.shape[0] * plan.outputs, sign / z.shape[0]),
                 plan.out_dim,
                 {"HAS_ON": on is not None},
             )
@@ -396,7 +396,7 @@ def _forward(x: Tensor, weight: Tensor, options: Options, held: list[Coefficient
 
 
 def _route(x: Tensor, weight: Tensor, options: Options, *, keep: bool, record: bool) -> _Trail:
-    plan, batch = tiled(weight, "up"), len(x)
+    plan, batch = tiled(weight, "up"), x.shape[0]
     stack = options.iterations if record else 1
     z = x.new_empty(stack, batch, plan.outputs, plan.out_dim, dtype=torch.float32)
     h = torch.empty_like(z)
@@ -433,7 +433,7 @@ def _up(
     first: bool = True,
 ) -> Tensor:
     """Sum c_ij W_ij v_i into `z`, write the softmax's level, add what the experts send to h: → (B, J, D), float32."""
-    plan, batch, options = tiled(weight, "up"), len(v), source.options
+    plan, batch, options = tiled(weight, "up"), v.shape[0], source.options
     if z is None:
         z = v.new_empty(batch, plan.outputs, plan.out_dim, dtype=torch.float32)
     online, softmax = source.kind == ONLINE, {"BOUNDED": options.bounded}
@@ -475,7 +475,7 @@ def _learn(
     add: bool = False,
 ) -> None:
     """Sum c_ij q_j v_iᵀ over the batch and the terms (q, v); of two, the first has the capsules that were routed."""
-    plan, batch = tiled(weight, "learn"), len(terms[0][0])
+    plan, batch = tiled(weight, "learn"), terms[0][0].shape[0]
     q, v = terms[-1]
     p, x = terms[0]
     source = _source(coefficients, x)
@@ -505,7 +505,7 @@ def _speak(part: Tensor, on: Tensor | None, out: Tensor) -> None:
     """Join parts and squash them, 0 where `on` is False: (S, B, J, D), (B, J) → out (B, J, D)."""
     flags = {"HAS_ON": on is not None, "LARGEST": F._largest_norm(out.dtype)}
     pointers = (part, part if on is None else on.contiguous(), out)
-    run_rows("speak", pointers, (out.shape[0] * out.shape[1], len(part)), out.shape[2], flags)
+    run_rows("speak", pointers, (out.shape[0] * out.shape[1], part.shape[0]), out.shape[2], flags)
 
 
 # ---------------------------------------------------------------------------------------------------------
