@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from poecaps import CapsuleExperts, check_capsules, squash
+from poecaps import CapsuleExperts, check_capsules, kernels, squash
 from poecaps import functional as F
+from poecaps.kernels import flash
 from poecaps.layer import MIXINGS
 
 if TYPE_CHECKING:
@@ -57,6 +58,68 @@ def test_the_gpu_agrees_with_float64_on_the_cpu(
     for ours, reference in ((layer(x), exact(x.cpu().double())), (layer.weight.grad, exact.weight.grad)):
         error = (ours.cpu().double() - reference).norm() / reference.norm()
         assert error.item() < tolerance * (3 if ours is layer.weight.grad else 1)
+
+
+@pytest.mark.parametrize("keep", [True, False], ids=["logits kept", "logits made again"])
+@pytest.mark.parametrize("sizes", [(256, 576, 8, 20, 16), (130, 20, 16, 577, 8)], ids=["encoder", "decoder"])
+@pytest.mark.parametrize(("normalize", "agreement"), OPTIONS)
+def test_the_kernels_at_full_size(
+    normalize: F.Axis,
+    agreement: F.Agreement,
+    sizes: tuple[int, ...],
+    keep: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Codes, learning steps and gradients through routing, to 1e-5 of float64."""
+    pytest.importorskip("triton")
+    if not keep:
+        monkeypatch.setattr(flash, "KEEP_BYTES", 0)
+    b, i, k, j, d = sizes
+    generator = torch.Generator("cuda").manual_seed(2)
+    capsules = squash(torch.randn(b, i, k, generator=generator, device="cuda"))
+    weight = torch.randn(i, j, d, k, generator=generator, device="cuda") / 3
+    pull = torch.randn(b, j, d, generator=generator, device="cuda")
+    results = []
+    for backend, dtype in (("triton", torch.float32), ("reference", torch.float64)):
+        layer = CapsuleExperts(
+            i,
+            k,
+            j,
+            d,
+            sharpness=5.0 if agreement == "cosine" else 0.5,
+            normalize=normalize,
+            agreement=agreement,
+            backend=backend,  # type: ignore[arg-type]
+            device="cuda",
+            dtype=dtype,
+        )
+        with torch.no_grad():
+            layer.weight.copy_(weight)
+        x = capsules.to(dtype, copy=True).requires_grad_()
+        layer.contrastive_divergence(x).backward()
+        assert layer.weight.grad is not None
+        learned = layer.weight.grad.clone()
+        layer.zero_grad()
+        code = layer(x)
+        (code * pull).sum().backward()
+        results.append((code, learned, x.grad, layer.weight.grad))
+    for ours, exact in zip(*results, strict=True):
+        assert ours is not None
+        assert exact is not None
+        assert ((ours.double() - exact).norm() / exact.norm()).item() < 1e-5
+
+
+def test_without_triton_the_gpu_takes_the_version_without_votes(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, x = layer_and_capsules(torch.float32)
+    with torch.no_grad():
+        expected = layer(x)
+    monkeypatch.setattr(flash, "installed", lambda: False)
+    assert kernels.choose(x, layer.weight) == "cpu"
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x), expected)
+    layer.backend = "triton"
+    with pytest.raises(ValueError, match="pip install triton"):
+        layer(x)
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 # torch has no public way to ask whether a tensor is inside torch.func; if this one goes, such tensors are checked too.
-_is_wrapped = getattr(torch._C._functorch, "is_functorch_wrapped_tensor", lambda _: False)
+is_wrapped = getattr(torch._C._functorch, "is_functorch_wrapped_tensor", lambda _: False)
 
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -157,7 +157,7 @@ def _is_readable(x: Tensor) -> bool:
 
 
 def _is_plain(x: Tensor) -> bool:
-    return type(x) in (torch.Tensor, torch.nn.Parameter) and not _is_wrapped(x)
+    return type(x) in (torch.Tensor, torch.nn.Parameter) and not is_wrapped(x)
 
 
 def _check_values(x: Tensor, name: str, *, ball: bool) -> None:

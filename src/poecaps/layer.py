@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
@@ -11,6 +10,7 @@ from torch import nn
 from poecaps import _checks as checks
 from poecaps import functional as F
 from poecaps import kernels
+from poecaps.kernels import Held
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,16 +19,6 @@ if TYPE_CHECKING:
 
 Mixing = Literal["deterministic", "bernoulli"]
 MIXINGS: tuple[Mixing, ...] = get_args(Mixing)
-
-
-@dataclass(frozen=True)
-class _Held:
-    """Capsules with what is held fixed while they are mixed: their coefficients and who may fire."""
-
-    x: Tensor  # (B, I, K)
-    z: Tensor  # (B, J, D), the preactivation of x
-    coefficients: Tensor  # (B, I, J)
-    on: Tensor | None  # (B, J) of bool; None: all may fire
 
 
 class CapsuleExperts(nn.Module):
@@ -52,6 +42,10 @@ class CapsuleExperts(nn.Module):
         any time.
     balance_rate
         How far one learning step moves `balance` towards equal shares of wins.
+    backend
+        Which version of the equations to run: ``"triton"``, GPU kernels; ``"cpu"``, PyTorch without votes;
+        ``"reference"``, the equations as they stand, which alone can be differentiated twice. None takes the fastest
+        that fits device, dtype and sizes; a forced one that does not fit is an error. It may be set at any time.
     generator
         Source of the initial weights.
     device, dtype
@@ -87,6 +81,7 @@ class CapsuleExperts(nn.Module):
         agreement: F.Agreement = "cosine",
         winners: int | None = None,
         balance_rate: float = 1.0,
+        backend: kernels.Backend | None = None,
         generator: torch.Generator | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -109,6 +104,7 @@ class CapsuleExperts(nn.Module):
         self.normalize, self.agreement = normalize, agreement
         self.winners = winners
         self.balance_rate = balance_rate
+        self.backend = backend
         self.weight = nn.Parameter(torch.empty(in_capsules, out_capsules, out_dim, in_dim, device=device, dtype=dtype))
         self.register_buffer("balance", torch.zeros(out_capsules, device=device))
         self.reset_parameters(generator=generator)
@@ -123,6 +119,16 @@ class CapsuleExperts(nn.Module):
         if value is not None:
             checks.require_int("winners", value, 1, self.out_capsules)
         self._winners = value
+
+    @property
+    def backend(self) -> kernels.Backend | None:
+        """Which version of the equations runs; None: the fastest that fits."""
+        return self._backend
+
+    @backend.setter
+    def backend(self, value: kernels.Backend | None) -> None:
+        kernels.check_backend(value)
+        self._backend = value
 
     def reset_parameters(self, std: float = 0.01, generator: torch.Generator | None = None) -> None:
         """Draw W from N(0, std²) and forget the balance."""
@@ -163,8 +169,9 @@ class CapsuleExperts(nn.Module):
         -------
         (B, J, D)
         """
-        z = self.route(x).preactivation
-        return _only(self._may_fire(z), F.squash(z))
+        self._check(x, ball=False)
+        z = self._route(x).preactivation
+        return kernels.squash(z, self._may_fire(z), weight=self.weight, backend=self.backend)
 
     def route(self, x: Tensor) -> F.Routing:
         """Route `x` through the layer: coefficients (B, I, J) and preactivations (B, J, D).
@@ -192,7 +199,9 @@ class CapsuleExperts(nn.Module):
         self._check(x, ball=True)
         routing = self._route(x)
         z = routing.preactivation
-        return kernels.reconstruction(_only(self._may_fire(z), F.squash(z)), self.weight, routing.coefficients)
+        y = kernels.squash(z, self._may_fire(z), weight=self.weight, backend=self.backend)
+        c = routing.coefficients if torch.is_grad_enabled() else kernels.held(routing)
+        return kernels.reconstruction(y, self.weight, c, backend=self.backend)
 
     def energy(self, x: Tensor, on: Tensor) -> Tensor:
         """Compute E(x, a) = −Σ_j a_j log‖z_j‖²; +∞ if an expert is on that lost the competition.
@@ -315,14 +324,15 @@ class CapsuleExperts(nn.Module):
             checks.require_apart("chain", chain, "x", x)
         with torch.no_grad():
             data = self._hold(x.detach())
-            model = data if chain is None else self._hold(chain)
+            # A copy: the coefficients may be made again from the capsules after the chain is overwritten.
+            model = data if chain is None else self._hold(chain.clone())
             for _ in range(k):
                 model = self._mix(model, mixing, generator, draw)
             if chain is not None:
                 chain.copy_(model.x)
             if self.training:
                 self._nudge_balance(data.on)
-        return self._held_free_energy(data).mean() - self._held_free_energy(model).mean()
+        return kernels.free_energy_gap(self.weight, data, model, backend=self.backend)
 
     def extra_repr(self) -> str:
         """Show sizes and options as `print(layer)` does."""
@@ -332,7 +342,7 @@ class CapsuleExperts(nn.Module):
             f"agreement={self.agreement!r}, winners={self.winners}"
         )
 
-    def _route(self, x: Tensor) -> F.Routing:
+    def _route(self, x: Tensor, *, keep: bool = False) -> F.Routing:
         return kernels.routing_by_agreement(
             x,
             self.weight,
@@ -340,6 +350,8 @@ class CapsuleExperts(nn.Module):
             sharpness=self.sharpness,
             normalize=self.normalize,
             agreement=self.agreement,
+            backend=self.backend,
+            keep=keep,
         )
 
     def _check(self, x: Tensor, *, ball: bool, name: str = "x") -> None:
@@ -359,30 +371,27 @@ class CapsuleExperts(nn.Module):
             best = score.topk(self.winners, dim=-1).indices
             return torch.zeros_like(score, dtype=torch.bool).scatter(-1, best, True)
 
-    def _hold(self, x: Tensor) -> _Held:
-        routing = self._route(x)
-        return _Held(x, routing.preactivation, routing.coefficients, self._may_fire(routing.preactivation))
+    def _hold(self, x: Tensor) -> Held:
+        routing = self._route(x, keep=True)
+        return Held(x, routing.preactivation, kernels.held(routing), self._may_fire(routing.preactivation))
 
     def _mix(
         self,
-        held: _Held,
+        held: Held,
         mixing: Mixing,
         generator: torch.Generator | None,
         draw: Callable[[Tensor], Tensor] | None,
-    ) -> _Held:
+    ) -> Held:
         """Go down and up once: z_j → what the experts send → x̃ → z̃_j."""
         if mixing == "deterministic":
-            y = F.squash(held.z)
+            y = kernels.squash(held.z, held.on, weight=self.weight, backend=self.backend)
         else:
             fires = F.firing_probability(held.z).float()
             fires = torch.bernoulli(fires, generator=generator) if draw is None else (draw(fires) < fires)
-            y = fires.to(held.z.dtype).unsqueeze(-1) * F.direction(held.z)
-        x = kernels.reconstruction(_only(held.on, y), self.weight, held.coefficients).to(held.x.dtype)
-        return _Held(x, kernels.preactivation(x, self.weight, held.coefficients), held.coefficients, held.on)
-
-    def _held_free_energy(self, held: _Held) -> Tensor:
-        z = kernels.preactivation(held.x, self.weight, held.coefficients)
-        return F.free_energy(z, held.on)
+            y = _only(held.on, fires.to(held.z.dtype).unsqueeze(-1) * F.direction(held.z))
+        x = kernels.reconstruction(y, self.weight, held.coefficients, backend=self.backend).to(held.x.dtype)
+        z = kernels.preactivation(x, self.weight, held.coefficients, backend=self.backend)
+        return Held(x, z, held.coefficients, held.on)
 
     def _nudge_balance(self, on: Tensor | None) -> None:
         """Help the experts that won less than their share of this batch, hinder those that won more."""

@@ -1,51 +1,182 @@
-"""The functions of `poecaps.functional` that learning spends its time in, in the fastest version that fits the call."""
+"""The functions of `poecaps.functional` that learning spends its time in, in the fastest version that fits the call.
+
+Three versions ("backends") give the same numbers:
+
+``"triton"``
+    GPU kernels that write neither votes nor coefficients (`flash`); differentiable.
+``"cpu"``
+    Plain PyTorch without votes (`votefree`, `fanout`), written for the CPU but at home on any device; where a gradient
+    through the routing is asked for, the reference.
+``"reference"``
+    `poecaps.functional` itself; any call.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 
+from poecaps import _checks as checks
 from poecaps import functional as F
-from poecaps.kernels import fanout, votefree
+from poecaps.kernels import fanout, flash, votefree
+from poecaps.kernels.flash import Coefficients, Held
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     from torch import Tensor
+
+Backend = Literal["reference", "cpu", "triton"]
+BACKENDS: tuple[Backend, ...] = get_args(Backend)
+
+__all__ = [
+    "BACKENDS",
+    "Backend",
+    "Coefficients",
+    "Held",
+    "check_backend",
+    "choose",
+    "describe",
+    "free_energy_gap",
+    "held",
+    "preactivation",
+    "reconstruction",
+    "routing_by_agreement",
+    "squash",
+]
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Which version
+
+
+def check_backend(backend: str | None) -> None:
+    """Refuse a backend that is not known."""
+    if backend is not None:
+        checks.require_choice("backend", backend, BACKENDS)
+
+
+def choose(x: Tensor, weight: Tensor, backend: Backend | None = None) -> Backend:
+    """Name the version that a call on x (B, I, K) and weight (I, J, D, K) would run.
+
+    Parameters
+    ----------
+    backend
+        The version to force, None for the fastest that fits. A ValueError says why a forced one cannot run.
+    """
+    if backend == "reference":
+        return backend
+    # What a compiler, an autocast context or torch.func would make of the fast versions is theirs to know.
+    plain = not torch.compiler.is_compiling() and not checks.is_wrapped(x) and not checks.is_wrapped(weight)
+    known = x.device.type in ("cpu", "cuda") and x.device == weight.device and x.dtype == weight.dtype
+    fits = plain and known and not torch.is_autocast_enabled(x.device.type)
+    if backend != "cpu":
+        why_not = flash.obstacle(x, weight) if fits else "it runs outside torch.compile, autocast and torch.func only"
+        if why_not is None and (backend == "triton" or x.device.type == "cuda"):
+            return "triton"
+        if backend == "triton":
+            remedy = "or leave backend=None, which takes the fastest version that fits"
+            raise ValueError(f"backend='triton' cannot run this call: {why_not}; {remedy}")
+    if fits and x.dtype in (torch.float32, torch.float64):
+        return "cpu"
+    if backend == "cpu":
+        raise ValueError(
+            "backend='cpu' cannot run this call: it is for float32 and float64 on a CPU or GPU, outside "
+            f"torch.compile, autocast and torch.func, and this is {x.dtype} on {x.device.type!r}; "
+            "use backend='reference'"
+        )
+    return "reference"
+
+
+def describe(device: torch.device | str) -> str:
+    """Say in one line which version float32 layers use on a device, and why not a faster one."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        if flash.installed():
+            return "triton: GPU kernels that write neither votes nor coefficients"
+        return "cpu: plain PyTorch without votes, because Triton is not installed"
+    return "cpu: plain PyTorch without votes"
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The functions
 
 
 def routing_by_agreement(
-    x: Tensor, weight: Tensor, *, iterations: int, sharpness: float, normalize: F.Axis, agreement: F.Agreement
+    x: Tensor,
+    weight: Tensor,
+    *,
+    iterations: int,
+    sharpness: float,
+    normalize: F.Axis,
+    agreement: F.Agreement,
+    backend: Backend | None = None,
+    keep: bool = False,
 ) -> F.Routing:
-    """Compute `functional.routing_by_agreement`, by a faster version where no gradient is asked for."""
+    """Compute `functional.routing_by_agreement`; `keep`: calls with the same coefficients follow."""
+    chosen = choose(x, weight, backend)
+    if chosen == "triton":
+        return flash.routing_by_agreement(
+            x, weight, flash.Options(iterations, float(sharpness), normalize, agreement), keep=keep
+        )
     route = F.routing_by_agreement
-    if _fits(x, weight) and not torch.is_grad_enabled():
-        route = (fanout if _fans_out(weight) else votefree).routing_by_agreement
+    if chosen == "cpu" and not torch.is_grad_enabled():
+        route = _plain(weight).routing_by_agreement
     return route(x, weight, iterations=iterations, sharpness=sharpness, normalize=normalize, agreement=agreement)
 
 
-def preactivation(x: Tensor, weight: Tensor, coefficients: Tensor) -> Tensor:
+def held(routing: F.Routing) -> Tensor | Coefficients:
+    """Return the coefficients of a routing for the functions below, not written down where they need not be."""
+    return routing.held if isinstance(routing, flash.FlashRouting) else routing.coefficients
+
+
+def preactivation(
+    x: Tensor, weight: Tensor, coefficients: Tensor | Coefficients, *, backend: Backend | None = None
+) -> Tensor:
     """Compute `functional.preactivation`, of data and held coefficients that need no gradient."""
-    up = F.preactivation
-    if _fits(x, weight):
-        up = (fanout if _fans_out(weight) else votefree).preactivation
-    return up(x, weight, coefficients)
+    chosen = choose(x, weight, backend)
+    if chosen == "triton":
+        return flash.preactivation(x, weight, coefficients)
+    up = F.preactivation if chosen == "reference" else _plain(weight).preactivation
+    return up(x, weight, _written(coefficients, weight))
 
 
-def reconstruction(y: Tensor, weight: Tensor, coefficients: Tensor) -> Tensor:
+def reconstruction(
+    y: Tensor, weight: Tensor, coefficients: Tensor | Coefficients, *, backend: Backend | None = None
+) -> Tensor:
     """Compute `functional.reconstruction`, by a faster version where no gradient is asked for."""
-    down = F.reconstruction
-    if _fits(y, weight) and not torch.is_grad_enabled():
-        down = (fanout if _fans_out(weight) else votefree).reconstruction
-    return down(y, weight, coefficients)
+    chosen = choose(y, weight, backend)
+    graded = torch.is_grad_enabled()
+    if chosen == "triton" and not graded:
+        return flash.reconstruction(y, weight, coefficients)
+    down = F.reconstruction if graded or chosen == "reference" else _plain(weight).reconstruction
+    return down(y, weight, _written(coefficients, weight))
 
 
-def _fans_out(weight: Tensor) -> bool:
-    """Whether there are more outputs than inputs."""
-    return weight.shape[1] > weight.shape[0]
+def squash(z: Tensor, on: Tensor | None = None, *, weight: Tensor, backend: Backend | None = None) -> Tensor:
+    """Squash the experts of a layer, to 0 where they are not `on`: (B, J, D), (B, J) → (B, J, D)."""
+    if choose(z, weight, backend) == "triton" and not torch.is_grad_enabled():
+        return flash.squash(z, on)
+    y = F.squash(z)
+    return y if on is None else y * on.unsqueeze(-1)
 
 
-def _fits(x: Tensor, weight: Tensor) -> bool:
-    """Whether the faster versions were written for this call: plain float32 or float64 on the CPU."""
-    plain = not torch.compiler.is_compiling() and not torch.is_autocast_enabled("cpu")
-    precise = x.dtype == weight.dtype and x.dtype in (torch.float32, torch.float64)
-    return plain and precise and x.device.type == weight.device.type == "cpu"
+def free_energy_gap(weight: Tensor, data: Held, model: Held, *, backend: Backend | None = None) -> Tensor:
+    """Compute mean F(x) − mean F(x̃) with x, x̃ and their coefficients held, as a function of the weight: → ()."""
+    if choose(data.x, weight, backend) == "triton":
+        return flash.free_energy_gap(weight, data, model)
+    here, there = (
+        F.free_energy(preactivation(at.x, weight, at.coefficients, backend=backend), at.on).mean()
+        for at in (data, model)
+    )
+    return here - there
+
+
+def _plain(weight: Tensor) -> ModuleType:
+    """Choose between one expert at a time and, where experts are more, one input at a time."""
+    return fanout if weight.shape[1] > weight.shape[0] else votefree
+
+
+def _written(coefficients: Tensor | Coefficients, weight: Tensor) -> Tensor:
+    return coefficients.tensor(weight) if isinstance(coefficients, Coefficients) else coefficients

@@ -1,0 +1,150 @@
+# mypy: ignore-errors
+# The functions below are a language of their own, compiled by Triton: their arguments are pointers and blocks.
+"""Triton kernels for strips: a block of images × a row of input capsules × one expert at a time.
+
+Where the logits of all pairs (i, j) are kept, B·I·J numbers, what follows the routing needs no votes at all: with W_j
+the maps to expert j as one (I·K, D) matrix,
+
+    z_j = (c_·j ⊙ x) W_j        x̃_i = squash(Σ_j c_ij (W_j y_j)_i)        ΔW_j = (c_·j ⊙ x)ᵀ p_j
+
+Kept logits lie as (J, I, B): both the tiles that write them, one input and some experts, and the strips that read them,
+some inputs and one expert, then touch memory along images. Constants of a strip: BB images, IB inputs, C = IB·KP
+columns, DP and KP the sizes D and K padded to powers of two. Everything else is as in `poecaps.kernels.tiles`.
+"""
+
+import triton
+import triton.language as tl
+
+from poecaps.kernels.tiles import _squash_factor, kernel
+
+
+@triton.jit
+def _row(x, b, i0, B, I, K: tl.constexpr, C: tl.constexpr, KP: tl.constexpr):
+    """Load x_i of IB inputs from i0 on, side by side: (BB, C)."""
+    n = tl.arange(0, C)
+    i = i0 + n // KP
+    k = n % KP
+    at = (b.to(tl.int64) * I)[:, None] * K + (i * K + k)[None, :]
+    return tl.load(x + at, mask=(b < B)[:, None] & ((i < I) & (k < K))[None, :], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _row_maps(
+    w, i0, j, I, J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, C: tl.constexpr, DP: tl.constexpr, KP: tl.constexpr
+):
+    """Load the maps of IB inputs to expert j: (DP, C)."""
+    n = tl.arange(0, C)
+    d = tl.arange(0, DP)
+    i = i0 + n // KP
+    k = n % KP
+    column = (i * J + j).to(tl.int64) * (D * K) + k
+    mask = (d < D)[:, None] & ((i < I) & (k < K))[None, :]
+    return tl.load(w + column[None, :] + (d * K)[:, None], mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _expert(z, b, j, B, J: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
+    """Load z_j: (BB, DP)."""
+    d = tl.arange(0, DP)
+    at = (b.to(tl.int64) * J + j)[:, None] * D + d[None, :]
+    return tl.load(z + at, mask=(b < B)[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _kept(kept, level, b, i0, j, B, I, J: tl.constexpr, IB: tl.constexpr, INPUTS: tl.constexpr):
+    """Load c_ij = exp(logit − level) of IB inputs: (BB, IB)."""
+    i = i0 + tl.arange(0, IB)
+    mask = (b < B)[:, None] & (i < I)[None, :]
+    at = ((i + j * I).to(tl.int64) * B)[None, :] + b[:, None]
+    logit = tl.load(kept + at, mask=mask, other=float("-inf"))
+    if INPUTS:
+        shared = tl.load(level + b.to(tl.int64) * J + j, mask=b < B, other=0.0)[:, None]
+    else:
+        shared = tl.load(level + (b.to(tl.int64) * I)[:, None] + i[None, :], mask=mask, other=0.0)
+    return tl.exp(logit - shared)
+
+
+@kernel
+def strip_up(
+    v, w, level, kept, part, B, each, I,
+    J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, INPUTS: tl.constexpr, PRECISION: tl.constexpr,
+    BB: tl.constexpr, C: tl.constexpr, DP: tl.constexpr, KP: tl.constexpr,
+):  # fmt: skip
+    """Sum c_ij W_ij v_i over `each` inputs, a multiple of IB: → part (splits, B, J, D)."""
+    IB: tl.constexpr = C // KP
+    b = tl.program_id(0) * BB + tl.arange(0, BB)
+    j = tl.program_id(1)
+    split = tl.program_id(2)
+    low = split * each
+    total = tl.zeros([BB, DP], tl.float32)
+    for i0 in range(low, tl.minimum(low + each, I), IB):
+        share = _kept(kept, level, b, i0, j, B, I, J, IB, INPUTS)[:, :, None]
+        routed = tl.reshape(share * tl.reshape(_row(v, b, i0, B, I, K, C, KP), [BB, IB, KP]), [BB, C])
+        maps = _row_maps(w, i0, j, I, J, D, K, C, DP, KP)
+        total = tl.dot(routed, tl.trans(maps), total, input_precision=PRECISION)
+    d = tl.arange(0, DP)
+    row = (split * B + b).to(tl.int64) * J + j
+    tl.store(part + row[:, None] * D + d[None, :], total, mask=(b < B)[:, None] & (d < D)[None, :])
+
+
+@kernel
+def strip_down(
+    y, w, level, kept, out, B, I,
+    J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, INPUTS: tl.constexpr, LARGEST: tl.constexpr,
+    PRECISION: tl.constexpr, BB: tl.constexpr, C: tl.constexpr, DP: tl.constexpr, KP: tl.constexpr,
+):  # fmt: skip
+    """Squash Σ_j c_ij W_ijᵀ y_j: → out (B, I, K)."""
+    IB: tl.constexpr = C // KP
+    i0 = tl.program_id(0) * IB
+    b = tl.program_id(1) * BB + tl.arange(0, BB)
+    total = tl.zeros([BB, IB, KP], tl.float32)
+    for j in range(J):
+        maps = _row_maps(w, i0, j, I, J, D, K, C, DP, KP)
+        back = tl.dot(_expert(y, b, j, B, J, D, DP), maps, input_precision=PRECISION)
+        share = _kept(kept, level, b, i0, j, B, I, J, IB, INPUTS)
+        total += share[:, :, None] * tl.reshape(back, [BB, IB, KP])
+    scale = tl.max(tl.abs(total), 2)
+    scale = tl.where(scale > 0, scale, 1.0)[:, :, None]
+    unit = total / scale
+    norm = tl.sqrt(tl.sum(unit * unit, 2))[:, :, None]
+    unit = unit / tl.where(norm > 0, norm, 1.0)
+    total = tl.reshape(_squash_factor(scale * norm, LARGEST) * unit, [BB, C])
+    n = tl.arange(0, C)
+    i = i0 + n // KP
+    k = n % KP
+    at = (b.to(tl.int64) * I)[:, None] * K + (i * K + k)[None, :]
+    tl.store(out + at, total, mask=(b < B)[:, None] & ((i < I) & (k < K))[None, :])
+
+
+@kernel
+def strip_learn(
+    x, v, p, q, level, kept, scale, out, B, I,
+    J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, INPUTS: tl.constexpr, PAIR: tl.constexpr, ADD: tl.constexpr,
+    SCALED: tl.constexpr, PRECISION: tl.constexpr,
+    BB: tl.constexpr, C: tl.constexpr, DP: tl.constexpr, KP: tl.constexpr,
+):  # fmt: skip
+    """Sum c_ij (q_j v_iᵀ + p_j x_iᵀ) over the batch, the last term if PAIR: → out (I, J, D, K)."""
+    IB: tl.constexpr = C // KP
+    # Experts side by side, so that they share the capsules in the cache.
+    i0 = tl.program_id(0) // J * IB
+    j = tl.program_id(0) % J
+    total = tl.zeros([C, DP], tl.float32)
+    for b0 in range(0, B, BB):
+        b = b0 + tl.arange(0, BB)
+        share = _kept(kept, level, b, i0, j, B, I, J, IB, INPUTS)[:, :, None]
+        routed = tl.reshape(share * tl.reshape(_row(v, b, i0, B, I, K, C, KP), [BB, IB, KP]), [BB, C])
+        total = tl.dot(tl.trans(routed), _expert(q, b, j, B, J, D, DP), total, input_precision=PRECISION)
+        if PAIR:
+            routed = tl.reshape(share * tl.reshape(_row(x, b, i0, B, I, K, C, KP), [BB, IB, KP]), [BB, C])
+            total = tl.dot(tl.trans(routed), _expert(p, b, j, B, J, D, DP), total, input_precision=PRECISION)
+    if SCALED:
+        total = total * tl.load(scale)
+    n = tl.arange(0, C)
+    d = tl.arange(0, DP)
+    i = i0 + n // KP
+    k = n % KP
+    at = ((i * J + j).to(tl.int64) * (D * K) + k)[:, None] + (d * K)[None, :]
+    mask = ((i < I) & (k < K))[:, None] & (d < D)[None, :]
+    if ADD:
+        total += tl.load(out + at, mask=mask, other=0.0)
+    tl.store(out + at, total, mask=mask)
