@@ -38,6 +38,24 @@ def test_the_decoder_has_the_encoders_filters_transposed(size: tuple[int, int], 
     assert sum(parameter.numel() for parameter in model.parameters()) == 5 * 81 + 5 * 5 * 81
 
 
+@pytest.mark.parametrize(("channels", "bias"), [(1, True), (3, True), (1, False)])
+def test_a_cpu_draws_what_transposed_convolutions_draw(channels: int, bias: bool, generator: torch.Generator) -> None:
+    model = ConvAutoencoder(channels, features=5, bias=bias, generator=generator).double()
+    if bias:
+        nn.init.normal_(model.down_1, generator=generator)  # type: ignore[arg-type]
+    features = torch.randn(3, 5, 6, 4, dtype=torch.float64, generator=generator)
+    hidden = nn.functional.conv_transpose2d(features, model.second, model.down_2, stride=2, output_padding=1)
+    hidden = nn.functional.leaky_relu(hidden, model.slope)
+    expected = nn.functional.conv_transpose2d(hidden, model.first, model.down_1)
+    ours = model.logits(features, (28, 24))
+    torch.testing.assert_close(ours, expected)
+    parameters = list(model.parameters())
+    weight = torch.randn(ours.shape, dtype=torch.float64, generator=generator)
+    gradients = (torch.autograd.grad((each * weight).sum(), parameters, allow_unused=True) for each in (ours, expected))
+    for our, their in zip(*gradients, strict=True):
+        torch.testing.assert_close(our, their)
+
+
 def test_it_learns_to_reconstruct(generator: torch.Generator) -> None:
     """A few shapes at random places: after some steps the error is a small part of what the mean image leaves."""
     images = torch.zeros(64, 1, 20, 20)

