@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 WEIGHTS = Path(__file__).parent / "weights"
 CLASSIFIERS = ("mnist", "fashion-mnist")  # the sets that a trained classifier is shipped for
 FORMAT, VERSION = "poecaps", 1
-BATCH = 500  # images judged together
+BATCH = 100  # images judged together; more do not fit into the caches of a CPU
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,4 +149,5 @@ def load_classifier(name: str | os.PathLike[str], device: torch.device | str = "
     except (TypeError, ValueError, RuntimeError) as error:
         raise ModelError(f"{path} holds no classifier that this version knows ({error})") from error
     classifier.about = about
+    classifier.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # twice as fast on a CPU
     return classifier.to(device).eval().requires_grad_(False)
