@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import scipy.linalg
 import torch
-from sklearn.metrics import mutual_info_score, normalized_mutual_info_score
+from sklearn.metrics import adjusted_mutual_info_score, mutual_info_score, normalized_mutual_info_score
 
 from poecaps.data import load
 from poecaps.evaluation import (
@@ -94,11 +94,19 @@ class TestSpecialisation:
         winner = firing.argmax(1).numpy()
         assert result.mutual_information == pytest.approx(mutual_info_score(labels.numpy(), winner))
         assert result.normalised == pytest.approx(normalized_mutual_info_score(labels.numpy(), winner))
+        assert result.adjusted == pytest.approx(adjusted_mutual_info_score(labels.numpy(), winner))
+
+    def test_many_experts_that_know_nothing_gain_by_chance_what_is_taken_off(self, generator: torch.Generator) -> None:
+        labels = torch.arange(2000) % 10
+        results = [specialisation(torch.rand(2000, experts, generator=generator), labels) for experts in (20, 320)]
+        assert results[1].normalised > 0.1 > results[0].normalised
+        assert [result.adjusted for result in results] == pytest.approx([0, 0], abs=0.01)
 
     def test_one_expert_for_each_label_is_1(self) -> None:
         labels = torch.arange(40) % 4
         result = specialisation(torch.eye(4)[(labels + 1) % 4], labels)
         assert result.normalised == pytest.approx(1)
+        assert result.adjusted == pytest.approx(1)
         assert result.mutual_information == pytest.approx(math.log(4))
         assert result.experts == pytest.approx(4)
 
@@ -106,7 +114,9 @@ class TestSpecialisation:
         result = specialisation(torch.eye(3)[torch.zeros(12, dtype=torch.long)], torch.arange(12) % 4)
         assert result.normalised == pytest.approx(0, abs=1e-12)
         assert result.experts == pytest.approx(1)
-        assert specialisation(torch.ones(5, 1), torch.zeros(5, dtype=torch.long)).normalised == 0
+        assert result.adjusted == pytest.approx(0, abs=1e-12)
+        constants = specialisation(torch.ones(5, 1), torch.zeros(5, dtype=torch.long))
+        assert (constants.normalised, constants.adjusted) == (0, 0)
 
 
 def test_purity_is_the_share_of_the_most_frequent_verdict() -> None:

@@ -120,6 +120,8 @@ class Specialisation:
     """I(expert; label), in nats."""
     normalised: float
     """I(expert; label) / ½(H(expert) + H(label)), from 0 to 1."""
+    adjusted: float
+    """The same with what chance gives taken off: 0 for experts that know nothing, 1 for one expert for each label."""
     experts: float
     """exp(H(expert)), the effective number of experts that are ever the most active."""
 
@@ -131,7 +133,12 @@ def specialisation(firing: Tensor, labels: Tensor) -> Specialisation:
 
         I = Σ_jc p(j, c) log( p(j, c) / (p(j) p(c)) ),     NMI = I / ½(H(j) + H(c))
 
-    as scikit-learn's ``normalized_mutual_info_score`` has it. One expert for everything gives 0.
+    as scikit-learn's ``normalized_mutual_info_score`` has it. One expert for everything gives 0. Many experts and few
+    images give more than 0 by chance alone: with E the mean of I over all ways to shuffle the labels::
+
+        AMI = (I − E) / (½(H(j) + H(c)) − E)
+
+    as ``adjusted_mutual_info_score`` has it, compares models of different numbers of experts.
 
     Parameters
     ----------
@@ -148,7 +155,30 @@ def specialisation(firing: Tensor, labels: Tensor) -> Specialisation:
     most = (of_winner + of_label) / 2
     # Two constants agree perfectly, and say nothing: 0, so that experts that do not specialise get no praise.
     normalised = (information / most).item() if most > 0 else 0.0
-    return Specialisation(information.item(), normalised, of_winner.exp().item())
+    chance = _information_by_chance(winner.bincount(), label.bincount()).to(most)
+    adjusted = ((information - chance) / (most - chance)).item() if most - chance > 1e-12 else 0.0
+    return Specialisation(information.item(), normalised, adjusted, of_winner.exp().item())
+
+
+def _information_by_chance(first: Tensor, second: Tensor) -> Tensor:
+    """Mean mutual information, over all shufflings, of two labellings whose classes have these counts: (J,), (C,) → ().
+
+    Two classes of a and b among n images share k of them with the hypergeometric probability
+    (a choose k)(n−a choose b−k) / (n choose b), and contribute k/n · log(kn/ab).
+    """
+    n = first.sum().double().cpu()
+    b = second[second > 0].double().cpu().unsqueeze(1)
+    k = torch.arange(1, int(b.max()) + 1, dtype=torch.float64)
+    total = torch.zeros((), dtype=torch.float64)
+    for a in first[first > 0].double().cpu():
+        # Where k cannot be, a factorial of a negative number makes the probability exp(−∞).
+        probability = (_log_choose(a, k) + _log_choose(n - a, b - k) - _log_choose(n, b)).exp()
+        total += (probability * k / n * (k * n / (a * b)).log()).sum()
+    return total
+
+
+def _log_choose(n: Tensor, k: Tensor) -> Tensor:
+    return torch.lgamma(n + 1) - torch.lgamma(k + 1) - torch.lgamma(n - k + 1)
 
 
 def _shares(values: Tensor) -> Tensor:
