@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from poecaps.data import ImageSet, load
-from poecaps.evaluation import Evaluation, OfSamples, evaluate, load_classifier, side_by_side
+from poecaps.evaluation import Evaluation, NetworkEncoder, OfSamples, evaluate, load_classifier, side_by_side
 from poecaps.network import ModelOptions
 from poecaps.training import Config, DecoderStage, EncoderStage, Stage
 from poecaps.training import train as train_network
@@ -230,6 +230,79 @@ def test_what_an_encoder_cannot_do_is_left_out_of_its_column(
     assert header.split() == ["pixels", "poecaps"]
     purity = next(line for line in lines if "purity" in line)
     assert purity.split()[1] == "–"
+
+
+class Diverged(Memory):
+    """Draws what is no image."""
+
+    def __init__(self, data: ImageSet, pixel: float) -> None:
+        super().__init__(data)
+        self.pixel = pixel
+
+    def sample(self, count: int, domain: str, generator: torch.Generator) -> torch.Tensor:
+        images = super().sample(count, domain, generator)
+        images[0, 0, 3, 3] = self.pixel
+        return images
+
+
+@pytest.mark.parametrize("pixel", [float("nan"), -0.5, 1.5])
+def test_samples_that_are_no_images_get_no_marks(digits: tuple[ImageSet, ImageSet], pixel: float) -> None:
+    with pytest.raises(ValueError, match=r"samples of memory must be images of shape \(1, 28, 28\) from 0 to 1"):
+        evaluate(Diverged(digits[1], pixel), *digits, samples=20)
+
+
+class Broken(Pixels):
+    """Codes without a meaning."""
+
+    def encode(self, images: torch.Tensor) -> torch.Tensor:
+        return images.flatten(1) / 0
+
+
+def test_codes_that_are_not_finite_get_no_marks(digits: tuple[ImageSet, ImageSet]) -> None:
+    train, test = (ImageSet(each.images) for each in digits)
+    with pytest.raises(ValueError, match="codes of pixels must be finite"):
+        evaluate(Broken(), train, test, samples=20)
+
+
+def test_labels_that_the_classifier_does_not_know_are_refused(digits: tuple[ImageSet, ImageSet]) -> None:
+    assert digits[1].labels is not None
+    other = ImageSet(digits[1].images, digits[1].labels + 1)
+    with pytest.raises(ValueError, match="from 0 to 9, but go from 1 to 10"):
+        evaluate(Pixels(), digits[0], other, load_classifier("mnist"), samples=20)
+
+
+def test_a_probe_that_did_not_converge_is_told(
+    digits: tuple[ImageSet, ImageSet], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert evaluate(Pixels(), *digits, samples=20).notes == (
+        "no classifier for this set: samples are judged by their background alone",
+    )
+    monkeypatch.setattr("poecaps.evaluation.probe.MOST_STEPS", 2)
+    cut_short = evaluate(Pixels(), *digits, samples=20)
+    assert cut_short.probe is not None
+    assert not cut_short.probe.converged
+    assert "the linear probe on codes had not converged after 2 steps" in cut_short.table()
+
+
+def test_fewer_training_images_than_samples_are_told(digits: tuple[ImageSet, ImageSet]) -> None:
+    assert any(
+        "only 400 training images in place of 401 samples" in note
+        for note in evaluate(Pixels(), *digits, samples=401).notes
+    )
+
+
+def test_a_cpu_takes_few_images_at_a_time_without_changing_the_numbers(
+    network: CapsuleNetwork, digits: tuple[ImageSet, ImageSet]
+) -> None:
+    encoder, images = NetworkEncoder(network), digits[1].batch(range(120))
+    with torch.no_grad():
+        torch.testing.assert_close(encoder.encode(images), network.encode(images).flatten(1))
+        torch.testing.assert_close(encoder.reconstruct(images), network.reconstruct(images))
+        drawn, expected = (
+            draw(120, "joint", generator=torch.Generator().manual_seed(3))
+            for draw in (encoder.sample, network.generate)
+        )
+    torch.testing.assert_close(drawn, expected)
 
 
 def test_images_of_the_wrong_shape_are_refused(network: CapsuleNetwork, digits: tuple[ImageSet, ImageSet]) -> None:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 NOTHING = "–"  # where there is no result
 BATCH = 250  # images that go through a model together
+CACHED = 50  # of them that a CPU takes at a time: what a network makes of more does not fit into its caches
 
 
 class Encoder(Protocol):
@@ -99,7 +100,7 @@ class NetworkEncoder:
 
     def encode(self, images: Tensor) -> Tensor:
         """Squashed experts of the highest layer, in one row: (B, C, H, W) → (B, J·D)."""
-        return self.network.encode(images).flatten(1)
+        return torch.cat([self.network.encode(part).flatten(1) for part in _cached(images)])
 
     def firing(self, codes: Tensor) -> Tensor:
         """P(a_j = 1 | x) = ‖squash(z_j)‖: (B, J·D) → (B, J)."""
@@ -108,16 +109,25 @@ class NetworkEncoder:
 
     def reconstruct(self, images: Tensor) -> Tensor:
         """Encode and decode: (B, C, H, W) → (B, C, H, W)."""
-        return self.network.reconstruct(images)
+        return torch.cat([self.network.reconstruct(part) for part in _cached(images)])
 
     def sample(self, count: int, domain: str, generator: torch.Generator) -> Tensor:
         """Draw images from a domain; see `CapsuleNetwork.generate`."""
-        chosen: Domain = domain  # type: ignore[assignment]  # generate refuses what is none
-        return self.network.generate(count, chosen, generator=generator)
+        chosen: Domain = domain  # type: ignore[assignment]  # the network refuses what is none
+        return self._decode(self.network.sample(count, chosen, generator=generator))
 
     def sample_expert(self, count: int, expert: int, generator: torch.Generator) -> Tensor:
         """Draw images from the learned domain of one expert."""
-        return self.network.generate(count, "learned", expert=expert, generator=generator)
+        return self._decode(self.network.sample(count, "learned", expert=expert, generator=generator))
+
+    def _decode(self, codes: Tensor) -> Tensor:
+        return torch.cat([self.network.decode(part) for part in _cached(codes)])
+
+
+def _cached(batch: Tensor) -> Sequence[Tensor]:
+    """Split a batch into what is done at a time: on a GPU, all of it."""
+    parts: tuple[Tensor, ...] = batch.split(CACHED if batch.device.type == "cpu" else len(batch))
+    return parts
 
 
 @dataclass(frozen=True)
@@ -227,7 +237,8 @@ def evaluate(
     Raises
     ------
     ValueError
-        If the images do not fit the network, or each other.
+        If the images do not fit the network, or each other; if labels are none of the classifier's classes; if codes
+        are not finite, or samples are no images from 0 to 1.
     """
     checks.require_int("seed", seed, 0)
     checks.require_int("samples", samples, 2)
@@ -243,6 +254,13 @@ def evaluate(
             )
         device = next(network.parameters()).device if device is None else device
         network = NetworkEncoder(network.to(device))
+    if classifier is not None and data_test.labels is not None:
+        least, most = int(data_test.labels.min()), int(data_test.labels.max())
+        if least < 0 or most >= classifier.head.out_features:
+            raise ValueError(
+                f"labels must be the classes of the classifier, from 0 to {classifier.head.out_features - 1}, but go "
+                f"from {least} to {most}; evaluate with the classifier of this set, or with none"
+            )
     return _Measurement(network, data_train, data_test, classifier, seed, samples, torch.device(device or "cpu")).take()
 
 
@@ -272,7 +290,14 @@ class _Measurement:
         encoder = self.encoder
         if self.classifier is None:
             self.notes.append("no classifier for this set: samples are judged by their background alone")
+        if len(self.data_train) < self.samples:
+            self.notes.append(
+                f"only {len(self.data_train):,} training images in place of {self.samples:,} samples: their Fréchet "
+                "distance is a little too large"
+            )
         codes = torch.cat([encoder.encode(part) for part in self.test.split(BATCH)])
+        if not bool(codes.isfinite().all()):
+            raise ValueError(f"codes of {encoder.name} must be finite, but hold NaN or infinity; has it diverged?")
         probe, probe_of_firing, specialisation = self._read_labels(codes)
         reconstruction = None
         if isinstance(encoder, Reconstructs):
@@ -311,12 +336,18 @@ class _Measurement:
             return None, None, None
         labels = torch.from_numpy(self.data_train.labels), torch.from_numpy(self.data_test.labels)
         train_codes = torch.cat([self.encoder.encode(part) for part in self._training_images()])
-        probe = linear_probe(train_codes, labels[0], codes, labels[1])
+        probe = self._probe("codes", train_codes, labels[0], codes, labels[1])
         if not isinstance(self.encoder, Fires):
             return probe, None, None
         firing = self.encoder.firing(codes)
-        of_firing = linear_probe(self.encoder.firing(train_codes), labels[0], firing, labels[1])
+        of_firing = self._probe("firing", self.encoder.firing(train_codes), labels[0], firing, labels[1])
         return probe, of_firing, measures.specialisation(firing, labels[1])
+
+    def _probe(self, what: str, *codes_and_labels: Tensor) -> LinearProbe:
+        probe = linear_probe(*codes_and_labels)
+        if not probe.converged:
+            self.notes.append(f"the linear probe on {what} had not converged after {probe.steps} steps")
+        return probe
 
     def _measure_samples(self, images: Tensor) -> OfSamples:
         negatives = measures.negatives(images, self.background)
@@ -337,7 +368,7 @@ class _Measurement:
         each = max(2, self.samples // encoder.experts)
         generator = self._generator("one expert")
         draws = [
-            torch.cat([encoder.sample_expert(part, expert, generator) for part in _parts(each)])
+            self._checked(torch.cat([encoder.sample_expert(part, expert, generator) for part in _parts(each)]))
             for expert in range(encoder.experts)
         ]
         judged = self.classifier.judge(torch.cat(draws))
@@ -362,7 +393,16 @@ class _Measurement:
 
     def _draw(self, encoder: Samples, domain: str) -> Tensor:
         generator = self._generator(domain)
-        return torch.cat([encoder.sample(part, domain, generator) for part in _parts(self.samples)])
+        return self._checked(torch.cat([encoder.sample(part, domain, generator) for part in _parts(self.samples)]))
+
+    def _checked(self, images: Tensor) -> Tensor:
+        """Refuse what no measure of images means anything for; NaN would even pass as no negative."""
+        if images.shape[1:] != self.data_test.shape or not bool(((images >= 0) & (images <= 1)).all()):
+            raise ValueError(
+                f"samples of {self.encoder.name} must be images of shape {self.data_test.shape} from 0 to 1, but are "
+                f"of {tuple(images.shape[1:])} from {images.min().item():.3g} to {images.max().item():.3g}"
+            )
+        return images
 
     def _generator(self, name: str) -> torch.Generator:
         """Make a source of random numbers of its own for each way of drawing, so that none depends on the others."""
@@ -390,6 +430,7 @@ CODE_ROWS = (
     ("linear probe, training accuracy", "probe.train_accuracy", ".4f"),
     ("linear probe on firing alone", "probe_of_firing.test_accuracy", ".4f"),
     ("NMI, most active expert and label", "specialisation.normalised", ".3f"),
+    ("the same, adjusted for chance", "specialisation.adjusted", ".3f"),
     ("mutual information, nats", "specialisation.mutual_information", ".3f"),
     ("experts ever most active, effective", "specialisation.experts", ".1f"),
     ("effective rank", "effective_rank", ".1f"),
