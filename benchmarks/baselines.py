@@ -16,7 +16,8 @@ autoencoder       the convolutional autoencoder of poecaps without capsules; cod
                   its features; samples from the same density as for pca, decoded. What poecaps adds is measured
                   against this: the same filters, as many numbers, the same density
 autoencoder-all   the same autoencoder; code: all its features, 4,608 for 28×28 pixels. No samples
-vae               a convolutional variational autoencoder; code: the mean of the posterior; samples from its prior
+vae               a convolutional variational autoencoder; code: the mean of the posterior; samples from its prior, and
+                  once more, "density", from the same density as for pca, fitted to its codes
 
 The hidden units of the RBMs fire or not, so they are asked for their specialisation too; with 320 units in place of 20
 experts that is not like for like.
@@ -25,9 +26,12 @@ experts that is not like for like.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
+import multiprocessing
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -222,20 +226,41 @@ class Machine:
         return self.down(h).clamp(0, 1).view(-1, *self.data.shape)
 
 
+@dataclass(frozen=True, eq=False)
+class FittedBernoulli:
+    """Result of `fit_bernoulli`."""
+
+    weight: np.ndarray
+    visible: np.ndarray
+    hidden: np.ndarray
+    seconds: float
+
+
+def fit_bernoulli(data: ImageSet, budget: Budget) -> FittedBernoulli:
+    """Train scikit-learn's BernoulliRBM, on one core: its products are too small to be shared."""
+    from sklearn.neural_network import BernoulliRBM
+    from threadpoolctl import threadpool_limits
+
+    started = time.perf_counter()
+    machine = BernoulliRBM(SIZE, learning_rate=0.05, batch_size=50, n_iter=budget.epochs, random_state=budget.seed)
+    with threadpool_limits(1):
+        machine.fit(data.batch(slice(None)).flatten(1).numpy())
+    found = machine.components_, machine.intercept_visible_, machine.intercept_hidden_
+    return FittedBernoulli(*found, seconds=time.perf_counter() - started)
+
+
 class BernoulliMachine(Machine):
     """scikit-learn's BernoulliRBM, trained on the CPU by its own persistent chains."""
 
     name = "bernoulli-rbm"
 
-    def __init__(self, data: ImageSet, budget: Budget) -> None:
-        from sklearn.neural_network import BernoulliRBM
-
+    def __init__(self, data: ImageSet, budget: Budget, fitted: FittedBernoulli | None = None) -> None:
         super().__init__(data, budget)
-        machine = BernoulliRBM(SIZE, learning_rate=0.05, batch_size=50, n_iter=budget.epochs, random_state=budget.seed)
-        machine.fit(data.batch(slice(None)).flatten(1).numpy())
+        fitted = fitted or fit_bernoulli(data, budget)
+        self.seconds = fitted.seconds
         self.weight, self.visible, self.hidden = (
             torch.from_numpy(np.asarray(each, np.float32)).to(budget.device)
-            for each in (machine.components_, machine.intercept_visible_, machine.intercept_hidden_)
+            for each in (fitted.weight, fitted.visible, fitted.hidden)
         )
 
     def up(self, v: Tensor) -> Tensor:
@@ -351,6 +376,7 @@ class AllFeatures:
     name = "autoencoder-all"
 
     def __init__(self, data: ImageSet, budget: Budget) -> None:
+        started = time.perf_counter()
         generator = torch.Generator().manual_seed(budget.seed)
         shape = Architecture()
         self.model = ConvAutoencoder(
@@ -358,13 +384,15 @@ class AllFeatures:
         ).to(budget.device)
         self.size = data.shape[1:]
         torch.manual_seed(budget.seed)
-        optimizer, schedule = _optimizer(list(self.model.parameters()), data, budget, 1e-3)
+        rate = PRESETS["default"]().autoencoder.rate
+        optimizer, schedule = _optimizer(list(self.model.parameters()), data, budget, rate)
         half = budget.device.type == "cuda"
         for images in _shuffled(data, budget):
             with torch.autocast(budget.device.type, torch.bfloat16, enabled=half):
                 loss = self.model.loss(images)
             _step(loss, optimizer, schedule)
         self.model.eval()
+        self.seconds = time.perf_counter() - started
 
     def encode(self, images: Tensor) -> Tensor:
         """Lay the features in a row."""
@@ -382,11 +410,13 @@ class FeatureComponents(Draws):
 
     def __init__(self, data: ImageSet, budget: Budget, features: AllFeatures | None = None) -> None:
         self.features = features or AllFeatures(data, budget)
+        started = time.perf_counter()
         with torch.no_grad():
             self.components = PrincipalComponents(
                 lambda: (self.features.encode(part) for part in _batches(data, budget))
             )
             self.density = Density(torch.cat([self.encode(part) for part in _batches(data, budget)]), budget.seed)
+        self.seconds = self.features.seconds + time.perf_counter() - started
 
     def encode(self, images: Tensor) -> Tensor:
         """Project the features: (B, C, H, W) → (B, S)."""
@@ -407,7 +437,7 @@ class FeatureComponents(Draws):
         return self.features.model.decode(features, (height, width))
 
 
-class Variational(nn.Module, Draws):
+class Variational(nn.Module):
     """A convolutional variational autoencoder: standard normal prior, Bernoulli pixels (Kingma and Welling 2014).
 
     The divergence from the prior is phased in (Sønderby et al. 2016) and the posterior starts narrow; otherwise the
@@ -415,6 +445,7 @@ class Variational(nn.Module, Draws):
     """
 
     name = "vae"
+    domains = ("joint", "density")
     RATE = 2e-3
     WARM_UP = 0.3  # share of the steps
     NARROW = -4.0  # log-variance of the posterior at the start
@@ -453,6 +484,8 @@ class Variational(nn.Module, Draws):
         for step, images in enumerate(_shuffled(data, budget)):
             _step(self.loss(images, min(1.0, step / warm_up)), optimizer, schedule)
         self.eval()
+        with torch.no_grad():
+            self.density = Density(torch.cat([self.encode(part) for part in _batches(data, budget)]), budget.seed)
 
     def loss(self, images: Tensor, share: float = 1.0) -> Tensor:
         """Compute the negative evidence lower bound, in nats per image, with a share of its divergence."""
@@ -470,10 +503,13 @@ class Variational(nn.Module, Draws):
         """Decode the mean of the posterior."""
         return torch.sigmoid(self._logits(self.encode(images)))
 
-    def draw(self, count: int, generator: torch.Generator) -> Tensor:
-        """Decode draws from the prior."""
-        device = next(self.parameters()).device
-        return torch.sigmoid(self._logits(torch.randn(count, SIZE, generator=generator, device=device)))
+    def sample(self, count: int, domain: str, generator: torch.Generator) -> Tensor:
+        """Decode draws from the prior, or from the density of the codes: (count, C, H, W), from 0 to 1."""
+        if domain == "joint":
+            codes = torch.randn(count, SIZE, generator=generator, device=generator.device)
+        else:
+            codes = self.density.sample(count, generator)
+        return torch.sigmoid(self._logits(codes))
 
     def _logits(self, codes: Tensor) -> Tensor:
         return self.decoder(codes)[:, :, : self.height, : self.width]
@@ -516,38 +552,75 @@ def _step(loss: Tensor, optimizer: torch.optim.Optimizer, schedule: torch.optim.
 BASELINES: dict[str, Callable[[ImageSet, Budget], Encoder]] = {
     "pixels": lambda *_: Pixels(),
     "pca": PCA,
-    "bernoulli-rbm": BernoulliMachine,
     "gaussian-rbm": GaussianMachine,
     "autoencoder": FeatureComponents,
     "autoencoder-all": AllFeatures,
     "vae": Variational,
+    "bernoulli-rbm": BernoulliMachine,
 }
 
 
 def compare(
-    names: Sequence[str], train: ImageSet, test: ImageSet, classifier: Any, budget: Budget, samples: int
+    names: Sequence[str], train: ImageSet, test: ImageSet, classifier: Any, budgets: Sequence[Budget], samples: int
 ) -> Iterator[Evaluation]:
-    """Train and evaluate baselines, one after the other."""
-    autoencoder: AllFeatures | None = None
-    for name in names:
-        started = time.perf_counter()
-        if name.startswith("autoencoder") and autoencoder is None:
-            autoencoder = AllFeatures(train, budget)
-        if name == "autoencoder-all" and autoencoder is not None:
-            encoder: Encoder = autoencoder
-        elif name == "autoencoder":
-            encoder = FeatureComponents(train, budget, autoencoder)
-        else:
-            encoder = BASELINES[name](train, budget)
-        trained = time.perf_counter()
-        result = evaluate(encoder, train, test, classifier, seed=budget.seed, samples=samples, device=budget.device)
-        passes = 0 if name in ("pixels", "pca") else budget.epochs
-        yield result.with_about(
-            epochs=passes,
-            training_seconds=round(trained - started, 1),
-            evaluation_seconds=round(time.perf_counter() - trained, 1),
-            gibbs_steps=budget.gibbs if name.endswith("rbm") else 0,
-        )
+    """Train and evaluate baselines, one after the other, each with every budget.
+
+    scikit-learn's machines need minutes of one core, and are trained in processes of their own meanwhile.
+    """
+    autoencoders: dict[Budget, AllFeatures] = {}
+    with ProcessPoolExecutor(len(budgets), multiprocessing.get_context("spawn")) as pool:
+        machines = {each: pool.submit(fit_bernoulli, train, each) for each in budgets if "bernoulli-rbm" in names}
+        for name, budget in itertools.product(names, budgets):
+            if name == "pixels" and budget != budgets[0]:
+                continue  # nothing about them is random
+            started = time.perf_counter()
+            encoder: Encoder
+            if name == "bernoulli-rbm":
+                encoder = BernoulliMachine(train, budget, machines[budget].result())
+            elif name.startswith("autoencoder"):
+                features = autoencoders[budget] = autoencoders.get(budget) or AllFeatures(train, budget)
+                encoder = features if name == "autoencoder-all" else FeatureComponents(train, budget, features)
+            else:
+                encoder = BASELINES[name](train, budget)
+            trained = time.perf_counter()
+            result = evaluate(encoder, train, test, classifier, seed=budget.seed, samples=samples, device=budget.device)
+            yield result.with_about(
+                epochs=0 if name in ("pixels", "pca") else budget.epochs,
+                training_seconds=round(getattr(encoder, "seconds", trained - started), 1),
+                evaluation_seconds=round(time.perf_counter() - trained, 1),
+                gibbs_steps=budget.gibbs if isinstance(encoder, Machine) else 0,
+            )
+
+
+SPREAD: dict[str, Callable[[Any], Any]] = {
+    "probe": lambda of: of.probe and of.probe.test_accuracy,
+    "reconstruction": lambda of: of.reconstruction and of.reconstruction.relative,
+    "effective rank": lambda of: of.effective_rank,
+}
+SPREAD_OF_SAMPLES: dict[str, Callable[[Any], Any]] = {
+    "Fréchet": lambda of: of.frechet and of.frechet.distance,
+    "recognisable": lambda of: of.recognisability and of.recognisability.share,
+    "classes": lambda of: of.diversity and of.diversity.classes,
+}
+
+
+def spread(results: Sequence[Evaluation]) -> str:
+    """Lay out mean ± standard deviation over seeds as text, for each model that was measured with more than one."""
+    lines = []
+    for name in dict.fromkeys(result.name for result in results):
+        same = [result for result in results if result.name == name]
+        if len(same) == 1:
+            continue
+        values = {label: [read(each) for each in same] for label, read in SPREAD.items()}
+        for domain, (label, read) in itertools.product(same[0].domains, SPREAD_OF_SAMPLES.items()):
+            values[f"{domain}: {label}"] = [read(each.domains[domain]) for each in same]
+        lines.append(f"{name}, mean ± standard deviation over {len(same)} seeds")
+        lines += [
+            f"  {label:30}{np.mean(numbers):10.4g} ± {np.std(numbers, ddof=1):.2g}"
+            for label, numbers in values.items()
+            if None not in numbers
+        ]
+    return "\n".join(lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -562,7 +635,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--gibbs", type=int, default=1000, help="steps of a Gibbs chain (default: 1000)")
     parser.add_argument("--samples", type=int, default=10_000, help="(default: 10000)")
     parser.add_argument("--limit", type=int, help="use so many training and at most so many test images")
-    parser.add_argument("--seed", type=int, default=0, help="(default: 0)")
+    parser.add_argument("--seeds", default="0", help="one or several, as in 0,1,2 (default: 0)")
     parser.add_argument("--json", type=Path, help="file for all the numbers")
     options = parser.parse_args(arguments)
 
@@ -575,23 +648,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
     judged = options.data.removesuffix("-sample") in CLASSIFIERS
     classifier = load_classifier(options.data, options.device) if judged else None
     epochs = options.epochs if options.epochs is not None else default_epochs()
-    budget = Budget(epochs, options.gibbs, options.seed, torch.device(options.device))
+    seeds = [int(seed) for seed in options.seeds.split(",")]
+    budgets = [Budget(epochs, options.gibbs, seed, torch.device(options.device)) for seed in seeds]
 
     results: list[Evaluation] = []
     for folder in options.network:
         encoder = NetworkEncoder(CapsuleNetwork.load(folder, options.device), folder.name)
         results.append(
-            evaluate(
-                encoder, train, test, classifier, seed=options.seed, samples=options.samples, device=options.device
-            )
+            evaluate(encoder, train, test, classifier, seed=seeds[0], samples=options.samples, device=options.device)
         )
-    for result in compare(names, train, test, classifier, budget, options.samples):
+    for result in compare(names, train, test, classifier, budgets, options.samples):
         results.append(result)
-        print(f"{result.name}: trained in {result.about['training_seconds']} s", flush=True)
+        print(
+            f"{result.name}, seed {result.seed}: trained in {result.about['training_seconds']} s, "
+            f"evaluated in {result.about['evaluation_seconds']} s",
+            flush=True,
+        )
         if options.json is not None:  # after each, so that a run that is cut short leaves what it has
             options.json.parent.mkdir(parents=True, exist_ok=True)
             options.json.write_text(json.dumps([json.loads(each.to_json()) for each in results], indent=2) + "\n")
-    print(f"\n{side_by_side(results)}")
+    print(f"\n{side_by_side([result for result in results if result.seed == seeds[0]])}\n\n{spread(results)}".rstrip())
 
 
 def _limit(data: ImageSet, most: int | None) -> ImageSet:

@@ -159,6 +159,30 @@ def test_the_bound_of_the_vae_is_made_of_its_two_terms(digits: ImageSet) -> None
         torch.testing.assert_close(vae.loss(images), (divergence - likelihood) / 6)
 
 
+def test_the_vae_draws_from_its_prior_and_from_the_density_of_its_codes(digits: ImageSet) -> None:
+    vae = Variational(digits, budget())
+    with torch.no_grad():
+        first = torch.sigmoid(vae.decoder(torch.randn(50, SIZE, generator=torch.Generator().manual_seed(1))))
+        prior, density = (vae.sample(50, domain, torch.Generator().manual_seed(1)) for domain in vae.domains)
+        codes = vae.encode(digits.batch(slice(None)))
+        drawn = vae.density.sample(2000, torch.Generator().manual_seed(1))
+    torch.testing.assert_close(prior, first)
+    torch.testing.assert_close(drawn.mean(0), codes.mean(0), rtol=0, atol=0.1 * codes.std().item())
+    assert not torch.equal(prior, density)
+
+
+def test_several_seeds_give_a_mean_and_a_spread(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    size = ["--epochs", "1", "--samples", "30", "--limit", "200", "--device", "cpu", "--seeds", "0,1,5"]
+    main([*size, "--only", "pixels,vae", "--json", str(tmp_path / "all.json")])
+    results = json.loads((tmp_path / "all.json").read_text())
+    assert [(each["name"], each["seed"]) for each in results] == [("pixels", 0), ("vae", 0), ("vae", 1), ("vae", 5)]
+    distances = [each["domains"]["joint"]["frechet"]["distance"] for each in results[1:]]
+    printed = capsys.readouterr().out
+    line = next(each for each in printed.splitlines() if "joint: Fréchet" in each)
+    assert line.split()[-3:] == [f"{np.mean(distances):.4g}", "±", f"{np.std(distances, ddof=1):.2g}"]
+    assert "pixels, mean" not in printed
+
+
 def test_the_script_compares_all_of_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     random = np.random.default_rng(0)
     labels = np.arange(120) % 2
@@ -176,6 +200,9 @@ def test_the_script_compares_all_of_them(tmp_path: Path, capsys: pytest.CaptureF
     assert results["pixels"]["probe"]["test_accuracy"] == 1
     assert results["vae"]["about"]["epochs"] == 1
     assert results["vae"]["about"]["training_seconds"] >= 0
+    assert all(
+        results[name]["about"]["training_seconds"] > 0 for name in ("bernoulli-rbm", "autoencoder", "autoencoder-all")
+    )
     assert set(results["gaussian-rbm"]["domains"]) == {"joint", "from images"}
     assert results["autoencoder"]["domains"]["joint"]["negatives"]["share"] is not None
     assert "no classifier for this set" in table
