@@ -448,7 +448,7 @@ class Variational(nn.Module):
 
     name = "vae"
     domains = ("joint", "density")
-    RATE = 1e-3
+    RATE = 2e-3
     BATCH = 32
     WARM_UP = 0.3  # share of the steps
     NARROW = -4.0  # log-variance of the posterior at the start
