@@ -27,6 +27,7 @@ DOMAINS: tuple[Domain, ...] = get_args(Domain)
 
 FORMAT, VERSION = "poecaps", 1
 JOINT_RANK = 32  # of the Gaussians that whole codes are drawn from
+HALF_ERROR = 1e-3  # of the norm of a tensor that rounding to float16 may cost; 2e-4 is usual
 
 
 @dataclass(frozen=True)
@@ -465,17 +466,34 @@ class CapsuleNetwork(nn.Module):
         images = self.decode(F.squash(varied.flatten(0, 1)))
         return images.view(dim, len(offsets), *images.shape[1:])
 
-    def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write `config.json` and `model.safetensors` into a folder, which `load` reads back."""
+    def save(self, folder: str | os.PathLike[str], *, half: bool = False) -> None:
+        """Write `config.json` and `model.safetensors` into a folder, which `load` reads back.
+
+        Parameters
+        ----------
+        folder
+            Where to; it is made if need be.
+        half
+            Whether the file is to be about half as large: filters, the weights of capsule layers and the factors of
+            the densities are rounded to float16, which `load` turns into float32 again. What takes little room and may
+            not be rounded stays as it is: biases, the scaling and its inverse, the means and shares that decide what a
+            seed draws. So does a tensor with numbers too small for float16.
+
+        Raises
+        ------
+        ValueError
+            If numbers are too large for float16.
+        """
         folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
         about = {"format": FORMAT, "version": VERSION}
-        write_tensors(folder / "model.safetensors", self.state_dict(), about)
+        tensors = _in_half(self) if half else self.state_dict()
+        folder.mkdir(parents=True, exist_ok=True)
+        write_tensors(folder / "model.safetensors", tensors, about | ({"half": True} if half else {}))
         write_json(folder / "config.json", about | {"architecture": asdict(self.architecture)})
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str], device: torch.device | str = "cpu") -> CapsuleNetwork:
-        """Read what `save` wrote, in evaluation mode.
+        """Read what `save` wrote, in evaluation mode and float32.
 
         Raises
         ------
@@ -492,6 +510,8 @@ class CapsuleNetwork(nn.Module):
         architecture = read_architecture(config, folder / "config.json")
         tensors, about = read_tensors(folder / "model.safetensors")
         check_version(about, folder / "model.safetensors")
+        if about.get("half") is True:
+            tensors = {name: each.float() if each.dtype == torch.float16 else each for name, each in tensors.items()}
         try:
             with torch.device("meta"):  # nothing is allocated before the sizes are known to agree
                 network = cls(architecture)
@@ -514,6 +534,22 @@ class CapsuleNetwork(nn.Module):
         if broken:
             raise ModelError(f"{source} holds no usable weights: {broken[0]} is not finite")
         self.load_state_dict(dict(tensors), assign=True)
+
+
+def _in_half(network: CapsuleNetwork) -> dict[str, Tensor]:
+    """Round what is large in a network to float16, where that costs little; see `CapsuleNetwork.save`."""
+    tensors: dict[str, Tensor] = network.state_dict()
+    large = [name for name, parameter in network.named_parameters() if parameter.ndim > 1]
+    for name in (*large, *(name for name in tensors if name.endswith(".factor"))):
+        exact, rounded = tensors[name], tensors[name].half()
+        if not rounded.isfinite().all():
+            raise ValueError(
+                f"{name} reaches {exact.abs().max():.3g}, but float16 ends at {torch.finfo(torch.float16).max:.0f}; "
+                "save without half"
+            )
+        if (rounded.float() - exact).norm() <= HALF_ERROR * exact.norm():
+            tensors[name] = rounded
+    return tensors
 
 
 def _describe(tensor: Tensor) -> str:
