@@ -459,14 +459,16 @@ def test_misuse_has_status_2_and_names_what_would_be_right(
         (["train", "--out", "{run}"], "is not empty; name a new folder"),
         (["train", "--resume", "nowhere"], "nowhere holds no run to go on with"),
         (["train", "--out", "/proc/none/run"], "cannot write into /proc/none/run"),
-        (["generate", "nowhere"], "nowhere holds no trained model"),
+        (["generate", "nowhere"], "there is no folder nowhere, and no model of that name comes with poecaps"),
+        (["generate", "empty"], "empty holds no trained model"),
         (["generate", "{broken}"], "model.safetensors"),
         (["reconstruct", "{run}", "--data", "wide.npy"], "the model sees grey images of 28×28"),
         (["encode", "{run}", "--data", "text.npz"], "text.npz"),
         (["encode", "{run}", "--out", "/proc/none/x.npz"], "/proc/none"),
         (["train", "--model.features", "8000000000"], "there is not enough memory"),
         (["generate", "{run}", "--rows", "1000000000000"], "there is not enough memory"),
-        (["info", "nowhere"], "nowhere holds no run"),
+        (["info", "nowhere"], "there is no folder nowhere, and no model of that name comes with poecaps"),
+        (["info", "empty"], "empty holds no run: there is neither"),
     ],
 )
 def test_failure_has_status_1_and_says_what_is_wrong(
@@ -477,6 +479,7 @@ def test_failure_has_status_1_and_says_what_is_wrong(
     (broken / "model.safetensors").write_bytes(b"nonsense")
     np.save(tmp_path / "wide.npy", np.zeros((4, 28, 30), np.uint8))
     (tmp_path / "text.npz").write_text("no arrays")
+    (tmp_path / "empty").mkdir()
     check_complaint([argument.replace("{broken}", str(broken)) for argument in arguments], named, 1, run, tmp_path)
 
 
