@@ -13,12 +13,12 @@ from poecaps import _checks as checks
 from poecaps import functional as F
 from poecaps import kernels
 from poecaps._files import ModelError, read_json, read_tensors, write_json, write_tensors
-from poecaps.autoencoder import ConvAutoencoder
+from poecaps.autoencoder import ConvAutoencoder, Painter
 from poecaps.layer import CapsuleExperts
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from torch import Tensor
 
@@ -26,7 +26,9 @@ Domain = Literal["complete", "restricted", "learned", "joint"]
 DOMAINS: tuple[Domain, ...] = get_args(Domain)
 
 FORMAT, VERSION = "poecaps", 1
-JOINT_RANK = 32  # of the Gaussians that whole codes are drawn from
+JOINT_RANK = 8  # of the Gaussians that whole codes are drawn from
+MOST_LEVELLED = 100  # times that a direction is weakened
+FEWEST = 50  # points that a Gaussian of a mixture is fitted to, on average
 HALF_ERROR = 1e-3  # of the norm of a tensor that rounding to float16 may cost; 2e-4 is usual
 
 
@@ -64,10 +66,14 @@ class ModelOptions:
     """Mean norm that input capsules are scaled to before they are squashed; None: left as they are."""
     whiten: bool = False
     """Whether each input capsule is whitened by its covariance over the training images."""
-    components: int = 100
-    """Gaussians in the density that whole codes are drawn from."""
-    parts: int = 8
-    """Gaussians in the density that the code of one expert is drawn from."""
+    level: int = 0
+    """Strongest directions of all input capsules together that are brought down to the last of them; 0: none."""
+    painter: bool = False
+    """Whether images are drawn by filters of their own, tuned in a last stage, not by those that see them."""
+    components: int = 1000
+    """Gaussians in the density that whole codes are drawn from, at most; each is fitted to 50 images or so."""
+    parts: int = 20
+    """Gaussians in the density that the code of one expert is drawn from, at most."""
 
     def check(self, name: str = "") -> None:
         """Refuse values that cannot be meant; `name` comes before that of the field."""
@@ -91,6 +97,7 @@ class ModelOptions:
                 raise ValueError(f"{name}scale must be above 0, or None to leave capsules as they are")
         checks.require_nonnegative(f"{name}decoder_sharpness", self.decoder_sharpness)
         checks.require_nonnegative(f"{name}sharpness", self.sharpness)
+        checks.require_int(f"{name}level", self.level, 0)
         checks.require_choice(f"{name}normalize", self.normalize, get_args(F.Axis))
         checks.require_choice(f"{name}agreement", self.agreement, get_args(F.Agreement))
         if self.winners is not None:
@@ -106,35 +113,63 @@ class Architecture(ModelOptions):
 
 
 class CapsuleScaling(nn.Module):
-    """An affine map for each capsule, fitted to training data, that is undone on the way back.
+    """An affine map of all capsules, fitted to training data, that is undone on the way back.
 
-    x_i = squash(s A_i (a_i − m_i)), with m the mean (or 0), A_i the inverse root of the covariance (or 1) and s one
-    number that brings the mean norm to its target (or 1).
+    x = squash(s L A (a − m)), with m the mean (or 0), A_i the inverse root of the covariance of each capsule (or 1), L
+    the levelling (or 1) and s one number that brings the mean norm to its target (or 1).
+
+    Whitening makes the directions within one capsule equally strong, but a few directions that all capsules share
+    still carry most of the variance, and experts learn little else. With V the `level` leading principal directions
+    of all I·K numbers A(a − m) and λ their variances, of which λ_r is the smallest::
+
+        L = 1 + V (diag √(λ_r/λ) − 1) Vᵀ
+
+    brings them down to the last of them and leaves everything else alone. No direction is weakened more than 100
+    times.
     """
 
     mean: Tensor
     matrix: Tensor
     inverse: Tensor
+    directions: Tensor | None
+    factors: Tensor | None
 
-    def __init__(self, capsules: int, dim: int, *, centre: bool, scale: float | None, whiten: bool) -> None:
+    def __init__(
+        self, capsules: int, dim: int, *, centre: bool, scale: float | None, whiten: bool, level: int = 0
+    ) -> None:
         super().__init__()
+        if level > capsules * dim:
+            raise ValueError(f"level must be at most {capsules * dim}, the numbers in all capsules, but is {level}")
         self.centre, self.scale, self.whiten = centre, scale, whiten
         identity = torch.eye(dim).expand(capsules, dim, dim)
         self.register_buffer("mean", torch.zeros(capsules, dim))
         self.register_buffer("matrix", identity.clone())
         self.register_buffer("inverse", identity.clone())
+        self.register_buffer("directions", torch.eye(capsules * dim, level) if level else None)
+        self.register_buffer("factors", torch.ones(level) if level else None)
 
     def to_capsules(self, a: Tensor) -> Tensor:
         """Squash scaled activations: (B, I, K) → (B, I, K)."""
-        return F.squash(torch.einsum("ikl,bil->bik", self.matrix, a.to(self.mean.dtype) - self.mean))
+        return F.squash(self._level(torch.einsum("ikl,bil->bik", self.matrix, a.to(self.mean.dtype) - self.mean)))
 
     def from_capsules(self, x: Tensor) -> Tensor:
         """Undo `to_capsules`: (B, I, K) → (B, I, K)."""
-        return torch.einsum("ikl,bil->bik", self.inverse, F.unsquash(x)) + self.mean
+        return self.undo(F.unsquash(x))
+
+    def undo(self, z: Tensor) -> Tensor:
+        """Undo what comes before squashing: (B, I, K) → (B, I, K)."""
+        return torch.einsum("ikl,bil->bik", self.inverse, self._level(z, back=True)) + self.mean
+
+    def _level(self, z: Tensor, *, back: bool = False) -> Tensor:
+        """Multiply by L, or back by its inverse: (B, I, K) → (B, I, K)."""
+        if self.directions is None or self.factors is None:
+            return z
+        flat, factors = z.flatten(1), 1 / self.factors if back else self.factors
+        return (flat + (flat @ self.directions * (factors - 1)) @ self.directions.T).view_as(z)
 
     @torch.no_grad()
     def fit(self, batches: Iterable[Tensor]) -> None:
-        """Fit to activations (B, I, K), seen in two passes over `batches`, which must be the same both times."""
+        """Fit to activations (B, I, K), seen in several passes over `batches`, which must be the same each time."""
         count = 0
         first, second = torch.zeros_like(self.mean, dtype=torch.float64), self.matrix.double() * 0
         for a in batches:
@@ -144,21 +179,57 @@ class CapsuleScaling(nn.Module):
             second += torch.einsum("bik,bil->ikl", a, a)
         mean = first / count
         covariance = second / count - torch.einsum("ik,il->ikl", mean, mean)
-        if self.centre:
-            self.mean.copy_(mean)
-        matrix = self.inverse.double()
+        centre = mean if self.centre else torch.zeros_like(mean)
+        matrix = torch.eye(mean.shape[1], dtype=torch.float64, device=mean.device).expand_as(covariance)
         if self.whiten:
             values, vectors = torch.linalg.eigh(covariance)
             values = values.clamp(min=0) + 1e-3 * values.clamp(min=0).mean() + 1e-12
             matrix = vectors @ (values.rsqrt().unsqueeze(-1) * vectors.mT)
+
+        def scaled(around: Tensor) -> Iterator[Tensor]:
+            return (torch.einsum("ikl,bil->bik", matrix.float(), a.float() - around.float()) for a in batches)
+
+        self.mean.copy_(centre)
+        if self.directions is not None and self.factors is not None:
+            variance, directions = _leading_directions(
+                lambda: (z.flatten(1) for z in scaled(mean)), mean.numel(), len(self.factors)
+            )
+            self.directions.copy_(directions)
+            least = variance[-1].clamp(min=MOST_LEVELLED**-2 * variance[0])
+            self.factors.copy_((least / variance.clamp(min=1e-30)).sqrt().clamp(max=1))
         if self.scale is not None:
-            total, norms = 0, torch.zeros((), dtype=torch.float64, device=self.mean.device)
-            for a in batches:
-                norms += torch.einsum("ikl,bil->bik", matrix, a.double() - self.mean).norm(dim=-1).mean(1).sum()
-                total += len(a)
-            matrix = matrix * (self.scale * total / norms)
+            norms = torch.stack([self._level(z).norm(dim=-1).mean(1).double().sum() for z in scaled(centre)])
+            matrix = matrix * (self.scale * count / norms.sum())
         self.matrix.copy_(matrix)
         self.inverse.copy_(torch.linalg.inv(matrix))
+
+
+def _leading_directions(
+    batches: Callable[[], Iterable[Tensor]], size: int, count: int, *, spare: int = 16, rounds: int = 8
+) -> tuple[Tensor, Tensor]:
+    """Variances (R,) and orthonormal directions (S, R) of the R leading principal components of points (B, S).
+
+    By subspace iteration with some directions to spare: each round is one pass over the points, and no S×S matrix is
+    ever made. Directions of nearly equal variance may come out mixed.
+    """
+    width = min(count + spare, size)
+    basis = torch.randn(size, width, generator=torch.Generator().manual_seed(0))
+    for _ in range(rounds):
+        image, points = None, 0
+        for part in batches():
+            basis = basis.to(part.device)
+            step = part.T @ (part @ basis)
+            image, points = step if image is None else image.add_(step), points + len(part)
+        assert image is not None  # noqa: S101 (there is at least one image)
+        basis = torch.linalg.qr(image)[0]
+    # Within the subspace found, the principal directions themselves.
+    small = torch.zeros(width, width, dtype=torch.float64, device=basis.device)
+    for part in batches():
+        seen = (part @ basis).double()
+        small += seen.T @ seen
+    values, vectors = torch.linalg.eigh(small / points)
+    best = vectors.flip(1)[:, :count].to(basis.dtype)
+    return values.flip(0)[:count].clamp(min=0), basis @ best
 
 
 class CapsuleDecoder(CapsuleExperts):
@@ -182,12 +253,30 @@ class CapsuleDecoder(CapsuleExperts):
         """
         with torch.no_grad():
             routing = self.route(y)
-            e = routing.coefficients
-            y_model = kernels.reconstruction(F.squash(routing.preactivation), self.weight, e)
+            e = kernels.held(routing)
+            y_model = kernels.reconstruction(F.squash(routing.preactivation), self.weight, e, backend=self.backend)
             data, model = _pull(F.unsquash(x)), _pull(routing.preactivation)
-        toward = (data * kernels.preactivation(y, self.weight, e)).sum((1, 2)).mean()
-        away = (model * kernels.preactivation(y_model, self.weight, e)).sum((1, 2)).mean()
+        toward = (data * self._mixed(y, e)).sum((1, 2)).mean()
+        away = (model * self._mixed(y_model, e)).sum((1, 2)).mean()
         return 2 * (away - toward)
+
+    def preactivation(self, y: Tensor) -> Tensor:
+        """Compute z̃_i = Σ_j e_ji U_ji y_j; e and y count as constants: a gradient reaches U alone.
+
+        Parameters
+        ----------
+        y : (B, J, D)
+
+        Returns
+        -------
+        (B, I, K)
+        """
+        with torch.no_grad():
+            e = kernels.held(self.route(y))
+        return self._mixed(y, e)
+
+    def _mixed(self, y: Tensor, e: Tensor | kernels.Coefficients) -> Tensor:
+        return kernels.preactivation(y, self.weight, e, backend=self.backend)
 
 
 def _pull(z: Tensor) -> Tensor:
@@ -211,13 +300,14 @@ class GaussianMixtures(nn.Module):
 
     @torch.no_grad()
     def fit(self, index: int, points: Tensor, generator: torch.Generator | None) -> None:
-        """Fit one of the mixtures to points (N, S): a Gaussian for each cluster."""
+        """Fit one of the mixtures to points (N, S): a Gaussian for each cluster, of which there may be fewer than M."""
         parts, _, rank = self.factor[index].shape
-        nearest = _clusters(points, parts, generator)
-        for part in range(parts):
-            members = points[nearest == part]
-            self.share[index, part] = len(members) / len(points)
-            self.mean[index, part], self.factor[index, part] = _gaussian(members, rank)
+        parts = min(parts, max(1, len(points) // FEWEST))
+        nearest = _clusters(points, parts, generator).cpu()
+        self.share[index] = torch.bincount(nearest, minlength=self.share.shape[1]).to(self.share) / len(points)
+        ordered = points.cpu()[nearest.argsort(stable=True)].split(torch.bincount(nearest, minlength=parts).tolist())
+        mean, factor = zip(*(_gaussian(members, rank) for members in ordered), strict=True)
+        self.mean[index, :parts], self.factor[index, :parts] = (torch.stack(each).to(points) for each in (mean, factor))
 
     def sample(self, which: Tensor, generator: torch.Generator | None) -> Tensor:
         """Draw a point from the mixture with each of these indices: (B,) → (B, S)."""
@@ -285,9 +375,11 @@ def _gaussian(z: Tensor, rank: int) -> tuple[Tensor, Tensor]:
         return z.new_zeros(z.shape[1]), z.new_zeros(z.shape[1], rank)
     mean = z.mean(0)
     centred = (z - mean).double()
-    values, vectors = torch.linalg.eigh(centred.T @ centred / len(z))
-    factor = vectors[:, -rank:] * values[-rank:].clamp(min=0).sqrt()
-    return mean, factor.to(z.dtype)
+    few = len(z) < z.shape[1]  # then the N×N matrix of inner products has the same eigenvalues, and is the smaller
+    values, vectors = torch.linalg.eigh((centred @ centred.T if few else centred.T @ centred) / len(z))
+    values, vectors = values[-rank:].clamp(min=0), vectors[:, -rank:]
+    factor = centred.T @ vectors / len(z) ** 0.5 if few else vectors * values.sqrt()
+    return mean, nn.functional.pad(factor, (rank - factor.shape[1], 0)).to(z.dtype)
 
 
 def _clusters(z: Tensor, count: int, generator: torch.Generator | None, rounds: int = 25) -> Tensor:
@@ -315,7 +407,8 @@ class CapsuleNetwork(nn.Module):
         )
         rows, columns = self.autoencoder.grid((height, width))
         below = (rows * columns * a.features // a.capsule_dim, a.capsule_dim)
-        self.scaling = CapsuleScaling(*below, centre=a.centre, scale=a.scale, whiten=a.whiten)
+        self.painter = Painter(self.autoencoder) if a.painter else None
+        self.scaling = CapsuleScaling(*below, centre=a.centre, scale=a.scale, whiten=a.whiten, level=a.level)
         self.encoders, self.decoders = nn.ModuleList(), nn.ModuleList()
         for above in a.experts:
             self.encoders.append(
@@ -368,10 +461,15 @@ class CapsuleNetwork(nn.Module):
 
     def draw(self, x: Tensor) -> Tensor:
         """Images from input capsules: (B, I, K) → (B, C, H, W)."""
+        return torch.sigmoid(self.logits(self.scaling.from_capsules(x)))
+
+    def logits(self, activations: Tensor) -> Tensor:
+        """Images before their sigmoid from what `activations` gives: (B, I, K) → (B, C, H, W)."""
         _, height, width = self.architecture.image_shape
         rows, columns = self.autoencoder.grid((height, width))
-        features = self.scaling.from_capsules(x).reshape(len(x), rows, columns, -1).permute(0, 3, 1, 2)
-        return self.autoencoder.decode(features, (height, width))
+        features = activations.reshape(len(activations), rows, columns, -1).permute(0, 3, 1, 2)
+        by = self.autoencoder if self.painter is None else self.painter
+        return by.logits(features, (height, width))
 
     def reconstruct(self, images: Tensor) -> Tensor:
         """Encode and decode: (B, C, H, W) → (B, C, H, W)."""
@@ -571,7 +669,8 @@ def read_architecture(config: Mapping[str, Any], source: Path) -> Architecture:
     check_version(config, source)
     values = config.get("architecture")
     known = {field.name for field in fields(Architecture)}
-    if not isinstance(values, dict) or values.keys() != known:
+    # What a file does not mention is as it was before there was a choice: the default.
+    if not isinstance(values, dict) or not {"image_shape", "experts"} <= values.keys() <= known:
         raise ModelError(f"{source} is damaged: it must describe an architecture by {', '.join(sorted(known))}")
     try:
         shape = tuple(values["image_shape"])

@@ -14,6 +14,8 @@ T = TypeVar("T")
 Precision = Literal["auto", "float32", "bfloat16"]
 Optimizer = Literal["adam", "sgd"]
 OPTIMIZERS: tuple[Optimizer, ...] = get_args(Optimizer)
+PixelError = Literal["absolute", "cross-entropy"]
+PIXEL_ERRORS: tuple[PixelError, ...] = get_args(PixelError)
 
 
 @dataclass(frozen=True)
@@ -97,9 +99,23 @@ class DecoderStage(CapsuleStage):
     def check(self, name: str) -> None:
         """Refuse values that cannot be meant, naming the stage they belong to."""
         super().check(name)
-        checks.require_nonnegative(f"{name}.alone", self.alone)
-        if self.alone > 1:
-            raise ValueError(f"{name}.alone must be at most 1, but is {self.alone}")
+        checks.require_share(f"{name}.alone", self.alone)
+
+
+@dataclass(frozen=True)
+class PainterStage(Stage):
+    """Tuning of all that draws: the filters of the painter, and the capsule decoder they draw from."""
+
+    alone: float = 0.0
+    """Share of images drawn from their strongest expert alone."""
+    error: PixelError = "absolute"
+    """What is made small: the absolute difference of pixels, which keeps edges sharp, or their cross-entropy."""
+
+    def check(self, name: str) -> None:
+        """Refuse values that cannot be meant, naming the stage they belong to."""
+        super().check(name)
+        checks.require_share(f"{name}.alone", self.alone)
+        checks.require_choice(f"{name}.error", self.error, PIXEL_ERRORS)
 
 
 @dataclass(frozen=True)
@@ -122,6 +138,8 @@ class Config:
     """Stage 2, for each capsule layer."""
     decoder: DecoderStage = field(default_factory=DecoderStage)
     """Stage 3, for each capsule layer."""
+    painter: PainterStage = field(default_factory=lambda: PainterStage(epochs=0))
+    """Stage 4, for a model with a painter."""
     batch_size: int = 128
     """Images in a step, of all processes together."""
     seed: int = 0
@@ -141,13 +159,16 @@ class Config:
         ValueError, TypeError
             Naming the field, what it is and what it may be.
         """
-        kinds = {"autoencoder": Stage, "encoder": EncoderStage, "decoder": DecoderStage, "model": ModelOptions}
+        stages = {"autoencoder": Stage, "encoder": EncoderStage, "decoder": DecoderStage, "painter": PainterStage}
+        kinds = {**stages, "model": ModelOptions}
         for name, kind in kinds.items():
             if not isinstance(getattr(self, name), kind):
                 raise TypeError(f"{name} must be a {kind.__name__}, but is a {type(getattr(self, name)).__name__}")
-        for name in ("autoencoder", "encoder", "decoder"):
+        for name in stages:
             getattr(self, name).check(name)
         self.model.check("model.")
+        if self.painter.epochs > 0 and not self.model.painter:
+            raise ValueError("painter.epochs must be 0 for a model without a painter; set model.painter")
         fewest = min(count for count, _ in self.model.experts)
         if self.encoder.winners is not None and self.encoder.winners > fewest:
             raise ValueError(
@@ -192,14 +213,16 @@ def _as_tuples(value: Any) -> Any:
 def default() -> Config:
     """Return what works best.
 
-    Each image teaches two experts, so that experts become different things; afterwards all of them speak, the stronger
-    the louder.
+    The strongest directions of the capsules are levelled, so that experts have many things to learn. Each image
+    teaches one expert, so that experts become different things; afterwards all of them speak, the stronger the louder.
+    At last, filters of their own learn to draw sharply what the experts say.
     """
     return Config(
-        model=ModelOptions(normalize="outputs", sharpness=1.0, scale=0.15, whiten=True),
+        model=ModelOptions(normalize="outputs", sharpness=1.0, scale=0.15, whiten=True, level=16, painter=True),
         autoencoder=Stage(epochs=5, rate=3e-3),
-        encoder=EncoderStage(epochs=6, rate=0.1, winners=2, firing=0.5),
-        decoder=DecoderStage(epochs=10, rate=0.03, alone=0.3),
+        encoder=EncoderStage(epochs=10, rate=0.1, winners=1, firing=0.5),
+        decoder=DecoderStage(epochs=3, rate=0.03, alone=0.3),
+        painter=PainterStage(epochs=10, rate=1e-3, alone=0.3),
     )
 
 

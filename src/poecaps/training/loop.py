@@ -1,4 +1,4 @@
-"""One loop that drives the three stages, from wherever it was interrupted."""
+"""One loop that drives the stages, from wherever it was interrupted."""
 
 from __future__ import annotations
 
@@ -187,17 +187,22 @@ class _Run:
     def go(self, task: int, step: int, optimizer_state: dict[str, Tensor] | None = None) -> CapsuleNetwork:
         """Run the tasks from this position on, then fit the density of codes and save the network."""
         record = self._begin(task, step) if self.workers.first else {}
-        self.network.autoencoder.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # faster
+        self._lay_filters(torch.channels_last)  # faster
         for index in range(task, len(self.tasks)):
             self._do(index, step, optimizer_state or {})
             step, optimizer_state = 0, None
         self._fit_density()
-        self.network.autoencoder.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
+        self._lay_filters(torch.contiguous_format)
         if self.workers.first:
             self._write(lambda: self.network.save(self.folder))
             record["finished"] = records.now()
             self._write(lambda: records.write(self.folder, record))
         return self.network
+
+    def _lay_filters(self, memory_format: torch.memory_format) -> None:
+        for part in (self.network.autoencoder, self.network.painter):
+            if part is not None:
+                part.to(memory_format=memory_format)  # type: ignore[call-overload]
 
     def steps_of(self, task: int) -> int:
         """Count the steps of a task; beyond the last task there are none."""
