@@ -21,7 +21,7 @@ import torch
 import tyro
 from tyro.conf import Positional  # noqa: TC002 (tyro reads the annotations)
 
-from poecaps import __version__, evaluation, models, plotting
+from poecaps import __version__, evaluation, kernels, models, plotting
 from poecaps import _checks as checks
 from poecaps import data as datasets
 from poecaps._files import ModelError, write_json
@@ -516,6 +516,7 @@ def _about_installation() -> Iterator[tuple[str, str]]:
     yield from machine.items()
     device = find_device("auto")
     yield "device", record.describe_device(device)
+    yield "routing", kernels.describe(device)
     yield "data", ", ".join(datasets.named.NAMES)
     yield "models", ", ".join(models.names()) or "none"
     yield "presets", ", ".join(PRESETS)

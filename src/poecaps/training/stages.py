@@ -59,6 +59,15 @@ class Material:
             return self.pixels[indices.to(self.device)].float() / 255
         return self.data.batch(indices.cpu()).to(self.device)
 
+    def has_images(self) -> bool:
+        """Tell whether the images lie in the memory of the device."""
+        return self.pixels is not None
+
+    def has_inputs(self, layer: int) -> bool:
+        """Tell whether the `inputs` of a layer lie in the memory of the device; the codes of a layer are the next's."""
+        kept = self.experts[layer] if layer > 0 else self.features
+        return kept is not None and kept.device == self.device
+
     def make_inputs(self, layer: int) -> None:
         """Make what `inputs` of this layer are taken from; every process must call it."""
         if layer > 0:
@@ -161,6 +170,10 @@ class Task:
     def finish(self) -> None:
         """Bring the part into the form in which later stages use it."""
 
+    def is_resident(self) -> bool:
+        """Tell whether all that the steps learn from lies in the memory of the device."""
+        raise NotImplementedError
+
     def loss(self, indices: Tensor, draw: Draw) -> Tensor:
         """Compute the loss of the images with these indices (B,); `draw` gives uniform numbers."""
         raise NotImplementedError
@@ -183,6 +196,10 @@ class AutoencoderTask(Task):
 
     def prepare(self, fresh: bool, generator: torch.Generator) -> None:
         """Do nothing: the filters have their initial weights, and learn from the images themselves."""
+
+    def is_resident(self) -> bool:
+        """Tell whether all that the steps learn from lies in the memory of the device."""
+        return self.material.has_images()
 
     def loss(self, indices: Tensor, draw: Draw) -> Tensor:
         """Compute the cross-entropy of the pixels."""
@@ -231,6 +248,10 @@ class EncoderTask(Task):
                 z = self.part.route(self.material.inputs(self.layer, self.material.probe())).preactivation
                 self.part.weight.mul_(factor_for_firing(z.norm(dim=-1).amax(1), self.stage.firing))
 
+    def is_resident(self) -> bool:
+        """Tell whether all that the steps learn from lies in the memory of the device."""
+        return self.material.has_inputs(self.layer)
+
     def loss(self, indices: Tensor, draw: Draw) -> Tensor:
         """Compute the loss of contrastive divergence."""
         x = self.material.inputs(self.layer, indices)
@@ -266,6 +287,10 @@ class DecoderTask(Task):
         if fresh:
             self._reset(self.stage.std, generator)
 
+    def is_resident(self) -> bool:
+        """Tell whether all that the steps learn from lies in the memory of the device."""
+        return self.material.has_inputs(self.layer) and self.material.has_inputs(self.layer + 1)
+
     def loss(self, indices: Tensor, draw: Draw) -> Tensor:
         """Compute the loss of the decoder's rule, for some images from their strongest expert alone."""
         y = _some_alone(self.material.codes(self.layer + 1, indices), self.stage.alone, draw)
@@ -294,6 +319,10 @@ class PainterTask(Task):
         self.material.make_codes(len(self.material.network.encoders))
         if fresh:
             self.painter.follow(self.material.network.autoencoder)
+
+    def is_resident(self) -> bool:
+        """Tell whether all that the steps learn from lies in the memory of the device."""
+        return self.material.has_images() and self.material.has_inputs(len(self.material.network.encoders))
 
     def loss(self, indices: Tensor, draw: Draw) -> Tensor:
         """Compute how far images are from what is drawn, for some of them, from their strongest expert alone."""
