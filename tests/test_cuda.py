@@ -149,7 +149,7 @@ def test_training_by_replays_gives_what_plain_steps_give(
     plain = train(config, tmp_path / "plain").state_dict()
     for name, value in plain.items():
         if not name.startswith("density."):  # clusters may be numbered otherwise
-            torch.testing.assert_close(replayed[name], value, rtol=1e-2, atol=1e-3)
+            assert (replayed[name] - value).norm() <= 0.02 * value.norm() + 1e-6, name
 
 
 def test_without_triton_the_gpu_takes_the_version_without_votes(monkeypatch: pytest.MonkeyPatch) -> None:

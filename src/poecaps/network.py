@@ -26,7 +26,8 @@ Domain = Literal["complete", "restricted", "learned", "joint"]
 DOMAINS: tuple[Domain, ...] = get_args(Domain)
 
 FORMAT, VERSION = "poecaps", 1
-JOINT_RANK = 8  # of the Gaussians that whole codes are drawn from
+JOINT_SIZE = 64  # principal components of whole codes that these are drawn in
+JOINT_RANK = 8  # of the Gaussians that they are drawn from
 MOST_LEVELLED = 100  # times that a direction is weakened
 FEWEST = 50  # points that a Gaussian of a mixture is fitted to, on average
 HALF_ERROR = 1e-3  # of the norm of a tensor that rounding to float16 may cost; 2e-4 is usual
@@ -301,13 +302,15 @@ class GaussianMixtures(nn.Module):
     @torch.no_grad()
     def fit(self, index: int, points: Tensor, generator: torch.Generator | None) -> None:
         """Fit one of the mixtures to points (N, S): a Gaussian for each cluster, of which there may be fewer than M."""
-        parts, _, rank = self.factor[index].shape
-        parts = min(parts, max(1, len(points) // FEWEST))
-        nearest = _clusters(points, parts, generator).cpu()
-        self.share[index] = torch.bincount(nearest, minlength=self.share.shape[1]).to(self.share) / len(points)
-        ordered = points.cpu()[nearest.argsort(stable=True)].split(torch.bincount(nearest, minlength=parts).tolist())
-        mean, factor = zip(*(_gaussian(members, rank) for members in ordered), strict=True)
-        self.mean[index, :parts], self.factor[index, :parts] = (torch.stack(each).to(points) for each in (mean, factor))
+        parts, size, rank = self.factor[index].shape
+        nearest = _clusters(points, min(parts, max(1, len(points) // FEWEST)), generator)
+        count = torch.bincount(nearest, minlength=parts)
+        mean = torch.zeros_like(self.mean[index]).index_add_(0, nearest, points) / count.clamp(min=1).unsqueeze(1)
+        members = (points - mean[nearest])[nearest.argsort(stable=True)].split(count.tolist())
+        covariance = torch.stack([each.T @ each / max(1, len(each)) for each in members])
+        values, vectors = torch.linalg.eigh(covariance.double())
+        factor = vectors[:, :, size - rank :] * values[:, None, size - rank :].clamp(min=0).sqrt()
+        self.share[index], self.mean[index], self.factor[index] = count / len(points), mean, factor.to(mean.dtype)
 
     def sample(self, which: Tensor, generator: torch.Generator | None) -> Tensor:
         """Draw a point from the mixture with each of these indices: (B,) → (B, S)."""
@@ -316,11 +319,43 @@ class GaussianMixtures(nn.Module):
         return self.mean[which, part] + (self.factor[which, part] @ noise).squeeze(-1)
 
 
+class MixtureOfCodes(nn.Module):
+    """A mixture of Gaussians over the leading principal components of codes of S numbers.
+
+    What lies outside these components is at its mean: it is mostly noise, and would make the mixture five times as
+    large.
+    """
+
+    centre: Tensor
+    basis: Tensor
+
+    def __init__(self, size: int, components: int) -> None:
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(size))
+        self.register_buffer("basis", torch.eye(size, min(JOINT_SIZE, size)))
+        self.mixture = GaussianMixtures(1, components, min(JOINT_SIZE, size), rank=JOINT_RANK)
+
+    @torch.no_grad()
+    def fit(self, codes: Tensor, generator: torch.Generator | None) -> None:
+        """Fit to codes (N, S)."""
+        self.centre.copy_(codes.mean(0))
+        centred = codes - self.centre
+        directions = torch.linalg.eigh((centred.T @ centred).double())[1]
+        self.basis.copy_(directions[:, -self.basis.shape[1] :])
+        self.mixture.fit(0, centred @ self.basis, generator)
+
+    def sample(self, count: int, generator: torch.Generator | None) -> Tensor:
+        """Draw codes: (count, S)."""
+        which = torch.zeros(count, dtype=torch.long, device=self.centre.device)
+        return self.centre + self.mixture.sample(which, generator) @ self.basis.T
+
+
 class CodeDensity(nn.Module):
     """What generation knows about the codes of the training images, in the space before squashing.
 
     For each expert: the mean direction of its codes, and a mixture of Gaussians fitted to its codes of the images for
-    which it is the strongest, with the mean and the standard deviation of these. For whole codes: a mixture again.
+    which it is the strongest, with the mean and the standard deviation of these. For whole codes:
+    a mixture again, of their leading principal components.
     """
 
     mean_direction: Tensor
@@ -333,7 +368,7 @@ class CodeDensity(nn.Module):
         self.register_buffer("mean", torch.zeros(experts, dim))
         self.register_buffer("deviation", torch.ones(experts, dim))
         self.alone = GaussianMixtures(experts, parts, dim, rank=dim)
-        self.together = GaussianMixtures(1, components, experts * dim, rank=JOINT_RANK)
+        self.together = MixtureOfCodes(experts * dim, components)
 
     @torch.no_grad()
     def fit(self, codes: Tensor, generator: torch.Generator | None = None) -> None:
@@ -348,15 +383,14 @@ class CodeDensity(nn.Module):
                 own = z[norm[:, j] > 0, j] if norm[:, j].any() else z[:, j]
             self.mean[j], self.deviation[j] = own.mean(0), own.std(0, correction=0)
             self.alone.fit(j, own, generator)
-        self.together.fit(0, z.flatten(1), generator)
+        self.together.fit(z.flatten(1), generator)
 
     def sample(self, count: int, domain: Domain, expert: int | None, generator: torch.Generator | None) -> Tensor:
         """Draw preactivations (count, J, D); see `CapsuleNetwork.generate`."""
         experts, dim = self.mean.shape
         device = self.mean.device
         if domain == "joint":
-            which = torch.zeros(count, dtype=torch.long, device=device)
-            return self.together.sample(which, generator).view(-1, experts, dim)
+            return self.together.sample(count, generator).view(-1, experts, dim)
         noise = torch.randn(count, dim, generator=generator, device=device)
         chosen = torch.randint(experts, (count,), generator=generator, device=device)
         if expert is not None:
@@ -367,19 +401,6 @@ class CodeDensity(nn.Module):
             agrees = (noise * self.mean_direction[chosen]).sum(-1, keepdim=True) >= 0
             noise = torch.where(agrees, noise, -noise)
         return nn.functional.one_hot(chosen, experts).unsqueeze(-1) * noise.unsqueeze(1)
-
-
-def _gaussian(z: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Mean (S,) and factor (S, rank) of the Gaussian of this rank nearest to points (N, S); 0 where there are none."""
-    if len(z) == 0:
-        return z.new_zeros(z.shape[1]), z.new_zeros(z.shape[1], rank)
-    mean = z.mean(0)
-    centred = (z - mean).double()
-    few = len(z) < z.shape[1]  # then the N×N matrix of inner products has the same eigenvalues, and is the smaller
-    values, vectors = torch.linalg.eigh((centred @ centred.T if few else centred.T @ centred) / len(z))
-    values, vectors = values[-rank:].clamp(min=0), vectors[:, -rank:]
-    factor = centred.T @ vectors / len(z) ** 0.5 if few else vectors * values.sqrt()
-    return mean, nn.functional.pad(factor, (rank - factor.shape[1], 0)).to(z.dtype)
 
 
 def _clusters(z: Tensor, count: int, generator: torch.Generator | None, rounds: int = 25) -> Tensor:
