@@ -21,8 +21,9 @@ from poecaps.cli import main
 from poecaps.data import named
 from poecaps.network import DOMAINS, Architecture, CapsuleNetwork
 from poecaps.training import PRESETS, Config, EncoderStage, record, train
-from tools.ship_model import command, nearest_preset, ship
+from poecaps.training.config import command, nearest_preset
 from tools.ship_model import main as ship_model
+from tools.ship_model import ship
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import argparse
 import re
-import shlex
 import sys
 import tempfile
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,13 +23,12 @@ from poecaps import models
 from poecaps._files import ModelError, read_json, write_atomically, write_json
 from poecaps.data import named
 from poecaps.network import DOMAINS, CapsuleNetwork
-from poecaps.training import PRESETS, Config, record
-from poecaps.training.config import from_json
+from poecaps.training import Config, record
+from poecaps.training.config import OF_THE_MACHINE, command, from_json, nearest_preset
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-OF_THE_MACHINE = ("data_path", "device", "checkpoint_every")  # options that do not shape the result
 KEPT = ("time", "stage", "step", "device", "precision", "processes")  # of each start of the run
 SETS = {
     "mnist": "[MNIST](http://yann.lecun.com/exdb/mnist/), by Yann LeCun, Corinna Cortes and Christopher J.C. Burges, "
@@ -158,42 +156,6 @@ def without_machine(about: Mapping[str, Any], config: Config) -> dict[str, Any]:
         for start in about["starts"]
     ]
     return record.begin(shared, about["data"]) | {"starts": starts, "finished": about["finished"]}
-
-
-def nearest_preset(config: Config) -> str:
-    """Name the preset that the fewest options were changed of."""
-    return min(PRESETS, key=lambda name: len(changes(config, name)))
-
-
-def changes(config: Config, preset: str) -> dict[str, Any]:
-    """Options that are not those of a preset, by their names on the command line."""
-    usual = dict(_flat(asdict(PRESETS[preset]())))
-    return {name: value for name, value in _flat(asdict(config)) if value != usual[name] and name not in OF_THE_MACHINE}
-
-
-def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in values.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{before}{name}.")
-        else:
-            yield before + name, value
-
-
-def command(config: Config) -> str:
-    """Return the command that trains with these options."""
-    preset = nearest_preset(config)
-    words = ["poecaps", "train", *([] if preset == "default" else ["--preset", preset])]
-    for name, value in changes(config, preset).items():
-        stage, dot, last = name.replace("_", "-").rpartition(".")
-        if isinstance(value, bool):
-            words.append(f"--{stage}{dot}{'' if value else 'no-'}{last}")
-        else:
-            words += [f"--{stage}{dot}{last}", *_words(value)]
-    return shlex.join(words)
-
-
-def _words(value: Any) -> list[str]:
-    return [word for each in value for word in _words(each)] if isinstance(value, tuple) else [str(value)]
 
 
 def _card(

@@ -141,6 +141,7 @@ class OfExperts:
     diversity: measures.Diversity
     purity: measures.Purity
     variety: measures.Variety | None
+    variation: measures.Variation | None
 
 
 @dataclass(frozen=True)
@@ -342,15 +343,18 @@ class _Measurement:
         ]
         judged = self.classifier.judge(torch.cat(draws))
         verdicts = judged.verdicts.view(encoder.experts, each)
-        variety = None
+        variety = variation = None
         if self.data_test.labels is not None:
-            variety = measures.variety(draws, verdicts, self.test, torch.from_numpy(self.data_test.labels))
+            labels = torch.from_numpy(self.data_test.labels)
+            variety = measures.variety(draws, verdicts, self.test, labels)
+            variation = measures.variation(draws, verdicts, self.test, labels)
         return OfExperts(
             each,
             measures.recognisability(judged.probabilities),
             measures.diversity(judged.verdicts),
             measures.purity(verdicts),
             variety,
+            variation,
         )
 
     def _training_images(self) -> Iterator[Tensor]:
@@ -409,6 +413,10 @@ EXPERT_ROWS = (
     *JUDGEMENT_ROWS,
     ("purity", "purity.mean", ".1%"),
     ("variety, of one class's", "variety.mean", ".1%"),
+    *(
+        (f"variation of {name}, of one class's", f"variation.{name}", ".1%")
+        for name in ("thickness", "slant", "width", "height")
+    ),
 )
 
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, Literal, TypeVar, get_args, get_type_hints
+import shlex
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_type_hints
 
 from poecaps import _checks as checks
 from poecaps.layer import MIXINGS, Mixing
 from poecaps.network import ModelOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
 
 T = TypeVar("T")
 Precision = Literal["auto", "float32", "bfloat16"]
@@ -238,3 +242,40 @@ def paper() -> Config:
 
 
 PRESETS = {"default": default, "paper": paper}
+OF_THE_MACHINE = ("data_path", "device", "checkpoint_every")  # options that do not shape the result
+
+
+def nearest_preset(config: Config) -> str:
+    """Name the preset that the fewest options were changed of."""
+    return min(PRESETS, key=lambda name: len(changes(config, name)))
+
+
+def changes(config: Config, preset: str) -> dict[str, Any]:
+    """Options that are not those of a preset, by their names."""
+    usual = dict(_flat(asdict(PRESETS[preset]())))
+    return {name: value for name, value in _flat(asdict(config)) if value != usual[name] and name not in OF_THE_MACHINE}
+
+
+def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{before}{name}.")
+        else:
+            yield before + name, value
+
+
+def command(config: Config) -> str:
+    """Return the command that trains with these options."""
+    preset = nearest_preset(config)
+    words = ["poecaps", "train", *([] if preset == "default" else ["--preset", preset])]
+    for name, value in changes(config, preset).items():
+        stage, dot, last = name.replace("_", "-").rpartition(".")
+        if isinstance(value, bool):
+            words.append(f"--{stage}{dot}{'' if value else 'no-'}{last}")
+        else:
+            words += [f"--{stage}{dot}{last}", *_words(value)]
+    return shlex.join(words)
+
+
+def _words(value: Any) -> list[str]:
+    return [word for each in value for word in _words(each)] if isinstance(value, tuple) else [str(value)]
