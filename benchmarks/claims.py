@@ -21,6 +21,7 @@ from poecaps import CapsuleNetwork, plotting
 from poecaps import functional as F
 from poecaps.data import load
 from poecaps.evaluation import Background, background, load_classifier, measures
+from poecaps.evaluation.protocol import without_nan
 from poecaps.training import record
 
 if TYPE_CHECKING:
@@ -176,7 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for domain in domains
         },
     }
-    text = json.dumps(found, indent=2)
+    text = json.dumps(without_nan(found), indent=2)
     print(text)
     if options.json is not None:
         options.json.write_text(text + "\n")

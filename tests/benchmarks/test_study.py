@@ -36,8 +36,7 @@ def test_a_variant_is_trained_and_measured_once(
     images, labels = np.zeros((64, 20, 19), np.uint8), np.arange(64) % 2
     for number, image in enumerate(images):
         image[4 : 8 + number % 9, 3 : 5 + number % 7] = 255
-    names = {f"{what}_{split}": part for split in ("train", "test") for what, part in (("x", images), ("y", labels))}
-    np.savez(tmp_path / "bars.npz", **names)
+    np.savez(tmp_path / "bars.npz", x_train=images, y_train=labels, x_test=images, y_test=labels)
     small = {"model__features": 8, "model__capsule_dim": 4, "model__experts": ((3, 5),), "model__level": 2}
     few = {f"{stage}__epochs": 1 for stage in ("autoencoder", "encoder", "decoder", "painter")}
     monkeypatch.setitem(STUDY, "small", changed(**small, **few, batch_size=16))

@@ -179,7 +179,7 @@ class Evaluation:
 
     def to_json(self) -> str:
         """Write everything as JSON; what is not a number is null."""
-        return json.dumps(_without_nan(asdict(self)), indent=2, ensure_ascii=False)
+        return json.dumps(without_nan(asdict(self)), indent=2, ensure_ascii=False)
 
     def table(self) -> str:
         """Lay the results out as aligned plain text."""
@@ -378,11 +378,12 @@ def _parts(count: int) -> Iterable[int]:
     return (min(BATCH, count - start) for start in range(0, count, BATCH))
 
 
-def _without_nan(value: Any) -> Any:
+def without_nan(value: Any) -> Any:
+    """Put None in the place of what JSON has no word for."""
     if isinstance(value, dict):
-        return {key: _without_nan(each) for key, each in value.items()}
+        return {key: without_nan(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_without_nan(each) for each in value]
+        return [without_nan(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
