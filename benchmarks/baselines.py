@@ -43,7 +43,7 @@ from torch import nn
 from poecaps import Architecture, CapsuleNetwork, ConvAutoencoder
 from poecaps.data import ImageSet, load
 from poecaps.evaluation import CLASSIFIERS, NetworkEncoder, evaluate, load_classifier, side_by_side
-from poecaps.network import JOINT_RANK, GaussianMixtures
+from poecaps.network import MixtureOfCodes
 from poecaps.training import PRESETS
 
 if TYPE_CHECKING:
@@ -135,13 +135,12 @@ class Density:
     """The mixture that poecaps fits to whole codes, for codes (N, S) of any kind."""
 
     def __init__(self, codes: Tensor, seed: int) -> None:
-        parts = min(Architecture().components, len(codes))
-        self.density = GaussianMixtures(1, parts, codes.shape[1], rank=JOINT_RANK).to(codes.device)
-        self.density.fit(0, codes, torch.Generator().manual_seed(seed))
+        self.density = MixtureOfCodes(codes.shape[1], Architecture().components).to(codes.device)
+        self.density.fit(codes, torch.Generator().manual_seed(seed))
 
     def sample(self, count: int, generator: torch.Generator) -> Tensor:
         """Draw codes: (count, S)."""
-        return self.density.sample(torch.zeros(count, dtype=torch.long, device=generator.device), generator)
+        return self.density.sample(count, generator)
 
 
 class PCA(Draws):

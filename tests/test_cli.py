@@ -27,7 +27,7 @@ from poecaps.training.config import Config, from_json
 from poecaps.training.loop import CHECKPOINT
 
 SMALL = shlex.split("""--model.features 8 --model.capsule-dim 4 --model.experts 3 5 --model.components 4 --batch-size 16
-    --autoencoder.epochs 1 --encoder.epochs 1 --decoder.epochs 1 --device cpu""")
+    --autoencoder.epochs 1 --encoder.epochs 1 --decoder.epochs 1 --painter.epochs 1 --device cpu""")
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,7 @@ def test_all_four_domains_are_grids_of_figure_2(run: Path) -> None:
 def test_every_field_can_be_set_and_nothing_else_changes(source: Path, tmp_path: Path) -> None:
     changes = ["--encoder.k", "2", "--encoder.optimizer", "adam", "--encoder.rate", "0.1"]
     where = ["--data", str(source), "--out", str(tmp_path / "run"), "--quiet", "--no-figures"]
-    assert main(["train", "--preset", "paper", *where, *SMALL, *changes]) == 0
+    assert main(["train", "--preset", "paper", *where, *SMALL, "--painter.epochs", "0", *changes]) == 0
     used = from_json(Config, json.loads((tmp_path / "run" / "run.json").read_text())["config"])
     paper = PRESETS["paper"]()
     assert (used.encoder.k, used.encoder.optimizer, used.encoder.rate, used.encoder.epochs) == (2, "adam", 0.1, 1)
@@ -102,7 +102,9 @@ def test_progress_is_plain_lines_where_there_is_no_terminal(source: Path, tmp_pa
     lines = [line for line in done.stderr.splitlines() if not line.startswith("warning")]
     assert "the autoencoder does no better than the mean image" in done.stderr  # after three steps
     assert lines[0] == "trains in runs/digits"
-    assert [line.split()[1] for line in lines[1:]] == ["autoencoder"] * 2 + ["encoder"] * 2 + ["decoder"] * 2
+    assert [line.split()[1] for line in lines[1:]] == ["autoencoder"] * 2 + ["encoder"] * 2 + ["decoder"] * 2 + [
+        "painter"
+    ] * 2
     assert all(line.isprintable() for line in lines)
     assert "runs/digits/figures/joint.png" in done.stdout
     again = subprocess.run([*arguments, "--no-figures"], capture_output=True, text=True, check=True, cwd=tmp_path)
@@ -136,7 +138,7 @@ def test_progress_is_one_live_line_for_each_stage_on_a_terminal(source: Path, tm
     seen = on_a_terminal(arguments, tmp_path)
     lines = [line for line in seen.split("\r\n") if line]
     lines = [line for line in lines if not line.startswith("warning")]
-    assert len(lines) == 4  # where it trains, and three stages
+    assert len(lines) == 5  # where it trains, and four stages
     assert all("\r\x1b[K" in line and "100%" in line for line in lines[1:])
 
 
@@ -169,7 +171,7 @@ def test_a_run_may_go_on_on_another_device(run: Path, tmp_path: Path, capsys: py
 
 
 def test_a_run_without_epochs_still_leaves_a_model(source: Path, tmp_path: Path) -> None:
-    none = ["--autoencoder.epochs", "0", "--encoder.epochs", "0", "--decoder.epochs", "0"]
+    none = ["--autoencoder.epochs", "0", "--encoder.epochs", "0", "--decoder.epochs", "0", "--painter.epochs", "0"]
     folder = tmp_path / "run"
     assert main(["train", "--data", str(source), "--out", str(folder), "--quiet", *SMALL, *none]) == 0
     assert (folder / "figures" / "joint.png").exists()
@@ -459,14 +461,16 @@ def test_misuse_has_status_2_and_names_what_would_be_right(
         (["train", "--out", "{run}"], "is not empty; name a new folder"),
         (["train", "--resume", "nowhere"], "nowhere holds no run to go on with"),
         (["train", "--out", "/proc/none/run"], "cannot write into /proc/none/run"),
-        (["generate", "nowhere"], "nowhere holds no trained model"),
+        (["generate", "nowhere"], "there is no folder nowhere, and no model of that name comes with poecaps"),
+        (["generate", "empty"], "empty holds no trained model"),
         (["generate", "{broken}"], "model.safetensors"),
         (["reconstruct", "{run}", "--data", "wide.npy"], "the model sees grey images of 28×28"),
         (["encode", "{run}", "--data", "text.npz"], "text.npz"),
         (["encode", "{run}", "--out", "/proc/none/x.npz"], "/proc/none"),
         (["train", "--model.features", "8000000000"], "there is not enough memory"),
         (["generate", "{run}", "--rows", "1000000000000"], "there is not enough memory"),
-        (["info", "nowhere"], "nowhere holds no run"),
+        (["info", "nowhere"], "there is no folder nowhere, and no model of that name comes with poecaps"),
+        (["info", "empty"], "empty holds no run: there is neither"),
     ],
 )
 def test_failure_has_status_1_and_says_what_is_wrong(
@@ -477,6 +481,7 @@ def test_failure_has_status_1_and_says_what_is_wrong(
     (broken / "model.safetensors").write_bytes(b"nonsense")
     np.save(tmp_path / "wide.npy", np.zeros((4, 28, 30), np.uint8))
     (tmp_path / "text.npz").write_text("no arrays")
+    (tmp_path / "empty").mkdir()
     check_complaint([argument.replace("{broken}", str(broken)) for argument in arguments], named, 1, run, tmp_path)
 
 

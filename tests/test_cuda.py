@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 
 from poecaps import CapsuleExperts, check_capsules, kernels, squash
 from poecaps import functional as F
 from poecaps.kernels import flash
-from poecaps.layer import MIXINGS
+from poecaps.layer import MIXINGS, Mixing
+from poecaps.network import ModelOptions
+from poecaps.training import Config, DecoderStage, EncoderStage, PainterStage, Stage, loop, train
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 
@@ -107,6 +111,45 @@ def test_the_kernels_at_full_size(
         assert ours is not None
         assert exact is not None
         assert ((ours.double() - exact).norm() / exact.norm()).item() < 1e-5
+
+
+@pytest.mark.parametrize("mixing", MIXINGS)
+@pytest.mark.parametrize("winners", [None, 2])
+def test_training_by_replays_gives_what_plain_steps_give(
+    winners: int | None, mixing: Mixing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All four stages, with dropout and Bernoulli draws, which must be those of each step."""
+    images = np.random.default_rng(0).integers(0, 255, (320, 20, 19), dtype=np.uint8)
+    images[:, 5:9] //= 4
+    np.save(tmp_path / "images.npy", images)
+    config = Config(
+        data=str(tmp_path / "images.npy"),
+        model=ModelOptions(
+            features=8, capsule_dim=4, experts=((4, 5), (3, 4)), normalize="outputs", whiten=True, level=2, painter=True
+        ),
+        autoencoder=Stage(epochs=4),
+        encoder=EncoderStage(epochs=4, rate=1e-3, mixing=mixing, winners=winners, firing=0.5),
+        decoder=DecoderStage(epochs=4, rate=1e-3, alone=0.5),
+        painter=PainterStage(epochs=4, alone=0.5, error="cross-entropy"),
+        batch_size=16,
+        device="cuda",
+        precision="float32",
+    )
+    recorded: list[bool] = []
+    can_record = loop._Run._can_record
+
+    def note(*arguments: Any) -> bool:
+        recorded.append(can_record(*arguments))
+        return recorded[-1]
+
+    monkeypatch.setattr(loop._Run, "_can_record", note)
+    replayed = train(config, tmp_path / "replayed").state_dict()
+    assert recorded == [True] * 6
+    monkeypatch.setattr(loop._Run, "_can_record", lambda *_: False)
+    plain = train(config, tmp_path / "plain").state_dict()
+    for name, value in plain.items():
+        if not name.startswith("density."):  # clusters may be numbered otherwise
+            assert (replayed[name] - value).norm() <= 0.02 * value.norm() + 1e-6, name
 
 
 def test_without_triton_the_gpu_takes_the_version_without_votes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -237,6 +237,95 @@ def saved(network: CapsuleNetwork, tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.fixture
+def lively(generator: torch.Generator) -> CapsuleNetwork:
+    """A network that answers one image unlike another, as a trained one does."""
+    network = CapsuleNetwork(replace(TINY, whiten=True), generator=generator).eval()
+    images = torch.rand(200, 1, 20, 19, generator=generator)
+    with torch.no_grad():
+        network.scaling.fit([network.activations(images)])
+        for layer in (*network.encoders, *network.decoders):
+            layer.reset_parameters(std=1.0, generator=generator)
+        network.density.fit(network.encode(images), generator)
+    return network
+
+
+def test_a_model_in_half_precision_is_the_same_to_the_eye(
+    lively: CapsuleNetwork, tmp_path: Path, generator: torch.Generator
+) -> None:
+    """Codes move by less than 0.5 %, no pixel by five grey levels of 255, the mean pixel by less than a quarter."""
+    lively.save(tmp_path, half=True)
+    loaded = CapsuleNetwork.load(tmp_path)
+    assert {tensor.dtype for tensor in loaded.state_dict().values()} == {torch.float32}
+    images = torch.rand(50, 1, 20, 19, generator=generator)
+
+    def compare(ours: Tensor, theirs: Tensor) -> None:
+        assert not torch.equal(ours, theirs)  # something was rounded
+        assert ours.std(0).mean() > 0.02  # and there was something to get wrong
+        assert (ours - theirs).abs().max() < 5 / 255
+        assert (ours - theirs).abs().mean() < 0.25 / 255
+
+    with torch.no_grad():
+        code = lively.encode(images)
+        assert (loaded.encode(images) - code).norm() < 0.005 * code.norm()
+        compare(lively.reconstruct(images), loaded.reconstruct(images))
+        for domain in DOMAINS:
+            ours, theirs = (
+                each.generate(50, domain, generator=torch.Generator().manual_seed(3)) for each in (lively, loaded)
+            )
+            compare(ours, theirs)
+
+
+def test_half_precision_halves_the_large_and_spares_the_delicate(lively: CapsuleNetwork, tmp_path: Path) -> None:
+    lively.save(tmp_path / "whole")
+    lively.save(tmp_path / "half", half=True)
+    whole, half = ((tmp_path / name / "model.safetensors").stat().st_size for name in ("whole", "half"))
+    assert 0.5 < half / whole < 0.65  # this one is small; a full one comes to 0.51
+    written, _ = read_tensors(tmp_path / "half" / "model.safetensors")
+    rounded = {name for name, tensor in written.items() if tensor.dtype == torch.float16}
+    assert {
+        "autoencoder.second",
+        "encoders.0.weight",
+        "decoders.0.weight",
+        "density.together.mixture.factor",
+    } <= rounded
+    exact = lively.state_dict()
+    for name in written.keys() - rounded:
+        assert torch.equal(written[name], exact[name])
+    delicate = {name for name in exact if name.startswith("scaling.") or name.endswith((".mean", ".share", ".balance"))}
+    assert len(delicate) > 6
+    assert not delicate & rounded
+
+
+def test_numbers_too_large_for_half_precision_are_refused(network: CapsuleNetwork, tmp_path: Path) -> None:
+    with torch.no_grad():
+        network.decoders[0].weight[1, 2, 3, 4] = -70_000.0  # type: ignore[operator]
+    with pytest.raises(ValueError, match=r"decoders\.0\.weight reaches 7e\+04, but float16 ends at 65504"):
+        network.save(tmp_path / "model", half=True)
+    assert not (tmp_path / "model").exists()
+    network.save(tmp_path / "model")
+
+
+def test_numbers_too_small_for_half_precision_stay_as_they_are(network: CapsuleNetwork, tmp_path: Path) -> None:
+    with torch.no_grad():
+        network.encoders[0].weight.mul_(1e-6)  # type: ignore[operator]
+    network.save(tmp_path, half=True)
+    loaded = CapsuleNetwork.load(tmp_path)
+    assert torch.equal(loaded.state_dict()["encoders.0.weight"], network.state_dict()["encoders.0.weight"])
+    assert not torch.equal(loaded.state_dict()["decoders.0.weight"], network.state_dict()["decoders.0.weight"])
+
+
+def test_half_precision_is_refused_where_it_was_not_written(saved: Path, network: CapsuleNetwork) -> None:
+    """A model that does not say so has lost something, and so has a checkpoint."""
+    tensors, about = read_tensors(saved / "model.safetensors")
+    lost = tensors | {"encoders.0.weight": tensors["encoders.0.weight"].half()}
+    write_tensors(saved / "model.safetensors", lost, about)
+    with pytest.raises(ModelError, match=r"encoders\.0\.weight is .* of float16, where .* of float32 is due"):
+        CapsuleNetwork.load(saved)
+    with pytest.raises(ModelError, match=r"encoders\.0\.weight is .* of float16, where .* of float32 is due"):
+        network.load_tensors(lost, saved / "checkpoint.safetensors")
+
+
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
 def test_a_missing_or_cut_file_is_one_clear_error(saved: Path, name: str) -> None:
     content = (saved / name).read_bytes()

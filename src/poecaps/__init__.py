@@ -1,16 +1,16 @@
 """Products of expert capsules: capsule networks trained without labels."""
 
-from poecaps import data, functional
+from poecaps import data, functional, models
 from poecaps._checks import check_capsules
 from poecaps._files import ModelError
 from poecaps.autoencoder import ConvAutoencoder
 from poecaps.functional import Routing, routing_by_agreement, squash, unsquash
 from poecaps.layer import CapsuleExperts
+from poecaps.models import load
 from poecaps.network import Architecture, CapsuleNetwork
 from poecaps.training import TrainingError, resume, train
 
 __version__ = "0.1.0"
-load = CapsuleNetwork.load
 __all__ = [
     "Architecture",
     "CapsuleExperts",
@@ -23,6 +23,7 @@ __all__ = [
     "data",
     "functional",
     "load",
+    "models",
     "resume",
     "routing_by_agreement",
     "squash",

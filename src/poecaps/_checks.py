@@ -81,6 +81,13 @@ def require_nonnegative(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be a finite number of at least 0, but is {value}")
 
 
+def require_share(name: str, value: Any) -> None:
+    """Refuse anything but a number from 0 to 1."""
+    require_nonnegative(name, value)
+    if value > 1:
+        raise ValueError(f"{name} must be at most 1, but is {value}")
+
+
 def require_dtype(name: str, value: torch.dtype | None) -> None:
     """Refuse a dtype that capsules cannot have."""
     if value is not None and value not in FLOATING:

@@ -95,14 +95,7 @@ class ConvAutoencoder(nn.Module):
         ValueError
             If the image is too small to have any.
         """
-        height, width = ((side - self.kernel + 1 - self.kernel) // 2 + 1 for side in size)
-        if height < 1 or width < 1:
-            least = 2 * self.kernel - 1
-            raise ValueError(
-                f"images must be at least {least}×{least} for filters of {self.kernel}×{self.kernel}, "
-                f"but are {size[0]}×{size[1]}; enlarge them, or use a smaller kernel"
-            )
-        return height, width
+        return _grid(self.kernel, size)
 
     def encode(self, images: Tensor) -> Tensor:
         """Compute features.
@@ -142,13 +135,7 @@ class ConvAutoencoder(nn.Module):
 
     def logits(self, features: Tensor, size: tuple[int, int]) -> Tensor:
         """Compute the images of `decode` before their sigmoid."""
-        checks.require_floating("features", features)
-        sizes = (None, self.features, *self.grid(size))
-        checks.require_shape("features", features, "BFhw", sizes, "encode an image of the size that you decode")
-        # A stride of 2 forgets whether the side before it was odd or even; the image's size tells.
-        padding = [(side - 2 * self.kernel + 1) % 2 for side in size]
-        hidden = nn.functional.conv_transpose2d(features, self.second, self.down_2, stride=2, output_padding=padding)
-        return self._draw(self._leak(hidden))
+        return _way_down(self, features, size)
 
     def forward(self, images: Tensor) -> Tensor:
         """Reconstruct images, with dropout in training mode: (B, C, H, W) → (B, C, H, W)."""
@@ -175,15 +162,70 @@ class ConvAutoencoder(nn.Module):
             features = features * (draw(features) >= self.dropout) / (1 - self.dropout)
         return self.logits(features, (images.shape[2], images.shape[3]))
 
-    def _draw(self, hidden: Tensor) -> Tensor:
-        """Transpose the first convolution: (B, F, h, w) → (B, C, H, W)."""
-        if hidden.device.type != "cpu" or torch.is_autocast_enabled("cpu"):
-            return nn.functional.conv_transpose2d(hidden, self.first, self.down_1)
-        # A CPU is nine times as fast with a product and a sum as with a transposed convolution to one channel.
-        size = tuple(side + self.kernel - 1 for side in hidden.shape[2:])
-        images = nn.functional.fold(self.first.flatten(1).T @ hidden.flatten(2), size, self.kernel)
-        return images if self.down_1 is None else images + self.down_1.view(-1, 1, 1)
-
     def _leak(self, x: Tensor) -> Tensor:
-        """Apply the leaky ReLU in place; nobody else holds what a convolution returns."""
-        return nn.functional.leaky_relu(x, self.slope, inplace=True)
+        return _leak(x, self.slope)
+
+
+class Painter(nn.Module):
+    """The way down of an autoencoder with filters of its own, so that they can be tuned while the way up stays.
+
+    Parameters
+    ----------
+    like
+        The autoencoder whose sizes and filters it starts with.
+    """
+
+    first: nn.Parameter
+    second: nn.Parameter
+    down_2: nn.Parameter | None
+    down_1: nn.Parameter | None
+
+    def __init__(self, like: ConvAutoencoder) -> None:
+        super().__init__()
+        self.slope = like.slope
+        for name in ("first", "second", "down_2", "down_1"):
+            own = getattr(like, name)
+            self.register_parameter(name, None if own is None else nn.Parameter(own.detach().clone()))
+
+    @torch.no_grad()
+    def follow(self, autoencoder: ConvAutoencoder) -> None:
+        """Take over the filters and biases of an autoencoder's way down."""
+        for name, parameter in self.named_parameters():
+            parameter.copy_(getattr(autoencoder, name))
+
+    def logits(self, features: Tensor, size: tuple[int, int]) -> Tensor:
+        """Compute images of this height and width before their sigmoid: (B, F, h, w) → (B, C, H, W)."""
+        return _way_down(self, features, size)
+
+
+def _grid(kernel: int, size: tuple[int, int]) -> tuple[int, int]:
+    height, width = ((side - kernel + 1 - kernel) // 2 + 1 for side in size)
+    if height < 1 or width < 1:
+        least = 2 * kernel - 1
+        raise ValueError(
+            f"images must be at least {least}×{least} for filters of {kernel}×{kernel}, "
+            f"but are {size[0]}×{size[1]}; enlarge them, or use a smaller kernel"
+        )
+    return height, width
+
+
+def _way_down(of: ConvAutoencoder | Painter, features: Tensor, size: tuple[int, int]) -> Tensor:
+    """Draw logits (B, C, H, W) from features (B, F, h, w) with the filters transposed."""
+    checks.require_floating("features", features)
+    kernel = of.first.shape[-1]
+    sizes = (None, len(of.second), *_grid(kernel, size))
+    checks.require_shape("features", features, "BFhw", sizes, "encode an image of the size that you decode")
+    # A stride of 2 forgets whether the side before it was odd or even; the image's size tells.
+    padding = [(side - 2 * kernel + 1) % 2 for side in size]
+    hidden = nn.functional.conv_transpose2d(features, of.second, of.down_2, stride=2, output_padding=padding)
+    hidden = _leak(hidden, of.slope)
+    if hidden.device.type != "cpu" or torch.is_autocast_enabled("cpu"):
+        return nn.functional.conv_transpose2d(hidden, of.first, of.down_1)
+    # A CPU is nine times as fast with a product and a sum as with a transposed convolution to one channel.
+    images = nn.functional.fold(of.first.flatten(1).T @ hidden.flatten(2), size, kernel)
+    return images if of.down_1 is None else images + of.down_1.view(-1, 1, 1)
+
+
+def _leak(x: Tensor, slope: float) -> Tensor:
+    """Apply the leaky ReLU in place; nobody else holds what a convolution returns."""
+    return nn.functional.leaky_relu(x, slope, inplace=True)

@@ -21,7 +21,7 @@ import torch
 import tyro
 from tyro.conf import Positional  # noqa: TC002 (tyro reads the annotations)
 
-from poecaps import __version__, evaluation, plotting
+from poecaps import __version__, evaluation, kernels, models, plotting
 from poecaps import _checks as checks
 from poecaps import data as datasets
 from poecaps._files import ModelError, write_json
@@ -230,7 +230,11 @@ def _draw_all(network: CapsuleNetwork, run: Path) -> Iterator[str]:
 # ---------------------------------------------------------------------------------------------------------
 # What a trained model can do
 
-Run = Annotated[Path, tyro.conf.arg(metavar="RUN", help="Folder of a trained model.")]
+MODEL = (
+    "Folder of a trained model, or the name of one that comes with poecaps, such as mnist (poecaps info lists them); "
+    "its results go into the current folder, as mnist-joint.png for example. For a folder of that name write ./mnist."
+)
+Run = Annotated[str, tyro.conf.arg(metavar="RUN", help=MODEL)]
 
 
 def generate(
@@ -248,7 +252,7 @@ def generate(
     Parameters
     ----------
     run
-        Folder of a trained model.
+        Folder or name of a trained model.
     domain
         Where codes are drawn. One expert at a time, a column for each: complete (a standard Gaussian), restricted (its
         half that training images visit) or learned (as training codes are spread). All experts together: joint.
@@ -274,7 +278,7 @@ def generate(
     network = _open(run, device)
     for each in DOMAINS if domain == "all" else (domain,):
         name = each if expert is None else f"{each}-{expert}"
-        path = out or run / FIGURES / f"{name}.png"
+        path = out or _place(run, FIGURES, f"{name}.png")
         print(_draw_domain(network, each, expert, rows, seed, path))
 
 
@@ -306,9 +310,10 @@ def reconstruct(
     Parameters
     ----------
     run
-        Folder of a trained model.
+        Folder or name of a trained model.
     data
-        Name of a set, or path of a file or folder of images; by default what the model was trained on.
+        Name of a set, or path of a file or folder of images; by default what the model was trained on, or for a model
+        that comes with poecaps the bundled sample of it, where the full set is not on this machine.
     data_path
         Folder that holds a full set known by name.
     split
@@ -323,7 +328,7 @@ def reconstruct(
     checks.require_int("count", count, 1)
     network = _open(run, device)
     images = _load_images(network, run, data, data_path, split)
-    print(_draw_reconstructions(network, images, out or run / FIGURES / "reconstructions.png", count))
+    print(_draw_reconstructions(network, images, out or _place(run, FIGURES, "reconstructions.png"), count))
 
 
 @torch.no_grad()
@@ -351,13 +356,14 @@ def traverse(
     Parameters
     ----------
     run
-        Folder of a trained model.
+        Folder or name of a trained model.
     expert
         Which expert, counted from 0.
     image
         Start from the code of this image of the data; by default from the expert's mean code, with all others off.
     data
-        Name of a set, or path of a file or folder of images; by default what the model was trained on.
+        Name of a set, or path of a file or folder of images; by default what the model was trained on, or for a model
+        that comes with poecaps the bundled sample of it, where the full set is not on this machine.
     data_path
         Folder that holds a full set known by name.
     split
@@ -386,7 +392,7 @@ def traverse(
         title, name = f"{title}, from image {image}", f"{name}-image-{image}"
     with torch.no_grad():
         drawn = network.traverse(expert, offsets, start=start)
-    path = out or run / FIGURES / f"{name}.png"
+    path = out or _place(run, FIGURES, f"{name}.png")
     title = f"{title}: a row per parameter, columns in standard deviations"
     print(plotting.traversal_grid(drawn, path, values=offsets, title=title))
 
@@ -407,9 +413,10 @@ def encode(
     Parameters
     ----------
     run
-        Folder of a trained model.
+        Folder or name of a trained model.
     data
-        Name of a set, or path of a file or folder of images; by default what the model was trained on.
+        Name of a set, or path of a file or folder of images; by default what the model was trained on, or for a model
+        that comes with poecaps the bundled sample of it, where the full set is not on this machine.
     data_path
         Folder that holds a full set known by name.
     split
@@ -419,7 +426,7 @@ def encode(
     device
         cpu, cuda, cuda:1, or auto for a GPU where there is one.
     """
-    out = out or run / "-".join(["codes", *([Path(data).stem] if data else []), f"{split}.npz"])
+    out = out or _place(run, "-".join(["codes", *([Path(data).stem] if data else []), f"{split}.npz"]))
     if out.suffix.lower() != ".npz":
         raise ValueError(f"--out must name an .npz file, but is {out}")
     network = _open(run, device)
@@ -459,9 +466,10 @@ def evaluate(
     Parameters
     ----------
     run
-        Folder of a trained model.
+        Folder or name of a trained model.
     data
-        Name of a set, or path of a file or folder of images; by default what the model was trained on.
+        Name of a set, or path of a file or folder of images; by default what the model was trained on, or for a model
+        that comes with poecaps the bundled sample of it, where the full set is not on this machine.
     data_path
         Folder that holds a full set known by name.
     samples
@@ -475,27 +483,28 @@ def evaluate(
     """
     checks.require_int("samples", samples, 2)
     checks.require_int("seed", seed, 0, 2**63 - 1)
-    out = out or run / "evaluation.json"
+    out = out or _place(run, "evaluation.json")
     if out.suffix.lower() != ".json":
         raise ValueError(f"--out must name a .json file, but is {out}")
-    where = find_device(device)
-    network = CapsuleNetwork.load(run, where)
+    network = _open(run, device)
+    if data is None:
+        data, data_path = _own_images(run, data_path)
     train, test = (_load_images(network, run, data, data_path, split) for split in SPLITS)
-    name = (data or str(record.read(run)["config"].get("data"))).removesuffix("-sample")
+    name = data.removesuffix("-sample")
     judge = evaluation.load_classifier(name) if name in evaluation.CLASSIFIERS else None
-    result = evaluation.evaluate(network, train, test, judge, seed=seed, samples=samples, device=where)
+    result = evaluation.evaluate(network, train, test, judge, seed=seed, samples=samples, device=_device_of(network))
     print(result.table())
     write_json(out, json.loads(result.to_json()))
     print(f"written to {out}")
 
 
-def info(run: Positional[Annotated[Path | None, tyro.conf.arg(metavar="[RUN]")]] = None) -> None:
+def info(run: Positional[Annotated[str | None, tyro.conf.arg(metavar="[RUN]", help=MODEL)]] = None) -> None:
     """Tell about a trained model, or without one about this installation.
 
     Parameters
     ----------
     run
-        Folder of a run.
+        Folder or name of a trained model.
     """
     lines = _about_installation() if run is None else _about_run(run)
     for name, value in lines:
@@ -507,15 +516,18 @@ def _about_installation() -> Iterator[tuple[str, str]]:
     yield from machine.items()
     device = find_device("auto")
     yield "device", record.describe_device(device)
+    yield "routing", kernels.describe(device)
     yield "data", ", ".join(datasets.named.NAMES)
+    yield "models", ", ".join(models.names()) or "none"
     yield "presets", ", ".join(PRESETS)
 
 
-def _about_run(run: Path) -> Iterator[tuple[str, str]]:
+def _about_run(given: str) -> Iterator[tuple[str, str]]:
+    run = _find(given)
     about = record.read(run) if (run / record.RECORD).is_file() else None
     if about is None and not (run / "model.safetensors").is_file():
         raise FileNotFoundError(f"{run} holds no run: there is neither a {record.RECORD} nor a model.safetensors in it")
-    yield "run", str(run)
+    yield "run", f"{given}, which comes with poecaps" if models.is_shipped(given) else given
     if (run / "model.safetensors").is_file():
         network = CapsuleNetwork.load(run)
         channels, height, width = network.architecture.image_shape
@@ -568,12 +580,24 @@ def _last_numbers(path: Path) -> dict[str, dict[str, float]]:
 # Helpers
 
 
-def _open(run: Path, device: str) -> CapsuleNetwork:
+def _find(run: str) -> Path:
+    """Find the folder of a model, and say so where a name could have meant another."""
+    if models.is_shipped(run) and (Path(run) / "model.safetensors").is_file():
+        print(f"{run} is the model that comes with poecaps; the one in the folder here is ./{run}", file=sys.stderr)
+    return models.find(run)
+
+
+def _open(run: str, device: str) -> CapsuleNetwork:
     """Load the model of a run, or say how to finish it."""
-    where = find_device(device)
-    if not (run / "model.safetensors").exists() and (run / CHECKPOINT).is_file():
-        raise FileNotFoundError(f"{run} is not finished; go on with: poecaps train --resume {shlex.quote(str(run))}")
-    return CapsuleNetwork.load(run, where)
+    where, folder = find_device(device), _find(run)
+    if not (folder / "model.safetensors").exists() and (folder / CHECKPOINT).is_file():
+        raise FileNotFoundError(f"{run} is not finished; go on with: poecaps train --resume {shlex.quote(run)}")
+    return CapsuleNetwork.load(folder, where)
+
+
+def _place(run: str, *parts: str) -> Path:
+    """Where a result goes by default: into the folder of the run, or beside us where the run is part of the package."""
+    return Path(f"{run}-{parts[-1]}") if models.is_shipped(run) else Path(run, *parts)
 
 
 def _device_of(network: CapsuleNetwork) -> torch.device:
@@ -581,15 +605,12 @@ def _device_of(network: CapsuleNetwork) -> torch.device:
 
 
 def _load_images(
-    network: CapsuleNetwork, run: Path, source: str | None, path: str | None, split: Split | None
+    network: CapsuleNetwork, run: str | Path, source: str | None, path: str | None, split: Split | None
 ) -> ImageSet:
     """Load images that the model can see; by default those it was trained on, and of these the test images."""
     channels, height, width = network.architecture.image_shape
     if source is None:
-        if not (run / record.RECORD).is_file():
-            raise ValueError(f"{run} does not say what it was trained on; name images with --data")
-        config = record.read(run)["config"]
-        source, path = str(config.get("data")), path or config.get("data_path")
+        source, path = _own_images(run, path)
     shape: dict[str, Any] = {}
     where = Path(source).expanduser()
     if source not in datasets.named.NAMES and where.is_dir() and find_images(where, "train") is None:
@@ -605,3 +626,28 @@ def _load_images(
         kind = "grey" if channels == 1 else "RGB"
         raise datasets.DataError(f"the model sees {kind} images of {height}×{width}, but there are {found}")
     return found
+
+
+def _own_images(run: str | Path, path: str | None) -> tuple[str, str | None]:
+    """Name what a model was trained on, and the folder of it.
+
+    For a model that comes with poecaps, where the full set is not on this machine, this is the bundled sample of it.
+    """
+    folder = models.find(run)
+    if not (folder / record.RECORD).is_file():
+        raise ValueError(f"{run} does not say what it was trained on; name images with --data")
+    config = record.read(folder)["config"]
+    source, path = str(config.get("data")), path or config.get("data_path")
+    if models.is_shipped(run) and path is None and source in datasets.named.PUBLISHED and not _is_here(source):
+        message = f"{source} is not on this machine; takes {source}-sample (--data {source} downloads the full set)"
+        print(message, file=sys.stderr)
+        source = f"{source}-sample"
+    return source, path
+
+
+def _is_here(name: str) -> bool:
+    """Tell whether a full set can be had without a download."""
+    try:
+        return all(datasets.named.find_full(name, split, None, download=False) for split in SPLITS)
+    except datasets.DatasetNotFoundError:
+        return False

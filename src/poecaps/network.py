@@ -13,12 +13,12 @@ from poecaps import _checks as checks
 from poecaps import functional as F
 from poecaps import kernels
 from poecaps._files import ModelError, read_json, read_tensors, write_json, write_tensors
-from poecaps.autoencoder import ConvAutoencoder
+from poecaps.autoencoder import ConvAutoencoder, Painter
 from poecaps.layer import CapsuleExperts
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from torch import Tensor
 
@@ -26,7 +26,11 @@ Domain = Literal["complete", "restricted", "learned", "joint"]
 DOMAINS: tuple[Domain, ...] = get_args(Domain)
 
 FORMAT, VERSION = "poecaps", 1
-JOINT_RANK = 32  # of the Gaussians that whole codes are drawn from
+JOINT_SIZE = 64  # principal components of whole codes that these are drawn in
+JOINT_RANK = 8  # of the Gaussians that they are drawn from
+MOST_LEVELLED = 100  # times that a direction is weakened
+FEWEST = 50  # points that a Gaussian of a mixture is fitted to, on average
+HALF_ERROR = 1e-3  # of the norm of a tensor that rounding to float16 may cost; 2e-4 is usual
 
 
 @dataclass(frozen=True)
@@ -63,10 +67,14 @@ class ModelOptions:
     """Mean norm that input capsules are scaled to before they are squashed; None: left as they are."""
     whiten: bool = False
     """Whether each input capsule is whitened by its covariance over the training images."""
-    components: int = 100
-    """Gaussians in the density that whole codes are drawn from."""
-    parts: int = 8
-    """Gaussians in the density that the code of one expert is drawn from."""
+    level: int = 0
+    """Strongest directions of all input capsules together that are brought down to the last of them; 0: none."""
+    painter: bool = False
+    """Whether images are drawn by filters of their own, tuned in a last stage, not by those that see them."""
+    components: int = 1000
+    """Gaussians in the density that whole codes are drawn from, at most; each is fitted to 50 images or so."""
+    parts: int = 20
+    """Gaussians in the density that the code of one expert is drawn from, at most."""
 
     def check(self, name: str = "") -> None:
         """Refuse values that cannot be meant; `name` comes before that of the field."""
@@ -90,6 +98,7 @@ class ModelOptions:
                 raise ValueError(f"{name}scale must be above 0, or None to leave capsules as they are")
         checks.require_nonnegative(f"{name}decoder_sharpness", self.decoder_sharpness)
         checks.require_nonnegative(f"{name}sharpness", self.sharpness)
+        checks.require_int(f"{name}level", self.level, 0)
         checks.require_choice(f"{name}normalize", self.normalize, get_args(F.Axis))
         checks.require_choice(f"{name}agreement", self.agreement, get_args(F.Agreement))
         if self.winners is not None:
@@ -105,35 +114,63 @@ class Architecture(ModelOptions):
 
 
 class CapsuleScaling(nn.Module):
-    """An affine map for each capsule, fitted to training data, that is undone on the way back.
+    """An affine map of all capsules, fitted to training data, that is undone on the way back.
 
-    x_i = squash(s A_i (a_i − m_i)), with m the mean (or 0), A_i the inverse root of the covariance (or 1) and s one
-    number that brings the mean norm to its target (or 1).
+    x = squash(s L A (a − m)), with m the mean (or 0), A_i the inverse root of the covariance of each capsule (or 1), L
+    the levelling (or 1) and s one number that brings the mean norm to its target (or 1).
+
+    Whitening makes the directions within one capsule equally strong, but a few directions that all capsules share
+    still carry most of the variance, and experts learn little else. With V the `level` leading principal directions
+    of all I·K numbers A(a − m) and λ their variances, of which λ_r is the smallest::
+
+        L = 1 + V (diag √(λ_r/λ) − 1) Vᵀ
+
+    brings them down to the last of them and leaves everything else alone. No direction is weakened more than 100
+    times.
     """
 
     mean: Tensor
     matrix: Tensor
     inverse: Tensor
+    directions: Tensor | None
+    factors: Tensor | None
 
-    def __init__(self, capsules: int, dim: int, *, centre: bool, scale: float | None, whiten: bool) -> None:
+    def __init__(
+        self, capsules: int, dim: int, *, centre: bool, scale: float | None, whiten: bool, level: int = 0
+    ) -> None:
         super().__init__()
+        if level > capsules * dim:
+            raise ValueError(f"level must be at most {capsules * dim}, the numbers in all capsules, but is {level}")
         self.centre, self.scale, self.whiten = centre, scale, whiten
         identity = torch.eye(dim).expand(capsules, dim, dim)
         self.register_buffer("mean", torch.zeros(capsules, dim))
         self.register_buffer("matrix", identity.clone())
         self.register_buffer("inverse", identity.clone())
+        self.register_buffer("directions", torch.eye(capsules * dim, level) if level else None)
+        self.register_buffer("factors", torch.ones(level) if level else None)
 
     def to_capsules(self, a: Tensor) -> Tensor:
         """Squash scaled activations: (B, I, K) → (B, I, K)."""
-        return F.squash(torch.einsum("ikl,bil->bik", self.matrix, a.to(self.mean.dtype) - self.mean))
+        return F.squash(self._level(torch.einsum("ikl,bil->bik", self.matrix, a.to(self.mean.dtype) - self.mean)))
 
     def from_capsules(self, x: Tensor) -> Tensor:
         """Undo `to_capsules`: (B, I, K) → (B, I, K)."""
-        return torch.einsum("ikl,bil->bik", self.inverse, F.unsquash(x)) + self.mean
+        return self.undo(F.unsquash(x))
+
+    def undo(self, z: Tensor) -> Tensor:
+        """Undo what comes before squashing: (B, I, K) → (B, I, K)."""
+        return torch.einsum("ikl,bil->bik", self.inverse, self._level(z, back=True)) + self.mean
+
+    def _level(self, z: Tensor, *, back: bool = False) -> Tensor:
+        """Multiply by L, or back by its inverse: (B, I, K) → (B, I, K)."""
+        if self.directions is None or self.factors is None:
+            return z
+        flat, factors = z.flatten(1), 1 / self.factors if back else self.factors
+        return (flat + (flat @ self.directions * (factors - 1)) @ self.directions.T).view_as(z)
 
     @torch.no_grad()
     def fit(self, batches: Iterable[Tensor]) -> None:
-        """Fit to activations (B, I, K), seen in two passes over `batches`, which must be the same both times."""
+        """Fit to activations (B, I, K), seen in several passes over `batches`, which must be the same each time."""
         count = 0
         first, second = torch.zeros_like(self.mean, dtype=torch.float64), self.matrix.double() * 0
         for a in batches:
@@ -143,21 +180,57 @@ class CapsuleScaling(nn.Module):
             second += torch.einsum("bik,bil->ikl", a, a)
         mean = first / count
         covariance = second / count - torch.einsum("ik,il->ikl", mean, mean)
-        if self.centre:
-            self.mean.copy_(mean)
-        matrix = self.inverse.double()
+        centre = mean if self.centre else torch.zeros_like(mean)
+        matrix = torch.eye(mean.shape[1], dtype=torch.float64, device=mean.device).expand_as(covariance)
         if self.whiten:
             values, vectors = torch.linalg.eigh(covariance)
             values = values.clamp(min=0) + 1e-3 * values.clamp(min=0).mean() + 1e-12
             matrix = vectors @ (values.rsqrt().unsqueeze(-1) * vectors.mT)
+
+        def scaled(around: Tensor) -> Iterator[Tensor]:
+            return (torch.einsum("ikl,bil->bik", matrix.float(), a.float() - around.float()) for a in batches)
+
+        self.mean.copy_(centre)
+        if self.directions is not None and self.factors is not None:
+            variance, directions = _leading_directions(
+                lambda: (z.flatten(1) for z in scaled(mean)), mean.numel(), len(self.factors)
+            )
+            self.directions.copy_(directions)
+            least = variance[-1].clamp(min=MOST_LEVELLED**-2 * variance[0])
+            self.factors.copy_((least / variance.clamp(min=1e-30)).sqrt().clamp(max=1))
         if self.scale is not None:
-            total, norms = 0, torch.zeros((), dtype=torch.float64, device=self.mean.device)
-            for a in batches:
-                norms += torch.einsum("ikl,bil->bik", matrix, a.double() - self.mean).norm(dim=-1).mean(1).sum()
-                total += len(a)
-            matrix = matrix * (self.scale * total / norms)
+            norms = torch.stack([self._level(z).norm(dim=-1).mean(1).double().sum() for z in scaled(centre)])
+            matrix = matrix * (self.scale * count / norms.sum())
         self.matrix.copy_(matrix)
         self.inverse.copy_(torch.linalg.inv(matrix))
+
+
+def _leading_directions(
+    batches: Callable[[], Iterable[Tensor]], size: int, count: int, *, spare: int = 16, rounds: int = 8
+) -> tuple[Tensor, Tensor]:
+    """Variances (R,) and orthonormal directions (S, R) of the R leading principal components of points (B, S).
+
+    By subspace iteration with some directions to spare: each round is one pass over the points, and no S×S matrix is
+    ever made. Directions of nearly equal variance may come out mixed.
+    """
+    width = min(count + spare, size)
+    basis = torch.randn(size, width, generator=torch.Generator().manual_seed(0))
+    for _ in range(rounds):
+        image, points = None, 0
+        for part in batches():
+            basis = basis.to(part.device)
+            step = part.T @ (part @ basis)
+            image, points = step if image is None else image.add_(step), points + len(part)
+        assert image is not None  # noqa: S101 (there is at least one image)
+        basis = torch.linalg.qr(image)[0]
+    # Within the subspace found, the principal directions themselves.
+    small = torch.zeros(width, width, dtype=torch.float64, device=basis.device)
+    for part in batches():
+        seen = (part @ basis).double()
+        small += seen.T @ seen
+    values, vectors = torch.linalg.eigh(small / points)
+    best = vectors.flip(1)[:, :count].to(basis.dtype)
+    return values.flip(0)[:count].clamp(min=0), basis @ best
 
 
 class CapsuleDecoder(CapsuleExperts):
@@ -181,12 +254,30 @@ class CapsuleDecoder(CapsuleExperts):
         """
         with torch.no_grad():
             routing = self.route(y)
-            e = routing.coefficients
-            y_model = kernels.reconstruction(F.squash(routing.preactivation), self.weight, e)
+            e = kernels.held(routing)
+            y_model = kernels.reconstruction(F.squash(routing.preactivation), self.weight, e, backend=self.backend)
             data, model = _pull(F.unsquash(x)), _pull(routing.preactivation)
-        toward = (data * kernels.preactivation(y, self.weight, e)).sum((1, 2)).mean()
-        away = (model * kernels.preactivation(y_model, self.weight, e)).sum((1, 2)).mean()
+        toward = (data * self._mixed(y, e)).sum((1, 2)).mean()
+        away = (model * self._mixed(y_model, e)).sum((1, 2)).mean()
         return 2 * (away - toward)
+
+    def preactivation(self, y: Tensor) -> Tensor:
+        """Compute z̃_i = Σ_j e_ji U_ji y_j; e and y count as constants: a gradient reaches U alone.
+
+        Parameters
+        ----------
+        y : (B, J, D)
+
+        Returns
+        -------
+        (B, I, K)
+        """
+        with torch.no_grad():
+            e = kernels.held(self.route(y))
+        return self._mixed(y, e)
+
+    def _mixed(self, y: Tensor, e: Tensor | kernels.Coefficients) -> Tensor:
+        return kernels.preactivation(y, self.weight, e, backend=self.backend)
 
 
 def _pull(z: Tensor) -> Tensor:
@@ -210,13 +301,16 @@ class GaussianMixtures(nn.Module):
 
     @torch.no_grad()
     def fit(self, index: int, points: Tensor, generator: torch.Generator | None) -> None:
-        """Fit one of the mixtures to points (N, S): a Gaussian for each cluster."""
-        parts, _, rank = self.factor[index].shape
-        nearest = _clusters(points, parts, generator)
-        for part in range(parts):
-            members = points[nearest == part]
-            self.share[index, part] = len(members) / len(points)
-            self.mean[index, part], self.factor[index, part] = _gaussian(members, rank)
+        """Fit one of the mixtures to points (N, S): a Gaussian for each cluster, of which there may be fewer than M."""
+        parts, size, rank = self.factor[index].shape
+        nearest = _clusters(points, min(parts, max(1, len(points) // FEWEST)), generator)
+        count = torch.bincount(nearest, minlength=parts)
+        mean = torch.zeros_like(self.mean[index]).index_add_(0, nearest, points) / count.clamp(min=1).unsqueeze(1)
+        members = (points - mean[nearest])[nearest.argsort(stable=True)].split(count.tolist())
+        covariance = torch.stack([each.T @ each / max(1, len(each)) for each in members])
+        values, vectors = torch.linalg.eigh(covariance.double())
+        factor = vectors[:, :, size - rank :] * values[:, None, size - rank :].clamp(min=0).sqrt()
+        self.share[index], self.mean[index], self.factor[index] = count / len(points), mean, factor.to(mean.dtype)
 
     def sample(self, which: Tensor, generator: torch.Generator | None) -> Tensor:
         """Draw a point from the mixture with each of these indices: (B,) → (B, S)."""
@@ -225,11 +319,43 @@ class GaussianMixtures(nn.Module):
         return self.mean[which, part] + (self.factor[which, part] @ noise).squeeze(-1)
 
 
+class MixtureOfCodes(nn.Module):
+    """A mixture of Gaussians over the leading principal components of codes of S numbers.
+
+    What lies outside these components is at its mean: it is mostly noise, and would make the mixture five times as
+    large.
+    """
+
+    centre: Tensor
+    basis: Tensor
+
+    def __init__(self, size: int, components: int) -> None:
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(size))
+        self.register_buffer("basis", torch.eye(size, min(JOINT_SIZE, size)))
+        self.mixture = GaussianMixtures(1, components, min(JOINT_SIZE, size), rank=JOINT_RANK)
+
+    @torch.no_grad()
+    def fit(self, codes: Tensor, generator: torch.Generator | None) -> None:
+        """Fit to codes (N, S)."""
+        self.centre.copy_(codes.mean(0))
+        centred = codes - self.centre
+        directions = torch.linalg.eigh((centred.T @ centred).double())[1]
+        self.basis.copy_(directions[:, -self.basis.shape[1] :])
+        self.mixture.fit(0, centred @ self.basis, generator)
+
+    def sample(self, count: int, generator: torch.Generator | None) -> Tensor:
+        """Draw codes: (count, S)."""
+        which = torch.zeros(count, dtype=torch.long, device=self.centre.device)
+        return self.centre + self.mixture.sample(which, generator) @ self.basis.T
+
+
 class CodeDensity(nn.Module):
     """What generation knows about the codes of the training images, in the space before squashing.
 
     For each expert: the mean direction of its codes, and a mixture of Gaussians fitted to its codes of the images for
-    which it is the strongest, with the mean and the standard deviation of these. For whole codes: a mixture again.
+    which it is the strongest, with the mean and the standard deviation of these. For whole codes:
+    a mixture again, of their leading principal components.
     """
 
     mean_direction: Tensor
@@ -242,7 +368,7 @@ class CodeDensity(nn.Module):
         self.register_buffer("mean", torch.zeros(experts, dim))
         self.register_buffer("deviation", torch.ones(experts, dim))
         self.alone = GaussianMixtures(experts, parts, dim, rank=dim)
-        self.together = GaussianMixtures(1, components, experts * dim, rank=JOINT_RANK)
+        self.together = MixtureOfCodes(experts * dim, components)
 
     @torch.no_grad()
     def fit(self, codes: Tensor, generator: torch.Generator | None = None) -> None:
@@ -257,15 +383,14 @@ class CodeDensity(nn.Module):
                 own = z[norm[:, j] > 0, j] if norm[:, j].any() else z[:, j]
             self.mean[j], self.deviation[j] = own.mean(0), own.std(0, correction=0)
             self.alone.fit(j, own, generator)
-        self.together.fit(0, z.flatten(1), generator)
+        self.together.fit(z.flatten(1), generator)
 
     def sample(self, count: int, domain: Domain, expert: int | None, generator: torch.Generator | None) -> Tensor:
         """Draw preactivations (count, J, D); see `CapsuleNetwork.generate`."""
         experts, dim = self.mean.shape
         device = self.mean.device
         if domain == "joint":
-            which = torch.zeros(count, dtype=torch.long, device=device)
-            return self.together.sample(which, generator).view(-1, experts, dim)
+            return self.together.sample(count, generator).view(-1, experts, dim)
         noise = torch.randn(count, dim, generator=generator, device=device)
         chosen = torch.randint(experts, (count,), generator=generator, device=device)
         if expert is not None:
@@ -276,17 +401,6 @@ class CodeDensity(nn.Module):
             agrees = (noise * self.mean_direction[chosen]).sum(-1, keepdim=True) >= 0
             noise = torch.where(agrees, noise, -noise)
         return nn.functional.one_hot(chosen, experts).unsqueeze(-1) * noise.unsqueeze(1)
-
-
-def _gaussian(z: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Mean (S,) and factor (S, rank) of the Gaussian of this rank nearest to points (N, S); 0 where there are none."""
-    if len(z) == 0:
-        return z.new_zeros(z.shape[1]), z.new_zeros(z.shape[1], rank)
-    mean = z.mean(0)
-    centred = (z - mean).double()
-    values, vectors = torch.linalg.eigh(centred.T @ centred / len(z))
-    factor = vectors[:, -rank:] * values[-rank:].clamp(min=0).sqrt()
-    return mean, factor.to(z.dtype)
 
 
 def _clusters(z: Tensor, count: int, generator: torch.Generator | None, rounds: int = 25) -> Tensor:
@@ -314,7 +428,8 @@ class CapsuleNetwork(nn.Module):
         )
         rows, columns = self.autoencoder.grid((height, width))
         below = (rows * columns * a.features // a.capsule_dim, a.capsule_dim)
-        self.scaling = CapsuleScaling(*below, centre=a.centre, scale=a.scale, whiten=a.whiten)
+        self.painter = Painter(self.autoencoder) if a.painter else None
+        self.scaling = CapsuleScaling(*below, centre=a.centre, scale=a.scale, whiten=a.whiten, level=a.level)
         self.encoders, self.decoders = nn.ModuleList(), nn.ModuleList()
         for above in a.experts:
             self.encoders.append(
@@ -367,10 +482,15 @@ class CapsuleNetwork(nn.Module):
 
     def draw(self, x: Tensor) -> Tensor:
         """Images from input capsules: (B, I, K) → (B, C, H, W)."""
+        return torch.sigmoid(self.logits(self.scaling.from_capsules(x)))
+
+    def logits(self, activations: Tensor) -> Tensor:
+        """Images before their sigmoid from what `activations` gives: (B, I, K) → (B, C, H, W)."""
         _, height, width = self.architecture.image_shape
         rows, columns = self.autoencoder.grid((height, width))
-        features = self.scaling.from_capsules(x).reshape(len(x), rows, columns, -1).permute(0, 3, 1, 2)
-        return self.autoencoder.decode(features, (height, width))
+        features = activations.reshape(len(activations), rows, columns, -1).permute(0, 3, 1, 2)
+        by = self.autoencoder if self.painter is None else self.painter
+        return by.logits(features, (height, width))
 
     def reconstruct(self, images: Tensor) -> Tensor:
         """Encode and decode: (B, C, H, W) → (B, C, H, W)."""
@@ -465,17 +585,34 @@ class CapsuleNetwork(nn.Module):
         images = self.decode(F.squash(varied.flatten(0, 1)))
         return images.view(dim, len(offsets), *images.shape[1:])
 
-    def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write `config.json` and `model.safetensors` into a folder, which `load` reads back."""
+    def save(self, folder: str | os.PathLike[str], *, half: bool = False) -> None:
+        """Write `config.json` and `model.safetensors` into a folder, which `load` reads back.
+
+        Parameters
+        ----------
+        folder
+            Where to; it is made if need be.
+        half
+            Whether the file is to be about half as large: filters, the weights of capsule layers and the factors of
+            the densities are rounded to float16, which `load` turns into float32 again. What takes little room and may
+            not be rounded stays as it is: biases, the scaling and its inverse, the means and shares that decide what a
+            seed draws. So does a tensor with numbers too small for float16.
+
+        Raises
+        ------
+        ValueError
+            If numbers are too large for float16.
+        """
         folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
         about = {"format": FORMAT, "version": VERSION}
-        write_tensors(folder / "model.safetensors", self.state_dict(), about)
+        tensors = _in_half(self) if half else self.state_dict()
+        folder.mkdir(parents=True, exist_ok=True)
+        write_tensors(folder / "model.safetensors", tensors, about | ({"half": True} if half else {}))
         write_json(folder / "config.json", about | {"architecture": asdict(self.architecture)})
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str], device: torch.device | str = "cpu") -> CapsuleNetwork:
-        """Read what `save` wrote, in evaluation mode.
+        """Read what `save` wrote, in evaluation mode and float32.
 
         Raises
         ------
@@ -492,6 +629,8 @@ class CapsuleNetwork(nn.Module):
         architecture = read_architecture(config, folder / "config.json")
         tensors, about = read_tensors(folder / "model.safetensors")
         check_version(about, folder / "model.safetensors")
+        if about.get("half") is True:
+            tensors = {name: each.float() if each.dtype == torch.float16 else each for name, each in tensors.items()}
         try:
             with torch.device("meta"):  # nothing is allocated before the sizes are known to agree
                 network = cls(architecture)
@@ -516,6 +655,22 @@ class CapsuleNetwork(nn.Module):
         self.load_state_dict(dict(tensors), assign=True)
 
 
+def _in_half(network: CapsuleNetwork) -> dict[str, Tensor]:
+    """Round what is large in a network to float16, where that costs little; see `CapsuleNetwork.save`."""
+    tensors: dict[str, Tensor] = network.state_dict()
+    large = [name for name, parameter in network.named_parameters() if parameter.ndim > 1]
+    for name in (*large, *(name for name in tensors if name.endswith(".factor"))):
+        exact, rounded = tensors[name], tensors[name].half()
+        if not rounded.isfinite().all():
+            raise ValueError(
+                f"{name} reaches {exact.abs().max():.3g}, but float16 ends at {torch.finfo(torch.float16).max:.0f}; "
+                "save without half"
+            )
+        if (rounded.float() - exact).norm() <= HALF_ERROR * exact.norm():
+            tensors[name] = rounded
+    return tensors
+
+
 def _describe(tensor: Tensor) -> str:
     return f"{tuple(tensor.shape)} of {str(tensor.dtype).removeprefix('torch.')}"
 
@@ -535,7 +690,8 @@ def read_architecture(config: Mapping[str, Any], source: Path) -> Architecture:
     check_version(config, source)
     values = config.get("architecture")
     known = {field.name for field in fields(Architecture)}
-    if not isinstance(values, dict) or values.keys() != known:
+    # What a file does not mention is as it was before there was a choice: the default.
+    if not isinstance(values, dict) or not {"image_shape", "experts"} <= values.keys() <= known:
         raise ModelError(f"{source} is damaged: it must describe an architecture by {', '.join(sorted(known))}")
     try:
         shape = tuple(values["image_shape"])

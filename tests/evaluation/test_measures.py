@@ -21,8 +21,10 @@ from poecaps.evaluation import (
     recognisability,
     reconstruction,
     specialisation,
+    variation,
     variety,
 )
+from poecaps.evaluation.measures import properties
 
 
 def with_moments(mean: torch.Tensor, covariance: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
@@ -204,3 +206,40 @@ def test_the_effective_rank_of_a_known_covariance(generator: torch.Generator) ->
     assert effective_rank(torch.cat([equal, torch.zeros(100, 3)], 1)) == pytest.approx(4)
     unequal = with_moments(torch.zeros(2).double(), torch.diag(torch.tensor([3.0, 1.0])).double(), generator)
     assert effective_rank(unequal) == pytest.approx(16 / 10)
+
+
+def bars(widths: list[float], slants: list[float], size: int = 40) -> torch.Tensor:
+    """Upright bars, 24 rows high, of these widths, moved to the side by so many columns for each row down."""
+    images = torch.zeros(len(widths), 1, size, size)
+    for image, width, slant in zip(images, widths, slants, strict=True):
+        for row in range(8, 32):
+            middle = size / 2 + slant * (row - 19.5)
+            left, right = middle - width / 2, middle + width / 2
+            columns = torch.arange(size).float()
+            image[0, row] = ((right - columns).clamp(0, 1) - (left - columns).clamp(0, 1)).clamp(0, 1)
+    return images
+
+
+class TestProperties:
+    def test_a_bar_has_its_thickness_slant_width_and_height(self) -> None:
+        thickness, slant, width, height = properties(bars([4.0, 4.0], [0.0, 0.25])).T
+        assert thickness[0].item() == pytest.approx(4 * 24 / (24 + 4), rel=0.05)  # twice the area over the outline
+        assert slant.tolist() == pytest.approx([0, 0.25], abs=0.02)
+        assert width.tolist() == pytest.approx([math.sqrt(15 / 12)] * 2, rel=0.1)  # of 4 columns
+        assert height.tolist() == pytest.approx([math.sqrt((24**2 - 1) / 12)] * 2, rel=0.01)
+
+    def test_variation_is_that_of_one_class(self) -> None:
+        real = bars([2.0, 4.0, 6.0, 3.0, 3.0], [0.2, 0.0, -0.2, 0.1, 0.3])
+        labels = torch.tensor([1, 1, 1, 2, 2])
+        same, half = real[:3], bars([3.0, 4.0, 5.0], [0.1, 0.0, -0.1])
+        found = variation([same, half], torch.ones(2, 3, dtype=torch.long), real, labels)
+        assert found.thickness == pytest.approx(0.75, abs=0.03)
+        assert found.slant == pytest.approx(0.75, abs=0.02)
+        still = variation([real[:1].expand(3, -1, -1, -1)], torch.ones(1, 3, dtype=torch.long), real, labels)
+        assert (still.thickness, still.slant, still.width) == pytest.approx((0, 0, 0), abs=1e-9)
+
+    def test_an_expert_with_one_draw_of_its_class_is_left_out(self) -> None:
+        real = bars([2.0, 4.0, 6.0], [0.2, 0.0, -0.2])
+        verdicts = torch.tensor([[1, 1, 1], [1, 2, 3]])
+        found = variation([real, real], verdicts, real, torch.ones(3, dtype=torch.long))
+        assert found.slant == pytest.approx(1)

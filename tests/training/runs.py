@@ -11,7 +11,7 @@ import torch
 
 from poecaps import CapsuleNetwork
 from poecaps.network import ModelOptions
-from poecaps.training import Config, DecoderStage, EncoderStage, Stage
+from poecaps.training import Config, DecoderStage, EncoderStage, PainterStage, Stage
 from poecaps.training.loop import METRICS
 
 if TYPE_CHECKING:
@@ -19,13 +19,16 @@ if TYPE_CHECKING:
 
 
 def config_for(data: Path, **changes: Any) -> Config:
-    model = ModelOptions(features=8, capsule_dim=4, experts=((4, 5), (3, 4)), components=4, dropout=0.2, whiten=True)
+    model = ModelOptions(
+        features=8, capsule_dim=4, experts=((4, 5), (3, 4)), components=4, whiten=True, level=2, painter=True
+    )
     tiny = Config(
         data=str(data),
         model=model,
         autoencoder=Stage(epochs=6, rate=5e-3),
         encoder=EncoderStage(epochs=4, rate=0.05, mixing="bernoulli", winners=2, firing=0.5),
         decoder=DecoderStage(epochs=6, rate=0.03, alone=0.5),
+        painter=PainterStage(epochs=3, optimizer="sgd", rate=0.1, alone=0.5),
         batch_size=16,
         device="cpu",
         checkpoint_every=7,
@@ -35,9 +38,10 @@ def config_for(data: Path, **changes: Any) -> Config:
 
 OPTIONS = shlex.split("""
     --preset default --model.features 8 --model.capsule-dim 4 --model.experts 4 5 3 4 --model.components 4
-    --model.normalize inputs --model.sharpness 5 --model.scale 0.4 --autoencoder.epochs 6 --autoencoder.rate 5e-3
-    --encoder.epochs 4 --encoder.rate 0.05 --encoder.mixing bernoulli --encoder.winners 2
+    --model.level 2 --model.normalize inputs --model.sharpness 5 --model.scale 0.4 --autoencoder.epochs 6
+    --autoencoder.rate 5e-3 --encoder.epochs 4 --encoder.rate 0.05 --encoder.mixing bernoulli --encoder.winners 2
     --decoder.epochs 6 --decoder.rate 0.03 --decoder.alone 0.5
+    --painter.epochs 3 --painter.optimizer sgd --painter.rate 0.1 --painter.alone 0.5
     --batch-size 16 --device cpu --checkpoint-every 7""")  # the same as config_for
 
 

@@ -24,7 +24,18 @@ from poecaps import Architecture, CapsuleNetwork, ModelError, squash, unsquash
 from poecaps._files import read_tensors, write_tensors
 from poecaps.data import DataError
 from poecaps.network import ModelOptions
-from poecaps.training import PRESETS, Config, DecoderStage, EncoderStage, Progress, Stage, TrainingError, resume, train
+from poecaps.training import (
+    PRESETS,
+    Config,
+    DecoderStage,
+    EncoderStage,
+    PainterStage,
+    Progress,
+    Stage,
+    TrainingError,
+    resume,
+    train,
+)
 from poecaps.training.loop import CHECKPOINT, METRICS, _wants_bfloat16
 from poecaps.training.stages import AutoencoderTask, DecoderTask, effective_rank, factor_for_firing
 from tests.training.runs import OPTIONS, assert_same_weights, config_for, metrics, weights
@@ -56,8 +67,8 @@ def test_a_trained_network_beats_the_mean_image(data: Path, tmp_path: Path) -> N
 def test_the_metrics_tell_each_stage_from_start_to_end(finished: Path) -> None:
     lines = metrics(finished)
     stages = list(dict.fromkeys(line["stage"] for line in lines))
-    assert stages == ["autoencoder", "encoder 1", "encoder 2", "decoder 1", "decoder 2"]
-    for stage, epochs in zip(stages, (6, 4, 4, 6, 6), strict=True):
+    assert stages == ["autoencoder", "encoder 1", "encoder 2", "decoder 1", "decoder 2", "painter"]
+    for stage, epochs in zip(stages, (6, 4, 4, 6, 6, 3), strict=True):
         steps = [line["step"] for line in lines if line["stage"] == stage]
         assert steps == sorted(set(steps))
         assert steps[-1] == epochs * 6
@@ -85,7 +96,9 @@ class Stop(Exception):  # noqa: N818
     pass
 
 
-@pytest.mark.parametrize("at", [("autoencoder", 12), ("encoder 1", 9), ("encoder 2", 24), ("decoder 1", 20)])
+@pytest.mark.parametrize(
+    "at", [("autoencoder", 12), ("encoder 1", 9), ("encoder 2", 24), ("decoder 1", 20), ("painter", 10)]
+)
 def test_a_broken_run_goes_on_to_bit_identical_weights(
     at: tuple[str, int], data: Path, finished: Path, tmp_path: Path
 ) -> None:
@@ -400,6 +413,7 @@ def test_what_does_not_fit_into_memory_lies_in_mapped_files(
         "encoder 2": (1, 2),
         "decoder 1": (1, 2),
         "decoder 2": (1, 3),
+        "painter": (1, 3),
     }
     assert_same_weights(tmp_path / "run", finished)
 
@@ -483,7 +497,12 @@ def test_some_images_are_drawn_from_their_strongest_expert_alone(generator: torc
 
 def no_epochs(data: Path, **changes: Any) -> Config:
     """A run that takes only the steps that are asked for."""
-    stages = {"autoencoder": Stage(epochs=0), "encoder": EncoderStage(epochs=0), "decoder": DecoderStage(epochs=0)}
+    stages = {
+        "autoencoder": Stage(epochs=0),
+        "encoder": EncoderStage(epochs=0),
+        "decoder": DecoderStage(epochs=0),
+        "painter": PainterStage(epochs=0),
+    }
     return config_for(data, **stages | changes)
 
 
@@ -492,6 +511,7 @@ def test_the_network_is_ready_for_use(data: Path, finished: Path, tmp_path: Path
     assert not any(part.training for part in network.modules())
     assert all(parameter.is_contiguous() for parameter in network.parameters())
     assert_same_weights(tmp_path / "run", finished)
+    network = train(config_for(data, precision="float32"), tmp_path / "exact")
     images = torch.from_numpy(np.load(data) / 255).float().unsqueeze(1)
     with torch.no_grad():
         z = unsquash(network.encode(images))

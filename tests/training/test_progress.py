@@ -104,7 +104,7 @@ def test_every_step_is_reported_and_every_number_is_written(data: Path, tmp_path
     seen: list[Progress] = []
     train(config_for(data), tmp_path / "run", report=seen.append)
     assert [each.step for each in seen if each.stage == "autoencoder"] == list(range(37))
-    assert [each.total_step for each in seen if each.step][-1] == 6 * (6 + 4 + 4 + 6 + 6)
+    assert [each.total_step for each in seen if each.step][-1] == 6 * (6 + 4 + 4 + 6 + 6 + 3)
     written = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     told = [each for each in seen if each.measured]
     assert [line["stage"] for line in written] == [each.stage for each in told]

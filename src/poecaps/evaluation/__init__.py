@@ -10,6 +10,7 @@ from poecaps.evaluation.measures import (
     Recognisability,
     Reconstruction,
     Specialisation,
+    Variation,
     Variety,
     background,
     diversity,
@@ -19,6 +20,7 @@ from poecaps.evaluation.measures import (
     recognisability,
     reconstruction,
     specialisation,
+    variation,
     variety,
 )
 from poecaps.evaluation.probe import LinearProbe, linear_probe
@@ -59,6 +61,7 @@ __all__ = [
     "Samples",
     "SamplesExperts",
     "Specialisation",
+    "Variation",
     "Variety",
     "background",
     "diversity",
@@ -73,5 +76,6 @@ __all__ = [
     "reconstruction",
     "side_by_side",
     "specialisation",
+    "variation",
     "variety",
 ]

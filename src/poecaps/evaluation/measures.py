@@ -267,6 +267,66 @@ def _mean_distance(images: Tensor) -> float:
 
 
 @dataclass(frozen=True)
+class Variation:
+    """Result of `variation`, means over the experts."""
+
+    thickness: float
+    slant: float
+    width: float
+    height: float
+
+
+def variation(draws: Iterable[Tensor], verdicts: Tensor, images: Tensor, labels: Tensor) -> Variation:
+    """Measure in what the draws of one expert differ from each other, as images of one class do.
+
+    Where `variety` compares pixels, this compares the `properties` that a person would name: for expert j and each of
+    them, the standard deviation over its draws with its most frequent verdict c, divided by that over the test images
+    with label c. 0: always the same; 1: as different as test images of the class.
+
+    Parameters
+    ----------
+    draws, verdicts, images, labels
+        As for `variety`.
+    """
+    real: dict[int, Tensor] = {}
+    each = []
+    for drawn, said, verdict in zip(draws, verdicts, purity(verdicts).verdicts, strict=True):
+        if verdict not in real:
+            real[verdict] = _spread(images[(labels == verdict).to(images.device)])
+        each.append(_spread(drawn[said == verdict]) / real[verdict])
+    return Variation(*torch.stack(each).nanmean(0).tolist())
+
+
+def _spread(images: Tensor) -> Tensor:
+    """Take the standard deviation of each property; NaN where there are no two images."""
+    found = properties(images)
+    return found.std(0) if len(found) > 1 else torch.full_like(found.sum(0), torch.nan)
+
+
+def properties(images: Tensor) -> Tensor:
+    """Measure thickness, slant, width and height of what is bright in images: (N, C, H, W) → (N, 4), float64.
+
+    With x the image, its channels added up, and μ_ab its central moments, a along columns and b along rows::
+
+        thickness = 2 Σx / Σ‖∇x‖     a stroke of width w and length l has the area wl and the outline 2l
+        slant     = μ₁₁ / μ₀₂        columns to the side for a row down
+        width     = √(μ₂₀ − μ₁₁²/μ₀₂),  of the upright image
+        height    = √μ₀₂
+    """
+    x = images.double().sum(1)
+    down, across = (torch.diff(x, dim=axis, prepend=x.narrow(axis, 0, 1)) for axis in (1, 2))
+    total = x.sum((1, 2)).clamp(min=1e-9)
+    thickness = 2 * total / (down.square() + across.square()).sqrt().sum((1, 2)).clamp(min=1e-9)
+    mass = x / total.view(-1, 1, 1)
+    rows, columns = (torch.arange(side, dtype=x.dtype, device=x.device) for side in x.shape[1:])
+    v = rows.view(1, -1, 1) - (mass.sum(2) @ rows).view(-1, 1, 1)
+    u = columns.view(1, 1, -1) - (mass.sum(1) @ columns).view(-1, 1, 1)
+    tall, wide, tilt = ((mass * each).sum((1, 2)) for each in (v * v, u * u, u * v))
+    slant = tilt / tall.clamp(min=1e-9)
+    return torch.stack([thickness, slant, (wide - slant * tilt).clamp(min=0).sqrt(), tall.sqrt()], 1)
+
+
+@dataclass(frozen=True)
 class Background:
     """Result of `background`: what the background of a set of images looks like."""
 
@@ -328,9 +388,14 @@ def negatives(images: Tensor, of: Background) -> Negatives:
     seen = int(of.witnesses.sum())
     if seen < FEWEST_WITNESSES * of.witnesses.numel():
         return Negatives(None, seen)
+    return Negatives(are_negatives(images, of).double().mean().item(), seen)
+
+
+def are_negatives(images: Tensor, of: Background) -> Tensor:
+    """Tell which images are negatives, as `negatives` defines them: (N, C, H, W) → (N,)."""
     x, m = images[:, of.witnesses.to(images.device)], of.mean[of.witnesses].to(images.device)
-    nearer = (x - (1 - m)).square().sum(1) < (x - m).square().sum(1)
-    return Negatives(nearer.double().mean().item(), seen)
+    nearer: Tensor = (x - (1 - m)).square().sum(1) < (x - m).square().sum(1)
+    return nearer
 
 
 @dataclass(frozen=True)

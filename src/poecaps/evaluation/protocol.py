@@ -151,6 +151,7 @@ class OfExperts:
     diversity: measures.Diversity
     purity: measures.Purity
     variety: measures.Variety | None
+    variation: measures.Variation | None
 
 
 @dataclass(frozen=True)
@@ -188,7 +189,7 @@ class Evaluation:
 
     def to_json(self) -> str:
         """Write everything as JSON; what is not a number is null."""
-        return json.dumps(_without_nan(asdict(self)), indent=2, ensure_ascii=False)
+        return json.dumps(without_nan(asdict(self)), indent=2, ensure_ascii=False)
 
     def table(self) -> str:
         """Lay the results out as aligned plain text."""
@@ -373,15 +374,18 @@ class _Measurement:
         ]
         judged = self.classifier.judge(torch.cat(draws))
         verdicts = judged.verdicts.view(encoder.experts, each)
-        variety = None
+        variety = variation = None
         if self.data_test.labels is not None:
-            variety = measures.variety(draws, verdicts, self.test, torch.from_numpy(self.data_test.labels))
+            labels = torch.from_numpy(self.data_test.labels)
+            variety = measures.variety(draws, verdicts, self.test, labels)
+            variation = measures.variation(draws, verdicts, self.test, labels)
         return OfExperts(
             each,
             measures.recognisability(judged.probabilities),
             measures.diversity(judged.verdicts),
             measures.purity(verdicts),
             variety,
+            variation,
         )
 
     def _training_images(self) -> Iterator[Tensor]:
@@ -414,11 +418,12 @@ def _parts(count: int) -> Iterable[int]:
     return (min(BATCH, count - start) for start in range(0, count, BATCH))
 
 
-def _without_nan(value: Any) -> Any:
+def without_nan(value: Any) -> Any:
+    """Put None in the place of what JSON has no word for."""
     if isinstance(value, dict):
-        return {key: _without_nan(each) for key, each in value.items()}
+        return {key: without_nan(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_without_nan(each) for each in value]
+        return [without_nan(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -450,6 +455,10 @@ EXPERT_ROWS = (
     *JUDGEMENT_ROWS,
     ("purity", "purity.mean", ".1%"),
     ("variety, of one class's", "variety.mean", ".1%"),
+    *(
+        (f"variation of {name}, of one class's", f"variation.{name}", ".1%")
+        for name in ("thickness", "slant", "width", "height")
+    ),
 )
 
 

@@ -73,12 +73,12 @@ def choose(x: Tensor, weight: Tensor, backend: Backend | None = None) -> Backend
     fits = plain and known and not torch.is_autocast_enabled(x.device.type)
     if backend != "cpu":
         why_not = flash.obstacle(x, weight) if fits else "it runs outside torch.compile, autocast and torch.func only"
-        if why_not is None and backend == "triton":  # never by itself yet: not every path of it was run on a GPU
+        if why_not is None and (backend == "triton" or x.device.type == "cuda"):
             return "triton"
         if backend == "triton":
             remedy = "or leave backend=None, which takes the fastest version that fits"
             raise ValueError(f"backend='triton' cannot run this call: {why_not}; {remedy}")
-    if fits and x.dtype in (torch.float32, torch.float64) and (backend == "cpu" or x.device.type == "cpu"):
+    if fits and x.dtype in (torch.float32, torch.float64):
         return "cpu"
     if backend == "cpu":
         raise ValueError(
@@ -93,8 +93,9 @@ def describe(device: torch.device | str) -> str:
     """Say in one line which version float32 layers use on a device, and why not a faster one."""
     device = torch.device(device)
     if device.type == "cuda":
-        forced = "; backend='triton' can be forced" if flash.installed() else ""
-        return f"reference: the equations as they stand{forced}"
+        if flash.installed():
+            return "triton: GPU kernels that write neither votes nor coefficients"
+        return "cpu: plain PyTorch without votes, because Triton is not installed"
     return "cpu: plain PyTorch without votes"
 
 

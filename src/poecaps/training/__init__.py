@@ -1,6 +1,6 @@
-"""Train the three stages, from Python."""
+"""Train the stages, from Python."""
 
-from poecaps.training.config import PRESETS, Config, DecoderStage, EncoderStage, Stage, default, paper
+from poecaps.training.config import PRESETS, Config, DecoderStage, EncoderStage, PainterStage, Stage, default, paper
 from poecaps.training.errors import TrainingError
 from poecaps.training.loop import resume, train
 from poecaps.training.progress import Progress
@@ -10,6 +10,7 @@ __all__ = [
     "Config",
     "DecoderStage",
     "EncoderStage",
+    "PainterStage",
     "Progress",
     "Stage",
     "TrainingError",

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, Literal, TypeVar, get_args, get_type_hints
+import shlex
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_type_hints
 
 from poecaps import _checks as checks
 from poecaps.layer import MIXINGS, Mixing
 from poecaps.network import ModelOptions
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
 T = TypeVar("T")
 Precision = Literal["auto", "float32", "bfloat16"]
 Optimizer = Literal["adam", "sgd"]
 OPTIMIZERS: tuple[Optimizer, ...] = get_args(Optimizer)
+PixelError = Literal["absolute", "cross-entropy"]
+PIXEL_ERRORS: tuple[PixelError, ...] = get_args(PixelError)
 
 
 @dataclass(frozen=True)
@@ -97,9 +103,23 @@ class DecoderStage(CapsuleStage):
     def check(self, name: str) -> None:
         """Refuse values that cannot be meant, naming the stage they belong to."""
         super().check(name)
-        checks.require_nonnegative(f"{name}.alone", self.alone)
-        if self.alone > 1:
-            raise ValueError(f"{name}.alone must be at most 1, but is {self.alone}")
+        checks.require_share(f"{name}.alone", self.alone)
+
+
+@dataclass(frozen=True)
+class PainterStage(Stage):
+    """Tuning of all that draws: the filters of the painter, and the capsule decoder they draw from."""
+
+    alone: float = 0.0
+    """Share of images drawn from their strongest expert alone."""
+    error: PixelError = "absolute"
+    """What is made small: the absolute difference of pixels, which keeps edges sharp, or their cross-entropy."""
+
+    def check(self, name: str) -> None:
+        """Refuse values that cannot be meant, naming the stage they belong to."""
+        super().check(name)
+        checks.require_share(f"{name}.alone", self.alone)
+        checks.require_choice(f"{name}.error", self.error, PIXEL_ERRORS)
 
 
 @dataclass(frozen=True)
@@ -122,6 +142,8 @@ class Config:
     """Stage 2, for each capsule layer."""
     decoder: DecoderStage = field(default_factory=DecoderStage)
     """Stage 3, for each capsule layer."""
+    painter: PainterStage = field(default_factory=lambda: PainterStage(epochs=0))
+    """Stage 4, for a model with a painter."""
     batch_size: int = 128
     """Images in a step, of all processes together."""
     seed: int = 0
@@ -141,13 +163,16 @@ class Config:
         ValueError, TypeError
             Naming the field, what it is and what it may be.
         """
-        kinds = {"autoencoder": Stage, "encoder": EncoderStage, "decoder": DecoderStage, "model": ModelOptions}
+        stages = {"autoencoder": Stage, "encoder": EncoderStage, "decoder": DecoderStage, "painter": PainterStage}
+        kinds = {**stages, "model": ModelOptions}
         for name, kind in kinds.items():
             if not isinstance(getattr(self, name), kind):
                 raise TypeError(f"{name} must be a {kind.__name__}, but is a {type(getattr(self, name)).__name__}")
-        for name in ("autoencoder", "encoder", "decoder"):
+        for name in stages:
             getattr(self, name).check(name)
         self.model.check("model.")
+        if self.painter.epochs > 0 and not self.model.painter:
+            raise ValueError("painter.epochs must be 0 for a model without a painter; set model.painter")
         fewest = min(count for count, _ in self.model.experts)
         if self.encoder.winners is not None and self.encoder.winners > fewest:
             raise ValueError(
@@ -192,14 +217,16 @@ def _as_tuples(value: Any) -> Any:
 def default() -> Config:
     """Return what works best.
 
-    Each image teaches two experts, so that experts become different things; afterwards all of them speak, the stronger
-    the louder.
+    The strongest directions of the capsules are levelled, so that experts have many things to learn. Each image
+    teaches one expert, so that experts become different things; afterwards all of them speak, the stronger the louder.
+    At last, filters of their own learn to draw sharply what the experts say.
     """
     return Config(
-        model=ModelOptions(normalize="outputs", sharpness=1.0, scale=0.15, whiten=True),
+        model=ModelOptions(normalize="outputs", sharpness=1.0, scale=0.15, whiten=True, level=16, painter=True),
         autoencoder=Stage(epochs=5, rate=3e-3),
-        encoder=EncoderStage(epochs=6, rate=0.1, winners=2, firing=0.5),
-        decoder=DecoderStage(epochs=10, rate=0.03, alone=0.3),
+        encoder=EncoderStage(epochs=10, rate=0.1, winners=1, firing=0.5),
+        decoder=DecoderStage(epochs=3, rate=0.03, alone=0.3),
+        painter=PainterStage(epochs=10, rate=1e-3, alone=0.3),
     )
 
 
@@ -215,3 +242,40 @@ def paper() -> Config:
 
 
 PRESETS = {"default": default, "paper": paper}
+OF_THE_MACHINE = ("data_path", "device", "checkpoint_every")  # options that do not shape the result
+
+
+def nearest_preset(config: Config) -> str:
+    """Name the preset that the fewest options were changed of."""
+    return min(PRESETS, key=lambda name: len(changes(config, name)))
+
+
+def changes(config: Config, preset: str) -> dict[str, Any]:
+    """Options that are not those of a preset, by their names."""
+    usual = dict(_flat(asdict(PRESETS[preset]())))
+    return {name: value for name, value in _flat(asdict(config)) if value != usual[name] and name not in OF_THE_MACHINE}
+
+
+def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{before}{name}.")
+        else:
+            yield before + name, value
+
+
+def command(config: Config) -> str:
+    """Return the command that trains with these options."""
+    preset = nearest_preset(config)
+    words = ["poecaps", "train", *([] if preset == "default" else ["--preset", preset])]
+    for name, value in changes(config, preset).items():
+        stage, dot, last = name.replace("_", "-").rpartition(".")
+        if isinstance(value, bool):
+            words.append(f"--{stage}{dot}{'' if value else 'no-'}{last}")
+        else:
+            words += [f"--{stage}{dot}{last}", *_words(value)]
+    return shlex.join(words)
+
+
+def _words(value: Any) -> list[str]:
+    return [word for each in value for word in _words(each)] if isinstance(value, tuple) else [str(value)]

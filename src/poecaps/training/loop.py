@@ -1,4 +1,4 @@
-"""One loop that drives the three stages, from wherever it was interrupted."""
+"""One loop that drives the stages, from wherever it was interrupted."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from poecaps.training.errors import TrainingError
 from poecaps.training.interrupts import Interrupts
 from poecaps.training.progress import Progress
 from poecaps.training.stages import Material, Task, plan
+from poecaps.training.steps import FEWEST, PLAIN, Steps
 
 if TYPE_CHECKING:
     import os
@@ -187,17 +188,22 @@ class _Run:
     def go(self, task: int, step: int, optimizer_state: dict[str, Tensor] | None = None) -> CapsuleNetwork:
         """Run the tasks from this position on, then fit the density of codes and save the network."""
         record = self._begin(task, step) if self.workers.first else {}
-        self.network.autoencoder.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # faster
+        self._lay_filters(torch.channels_last)  # faster
         for index in range(task, len(self.tasks)):
             self._do(index, step, optimizer_state or {})
             step, optimizer_state = 0, None
         self._fit_density()
-        self.network.autoencoder.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
+        self._lay_filters(torch.contiguous_format)
         if self.workers.first:
             self._write(lambda: self.network.save(self.folder))
             record["finished"] = records.now()
             self._write(lambda: records.write(self.folder, record))
         return self.network
+
+    def _lay_filters(self, memory_format: torch.memory_format) -> None:
+        for part in (self.network.autoencoder, self.network.painter):
+            if part is not None:
+                part.to(memory_format=memory_format)  # type: ignore[call-overload]
 
     def steps_of(self, task: int) -> int:
         """Count the steps of a task; beyond the last task there are none."""
@@ -237,27 +243,21 @@ class _Run:
         task.prepare(fresh, _generator(self.config.seed, 4, index))
         parameters, buffers = list(task.part.parameters()), list(task.part.buffers())
         self.workers.follow_first([tensor.detach() for tensor in (*parameters, *buffers)])
-        optimizer = _optimizer(task.stage, parameters)
+        recorded = self._can_record(task, total - first_step)
+        optimizer = _optimizer(task.stage, parameters, recorded=recorded)
         _restore(optimizer, parameters, optimizer_state, self.folder / CHECKPOINT)
         draws = torch.Generator(self.device)
         every = max(1, self.steps_per_epoch // MEASURES_PER_EPOCH)
         self.network.eval()
         task.part.train()
         pace.begin()
+        steps = Steps(task, optimizer, self.workers, draws, recorded=recorded)
         self.interrupts.stepping = True
         for step in range(first_step, total):
-            for group in optimizer.param_groups:
-                group["lr"] = task.stage.rate_at(step / total)
+            _set_rate(optimizer, task.stage.rate_at(step / total))
             # What is drawn at random is a function of the position, so that a resumed run draws the same.
             draws.manual_seed(_seed(self.config.seed, 2, index, step))
-            loss = task.loss(
-                self.workers.share(self._batch(index, step)), lambda like: self.workers.uniform(like, draws)
-            )
-            optimizer.zero_grad(set_to_none=True)
-            loss.backward()
-            gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-            self.workers.average([*gradients, *buffers])
-            optimizer.step()
+            loss = steps.take(self._batch(index, step))
             done = step + 1
             seen = self._measure(task, done, total, loss) if done % every == 0 or done == total else {}
             pace.tell(done, seen)
@@ -273,6 +273,11 @@ class _Run:
         self.interrupts.stepping = False
         if self.workers.any(self.interrupts.asked, self.device):
             raise KeyboardInterrupt
+
+    def _can_record(self, task: Task, steps: int) -> bool:
+        """Tell whether the steps of a task can be replays of a recorded one, and are enough for it to pay."""
+        alone = self.device.type == "cuda" and self.workers.size == 1
+        return alone and task.stage.optimizer == "adam" and task.is_resident() and steps >= PLAIN + FEWEST
 
     def _batch(self, index: int, step: int) -> Tensor:
         """Choose the images of a step: each epoch sees every image once, in an order of its own."""
@@ -448,10 +453,21 @@ def _settled(path: Any) -> Any:
     return str(Path(path).expanduser().resolve())
 
 
-def _optimizer(stage: Stage, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+def _optimizer(stage: Stage, parameters: list[nn.Parameter], *, recorded: bool) -> torch.optim.Optimizer:
     if stage.optimizer == "adam":
-        return torch.optim.Adam(parameters, lr=stage.rate, betas=(stage.momentum, 0.999), weight_decay=stage.l2)
+        rate = torch.tensor(stage.rate, device=parameters[0].device) if recorded else stage.rate
+        return torch.optim.Adam(
+            parameters, lr=rate, betas=(stage.momentum, 0.999), weight_decay=stage.l2, capturable=recorded
+        )
     return torch.optim.SGD(parameters, lr=stage.rate, momentum=stage.momentum, weight_decay=stage.l2)
+
+
+def _set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
 
 
 def _restore(
@@ -475,8 +491,9 @@ def _restore(
     for number, parameter in enumerate(parameters):
         for name in names:
             value = state[f"optimizer.{number}.{name}"]
-            # Adam keeps its count of steps on the host.
-            optimizer.state[parameter][name] = value if name == "step" else value.to(parameter)
+            # Adam keeps its count of steps on the host, unless steps are recorded.
+            host = name == "step" and not optimizer.defaults.get("capturable")
+            optimizer.state[parameter][name] = value.cpu() if host else value.to(parameter)
 
 
 def _seed(*numbers: int) -> int:

@@ -1,13 +1,14 @@
-"""The three stages: what each part of the network learns from, its loss, and how to tell whether it learns."""
+"""The stages: what each part of the network learns from, its loss, and how to tell whether it learns."""
 
 from __future__ import annotations
 
 import math
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
+from torch import nn
 
 from poecaps import functional as F
 from poecaps.data._storage import allocate
@@ -15,13 +16,13 @@ from poecaps.data._storage import allocate
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from torch import Tensor, nn
+    from torch import Tensor
 
-    from poecaps.autoencoder import ConvAutoencoder
+    from poecaps.autoencoder import ConvAutoencoder, Painter
     from poecaps.data import ImageSet
     from poecaps.layer import CapsuleExperts
     from poecaps.network import CapsuleDecoder, CapsuleNetwork
-    from poecaps.training.config import Config, DecoderStage, EncoderStage, Stage
+    from poecaps.training.config import Config, DecoderStage, EncoderStage, PainterStage, Stage
     from poecaps.training.workers import Workers
 
     Draw = Callable[[Tensor], Tensor]
@@ -57,6 +58,15 @@ class Material:
         if self.pixels is not None:
             return self.pixels[indices.to(self.device)].float() / 255
         return self.data.batch(indices.cpu()).to(self.device)
+
+    def has_images(self) -> bool:
+        """Tell whether the images lie in the memory of the device."""
+        return self.pixels is not None
+
+    def has_inputs(self, layer: int) -> bool:
+        """Tell whether the `inputs` of a layer lie in the memory of the device; the codes of a layer are the next's."""
+        kept = self.experts[layer] if layer > 0 else self.features
+        return kept is not None and kept.device == self.device
 
     def make_inputs(self, layer: int) -> None:
         """Make what `inputs` of this layer are taken from; every process must call it."""
@@ -160,6 +170,10 @@ class Task:
     def finish(self) -> None:
         """Bring the part into the form in which later stages use it."""
 
+    def is_resident(self) -> bool:
+        """Tell whether all that the steps learn from lies in the memory of the device."""
+        raise NotImplementedError
+
     def loss(self, indices: Tensor, draw: Draw) -> Tensor:
         """Compute the loss of the images with these indices (B,); `draw` gives uniform numbers."""
         raise NotImplementedError
@@ -182,6 +196,10 @@ class AutoencoderTask(Task):
 
     def prepare(self, fresh: bool, generator: torch.Generator) -> None:
         """Do nothing: the filters have their initial weights, and learn from the images themselves."""
+
+    def is_resident(self) -> bool:
+        """Tell whether all that the steps learn from lies in the memory of the device."""
+        return self.material.has_images()
 
     def loss(self, indices: Tensor, draw: Draw) -> Tensor:
         """Compute the cross-entropy of the pixels."""
@@ -230,6 +248,10 @@ class EncoderTask(Task):
                 z = self.part.route(self.material.inputs(self.layer, self.material.probe())).preactivation
                 self.part.weight.mul_(factor_for_firing(z.norm(dim=-1).amax(1), self.stage.firing))
 
+    def is_resident(self) -> bool:
+        """Tell whether all that the steps learn from lies in the memory of the device."""
+        return self.material.has_inputs(self.layer)
+
     def loss(self, indices: Tensor, draw: Draw) -> Tensor:
         """Compute the loss of contrastive divergence."""
         x = self.material.inputs(self.layer, indices)
@@ -265,13 +287,13 @@ class DecoderTask(Task):
         if fresh:
             self._reset(self.stage.std, generator)
 
+    def is_resident(self) -> bool:
+        """Tell whether all that the steps learn from lies in the memory of the device."""
+        return self.material.has_inputs(self.layer) and self.material.has_inputs(self.layer + 1)
+
     def loss(self, indices: Tensor, draw: Draw) -> Tensor:
         """Compute the loss of the decoder's rule, for some images from their strongest expert alone."""
-        y = self.material.codes(self.layer + 1, indices)
-        if self.stage.alone > 0:
-            norm = y.norm(dim=-1, keepdim=True)  # (B, J, 1)
-            together = draw(norm[:, :1]) >= self.stage.alone
-            y = y * (together | (norm == norm.amax(1, keepdim=True)))
+        y = _some_alone(self.material.codes(self.layer + 1, indices), self.stage.alone, draw)
         return self.part.decoding_loss(y, self.material.inputs(self.layer, indices))
 
     def measure(self) -> dict[str, float]:
@@ -280,6 +302,60 @@ class DecoderTask(Task):
         z = F.unsquash(self.material.inputs(self.layer, probe))
         error = F.unsquash(self.part(self.material.codes(self.layer + 1, probe))) - z
         return {"reconstruction_error": (error.square().sum() / _variance(z)).item()}
+
+
+class PainterTask(Task):
+    """Stage 4: the painter, and the capsule decoder it draws from, learn to reconstruct images from codes."""
+
+    stage: PainterStage
+
+    def __init__(self, stage: PainterStage, painter: Painter, material: Material) -> None:
+        self.painter = painter
+        self.lowest, *self.higher = cast("list[CapsuleDecoder]", list(material.network.decoders))
+        super().__init__("painter", stage, nn.ModuleList([painter, self.lowest]), material)
+
+    def prepare(self, fresh: bool, generator: torch.Generator) -> None:  # noqa: ARG002 (nothing is drawn)
+        """Make the experts; the painter begins with the filters of the autoencoder."""
+        self.material.make_codes(len(self.material.network.encoders))
+        if fresh:
+            self.painter.follow(self.material.network.autoencoder)
+
+    def is_resident(self) -> bool:
+        """Tell whether all that the steps learn from lies in the memory of the device."""
+        return self.material.has_images() and self.material.has_inputs(len(self.material.network.encoders))
+
+    def loss(self, indices: Tensor, draw: Draw) -> Tensor:
+        """Compute how far images are from what is drawn, for some of them, from their strongest expert alone."""
+        y = self.material.codes(len(self.material.network.encoders), indices)
+        logits, images = self._paint(_some_alone(y, self.stage.alone, draw)), self.material.images(indices)
+        if self.stage.error == "absolute":
+            return (torch.sigmoid(logits) - images).abs().mean()
+        return nn.functional.binary_cross_entropy_with_logits(logits, images)
+
+    def measure(self) -> dict[str, float]:
+        """Measure the share of the images' variance that is lost on the way to the experts and back."""
+        probe = self.material.probe()
+        images = self.material.images(probe)
+        error = torch.sigmoid(self._paint(self.material.codes(len(self.material.network.encoders), probe))) - images
+        return {"reconstruction_error": (error.square().sum() / _variance(images)).item()}
+
+    def _paint(self, y: Tensor) -> Tensor:
+        """Logits of images from codes; routing counts as constant, as in the decoder's own rule."""
+        with torch.no_grad():
+            for decoder in reversed(self.higher):
+                y = decoder(y)
+        activations = self.material.network.scaling.undo(self.lowest.preactivation(y))
+        with self.material.autocast():
+            return self.material.network.logits(activations).float()
+
+
+def _some_alone(y: Tensor, share: float, draw: Draw) -> Tensor:
+    """Silence all but the strongest expert in a share of the codes (B, J, D)."""
+    if share == 0:
+        return y
+    norm: Tensor = y.norm(dim=-1, keepdim=True)  # (B, J, 1)
+    together = draw(norm[:, :1]) >= share
+    return y * (together | (norm == norm.amax(1, keepdim=True)))
 
 
 def _variance(points: Tensor) -> Tensor:
@@ -293,7 +369,9 @@ def plan(config: Config, material: Material) -> list[Task]:
     first = AutoencoderTask("autoencoder", config.autoencoder, material.network.autoencoder, material)
     encoders = [EncoderTask(layer, config.encoder, material) for layer in layers]
     decoders = [DecoderTask(layer, config.decoder, material) for layer in layers]
-    return [first, *encoders, *decoders]
+    painter = material.network.painter
+    last = [] if painter is None else [PainterTask(config.painter, painter, material)]
+    return [first, *encoders, *decoders, *last]
 
 
 def factor_for_firing(norm: Tensor, target: float) -> float:

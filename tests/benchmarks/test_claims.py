@@ -1,0 +1,67 @@
+"""The paper's claims, measured on models that keep them or do not."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from benchmarks.claims import flips, main
+from poecaps.evaluation import background
+from poecaps.training import PRESETS, train
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+
+def draws(decode: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """A network of two experts with this decoder of the first number of the code, which gives the grey of an image."""
+
+    def sample(count: int, domain: str, expert: int, generator: torch.Generator) -> torch.Tensor:
+        assert domain == "complete"
+        z = torch.zeros(count, 2, 3)
+        z[:, expert] = torch.randn(count, 3, generator=generator)
+        return z
+
+    return SimpleNamespace(
+        architecture=SimpleNamespace(experts=((2, 3),)),
+        density=SimpleNamespace(sample=sample),
+        decode=lambda code: decode(code.sum(1)[:, 0]).view(-1, 1, 1, 1).expand(-1, 1, 4, 4),
+    )
+
+
+def test_negatives_that_flip_with_the_sign(generator: torch.Generator) -> None:
+    black = background([torch.zeros(5, 1, 4, 4)])
+    found = flips(draws(torch.sigmoid), black, 300, generator)
+    assert found.negatives == pytest.approx(0.5, abs=0.1)
+    assert (found.cured, found.flipped) == (1, 1)
+    assert found.of_opposites == pytest.approx(1 - found.negatives)
+
+
+def test_negatives_that_do_not(generator: torch.Generator) -> None:
+    black = background([torch.zeros(5, 1, 4, 4)])
+    found = flips(draws(lambda grey: grey.square().clamp(max=1)), black, 300, generator)
+    assert found.cured == 0
+    assert found.flipped == 0
+    assert flips(draws(torch.zeros_like), black, 50, generator).cured is None
+
+
+def test_a_run_is_measured_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paper = PRESETS["paper"]()
+    none = {name: replace(getattr(paper, name), epochs=0) for name in ("autoencoder", "encoder", "decoder")}
+    small = replace(paper.model, features=8, capsule_dim=4, experts=((3, 5),), components=4)
+    config = replace(paper, **none, model=small, data="mnist-sample", device="cpu")
+    train(config, tmp_path / "run")
+    files = ["--json", str(tmp_path / "claims.json"), "--figures", str(tmp_path)]
+    main([str(tmp_path / "run"), "--draws", "6", "--device", "cpu", *files])
+    found = json.loads((tmp_path / "claims.json").read_text())
+    assert found["objects"].keys() == {"complete", "restricted", "learned"}
+    assert found["training_seconds"] >= 0
+    assert found["objects"]["complete"]["variation"].keys() == {"thickness", "slant", "width", "height"}
+    assert all((tmp_path / f"run-{domain}.png").is_file() for domain in ("complete", "restricted"))
+    assert "claims" not in capsys.readouterr().err

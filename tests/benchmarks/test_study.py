@@ -1,0 +1,104 @@
+"""The study: every variant can be trained by the command beside it, and rows become a table."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from benchmarks import study
+from benchmarks.study import STUDY, Variant, changed, main, table
+from poecaps.training import PRESETS
+from poecaps.training.config import changes, command
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.mark.parametrize("name", STUDY)
+def test_a_variant_is_possible_and_changes_what_it_says(name: str) -> None:
+    variant = STUDY[name]
+    config = variant.config(data="mnist", seed=3)
+    config.check()
+    assert changes(config, variant.preset) == {"data": "mnist", "seed": 3, **variant.changes}
+
+
+def test_no_two_variants_are_the_same() -> None:
+    commands = [command(variant.config()) for variant in STUDY.values()]
+    assert len(set(commands)) == len(commands)
+
+
+def test_a_variant_is_trained_and_measured_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    images, labels = np.zeros((64, 20, 19), np.uint8), np.arange(64) % 2
+    for number, image in enumerate(images):
+        image[4 : 8 + number % 9, 3 : 5 + number % 7] = 255
+    np.savez(tmp_path / "bars.npz", x_train=images, y_train=labels, x_test=images, y_test=labels)
+    small = {"model__features": 8, "model__capsule_dim": 4, "model__experts": ((3, 5),), "model__level": 2}
+    few = {f"{stage}__epochs": 1 for stage in ("autoencoder", "encoder", "decoder", "painter")}
+    monkeypatch.setitem(STUDY, "small", changed(**small, **few, batch_size=16))
+    rows = tmp_path / "rows.json"
+    data = ["--data", str(tmp_path / "bars.npz"), "--device", "cpu", "--samples", "20"]
+
+    class Here:
+        """A pool that works in this process."""
+
+        def __init__(self, *_: object, **__: object) -> None: ...
+
+        def __enter__(self) -> Here:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def submit(self, do: object, job: study.Job) -> study.Job:
+            assert do is study.do
+            return job
+
+    class Done:
+        def __init__(self, job: study.Job) -> None:
+            self.job = job
+
+        def result(self) -> dict[str, object]:
+            return study.do(self.job)
+
+    monkeypatch.setattr(study, "ProcessPoolExecutor", Here)
+    monkeypatch.setattr(study, "as_completed", lambda jobs: map(Done, jobs))
+    main([*data, "--only", "small", "--seeds", "0,1", "--json", str(rows), "--keep", str(tmp_path / "runs")])
+    found = json.loads(rows.read_text())
+    assert [row["seed"] for row in found] == [0, 1]
+    assert all(row["evaluation"]["probe"]["test_accuracy"] <= 1 for row in found)
+    assert found[0]["seconds"].keys() == {"autoencoder", "encoder 1", "decoder 1", "painter"}
+    assert "--model.level 2" in found[0]["command"]
+    assert (tmp_path / "runs" / "small-1" / "evaluation.json").is_file()
+    capsys.readouterr()
+    main([*data, "--only", "small", "--json", str(rows)])
+    assert json.loads(rows.read_text()) == found
+    main(["--table", str(rows)])
+    assert "| small | 2 |" in capsys.readouterr().out
+
+
+def test_a_table_has_the_mean_and_the_spread(monkeypatch: pytest.MonkeyPatch) -> None:
+    def row(name: str, seed: int, probe: float) -> dict[str, object]:
+        return {"variant": name, "seed": seed, "evaluation": {"probe": {"test_accuracy": probe}, "experts": None}}
+
+    monkeypatch.setitem(STUDY, "broken", Variant())
+    rows = [row("default", 0, 0.9), row("default", 1, 0.8), row("level 0", 0, 0.5)]
+    lines = table([*rows, {"variant": "broken", "seed": 0, "failed": "encoder 1 diverged"}]).splitlines()
+    assert lines[2].startswith("| default | 2 | 0.8500 ± 0.0707 | – |")
+    assert lines[3].startswith("| level 0 | 1 | 0.5000 | – |")
+    assert lines[4].startswith("| broken | 1 | encoder 1 diverged |")
+    assert len({line.count("|") for line in lines}) == 1
+
+
+def test_unknown_variants_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--only", "level 99"])
+    assert "level 99" in capsys.readouterr().err
+
+
+def test_the_study_starts_from_the_presets() -> None:
+    assert STUDY["default"].config() == PRESETS["default"]()
+    assert STUDY["paper"].config() == PRESETS["paper"]()

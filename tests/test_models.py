@@ -1,0 +1,318 @@
+"""The models that come with poecaps, and how a name finds one. What stands in for them here is a tiny one."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import poecaps
+from poecaps import models
+from poecaps.cli import main
+from poecaps.data import named
+from poecaps.network import DOMAINS, Architecture, CapsuleNetwork
+from poecaps.training import PRESETS, Config, EncoderStage, record, train
+from poecaps.training.config import command, nearest_preset
+from tools.ship_model import main as ship_model
+from tools.ship_model import ship
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+SMALL = {"features": 8, "capsule_dim": 4, "experts": ((3, 5),), "components": 4}
+PRESENT = models.names()  # before a test puts others in their place
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run whose record says that it learned the full MNIST, from a folder of this machine."""
+    root = tmp_path_factory.mktemp("elsewhere")
+    np.save(root / "few.npy", poecaps.data.load("mnist-sample").images[:48])
+    usual = PRESETS["default"]()
+    short = {name: replace(getattr(usual, name), epochs=1) for name in ("autoencoder", "encoder", "decoder")}
+    config = replace(usual, data=str(root / "few.npy"), batch_size=16, device="cpu", seed=7, **short)
+    train(replace(config, model=replace(usual.model, **SMALL)), root / "run")  # type: ignore[arg-type]
+    about = record.read(root / "run")
+    about["config"] |= {"data": "mnist", "data_path": str(root)}
+    about["data"] |= {"source": "mnist (train)", "images": 60_000}
+    record.write(root / "run", about)
+    return root / "run"
+
+
+@pytest.fixture
+def shipped(
+    run: Path, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Path:
+    """A package with two models, seen from an empty folder on a machine without the full sets and the network."""
+    package = tmp_path_factory.mktemp("package")
+    monkeypatch.setattr(models, "FOLDER", package)
+    ship(run, "mnist")
+    shutil.copytree(package / "mnist", package / "fashion-mnist")
+    monkeypatch.chdir(tmp_path)
+    nowhere = package / "__pycache__"
+    nowhere.mkdir()
+    monkeypatch.setattr(named, "SYSTEM", nowhere)
+    monkeypatch.setattr(named, "cache", lambda: nowhere)
+    monkeypatch.delenv("POECAPS_DATA", raising=False)
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError("nothing may be downloaded unasked")
+
+    monkeypatch.setattr(named, "fetch", refuse)
+    return package
+
+
+def written(folder: Path) -> set[str]:
+    return {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Names
+
+
+def test_a_model_is_found_by_its_name_or_by_its_folder(shipped: Path, run: Path) -> None:
+    assert models.names() == ("fashion-mnist", "mnist")
+    assert models.find("fashion-mnist") == shipped / "fashion-mnist"
+    assert poecaps.load("mnist").architecture.experts == ((3, 5),)
+    assert torch.equal(poecaps.load(run).encoders[0].weight, CapsuleNetwork.load(run).encoders[0].weight)  # type: ignore[arg-type]
+
+
+def test_a_name_means_the_shipped_model_and_a_path_the_folder(
+    shipped: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    CapsuleNetwork(Architecture(features=8, experts=((2, 9),))).save("mnist")
+    assert poecaps.load("mnist").architecture.experts == ((3, 5),)
+    for path in ("./mnist", "mnist/", Path("mnist"), str(tmp_path / "mnist")):
+        assert poecaps.load(path).architecture.experts == ((2, 9),)
+    assert main(["info", "mnist"]) == 0
+    said = capsys.readouterr()
+    assert "3 of 5 numbers" in said.out
+    assert "mnist is the model that comes with poecaps; the one in the folder here is ./mnist" in said.err
+    assert main(["info", "./mnist"]) == 0
+    said = capsys.readouterr()
+    assert "2 of 9 numbers" in said.out
+    assert said.err == ""
+
+
+def test_an_unknown_name_is_told_those_there_are(shipped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    message = (
+        r"there is no folder mnits, and no model of that name .*; did you mean 'mnist'\? .*: fashion-mnist, mnist$"
+    )
+    with pytest.raises(FileNotFoundError, match=message):
+        poecaps.load("mnits")
+    monkeypatch.setattr(models, "FOLDER", shipped / "mnist")
+    with pytest.raises(FileNotFoundError, match=r"there is no folder mnist, .* This installation has no models"):
+        poecaps.load("mnist")
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The command line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "files"),
+    [
+        (["generate", "mnist"], ["mnist-joint.png", "mnist-joint.npz"]),
+        (["generate", "mnist", "--domain", "learned", "--expert", "1"], ["mnist-learned-1.png", "mnist-learned-1.npz"]),
+        (["reconstruct", "mnist", "--count", "3"], ["mnist-reconstructions.png", "mnist-reconstructions.npz"]),
+        (["traverse", "mnist", "--image", "2"], ["mnist-expert-0-image-2.png", "mnist-expert-0-image-2.npz"]),
+        (["encode", "mnist", "--split", "test"], ["mnist-codes-test.npz"]),
+        (["encode", "mnist", "--split", "test", "--out", "mine.npz"], ["mine.npz"]),
+        (["info", "mnist"], []),
+    ],
+)
+def test_results_of_a_shipped_model_go_into_the_current_folder(
+    arguments: list[str], files: Sequence[str], shipped: Path, tmp_path: Path
+) -> None:
+    before = {file: file.read_bytes() for file in shipped.rglob("*") if file.is_file()}
+    assert main(arguments) == 0
+    assert written(tmp_path) == set(files)
+    assert {file: file.read_bytes() for file in shipped.rglob("*") if file.is_file()} == before
+
+
+def test_a_shipped_model_sees_the_bundled_sample_where_its_own_set_is_missing(
+    shipped: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["reconstruct", "mnist", "--count", "5"]) == 0
+    assert "mnist is not on this machine; takes mnist-sample" in capsys.readouterr().err
+    with np.load("mnist-reconstructions.npz") as drawn:
+        sample = poecaps.data.load("mnist-sample", split="test").batch(range(5))
+        np.testing.assert_array_equal(drawn["originals"], sample.numpy())
+
+
+def test_a_shipped_model_sees_its_own_set_where_it_is(
+    shipped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both splits of it: a set of which a part is missing would compare the one with the sample of the other."""
+    monkeypatch.setenv("POECAPS_DATA", str(tmp_path))
+    shutil.copytree(named.BUNDLED / "fashion-mnist", tmp_path / "mnist")  # tell-tale images
+    monkeypatch.setattr(named, "_refuse_another_set", lambda *_: None)
+    assert main(["reconstruct", "mnist", "--count", "5", "--out", "a.png"]) == 0
+    assert capsys.readouterr().err == ""
+    with np.load("a.npz") as drawn:
+        clothes = poecaps.data.load("fashion-mnist-sample", split="test").batch(range(5))
+        np.testing.assert_array_equal(drawn["originals"], clothes.numpy())
+    (tmp_path / "mnist" / "t10k-images-idx3-ubyte.gz").unlink()
+    assert main(["encode", "mnist", "--out", "b.npz"]) == 0
+    assert "takes mnist-sample" in capsys.readouterr().err
+
+
+def test_a_shipped_model_is_measured_on_one_set_and_by_its_judge(
+    shipped: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = {split: poecaps.data.load("mnist-sample", split=split) for split in ("train", "test")}
+    asked = []
+
+    def load(source: str, *, split: str, path: str | None) -> poecaps.data.ImageSet:
+        asked.append((source, split, path))
+        whole = few[split]
+        assert whole.labels is not None
+        return poecaps.data.ImageSet(whole.images[:60], whole.labels[:60], source=source)
+
+    monkeypatch.setattr("poecaps.cli.datasets.load", load)
+    assert main(["evaluate", "mnist", "--samples", "20"]) == 0
+    assert asked == [("mnist-sample", "train", None), ("mnist-sample", "test", None)]
+    said = capsys.readouterr()
+    assert said.err.count("takes mnist-sample") == 1
+    assert "written to mnist-evaluation.json" in said.out
+    assert json.loads((tmp_path / "mnist-evaluation.json").read_text())["classifier"]["data"] == "mnist"
+
+
+def test_info_tells_of_shipped_models(shipped: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info"]) == 0
+    assert re.search(r"^models +fashion-mnist, mnist$", capsys.readouterr().out, re.MULTILINE)
+    assert main(["info", "mnist"]) == 0
+    text = capsys.readouterr().out
+    for fact in (
+        "mnist, which comes with poecaps",
+        "mnist (train) (60,000 images",
+        "poecaps train --data mnist",
+        "seed = 7",
+    ):
+        assert fact in text
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Shipping
+
+
+def test_what_is_shipped_is_the_run_in_half_precision_without_its_machine(shipped: Path, run: Path) -> None:
+    folder = shipped / "mnist"
+    assert written(folder) == {"README.md", "config.json", "model.safetensors", "run.json"}
+    ours, theirs = poecaps.load(run), poecaps.load("mnist")
+    assert ours.architecture == theirs.architecture
+    for name, tensor in ours.state_dict().items():
+        torch.testing.assert_close(theirs.state_dict()[name], tensor, rtol=1e-3, atol=1e-6)
+    assert (folder / "model.safetensors").stat().st_size < 0.65 * (run / "model.safetensors").stat().st_size
+    for file in ("README.md", "config.json", "run.json"):
+        text = (folder / file).read_text(encoding="utf-8")
+        assert str(run.parent) not in text
+        assert record.describe_machine()["platform"] not in text
+    about = record.read(folder)
+    options = record.read(run)["config"]
+    assert about["config"] == options | {"data_path": None, "device": "auto"}
+    assert about["starts"][0]["versions"]["torch"] == torch.__version__
+
+
+def test_the_card_tells_where_the_model_comes_from(shipped: Path) -> None:
+    card = (shipped / "mnist" / "README.md").read_text(encoding="utf-8")
+    for fact in (
+        "28×28, grey",
+        "3 experts of 5 numbers",
+        "CC BY-SA 3.0",
+        "60,000",
+        "| seed | 7 |",
+        "| preset | default",
+    ):
+        assert fact in card
+    assert "`poecaps evaluate mnist` measures it" in card
+
+
+def test_the_card_has_the_numbers_of_the_evaluation(
+    shipped: Path, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy)
+    out = ["--out", str(copy / "evaluation.json")]
+    assert main(["evaluate", str(copy), "--data", "mnist-sample", "--samples", "20", "--device", "cpu", *out]) == 0
+    assert ship_model([str(copy), "mnist"]) == 0
+    assert str(shipped / "mnist" / "model.safetensors") in capsys.readouterr().out
+    measured = json.loads((copy / "evaluation.json").read_text())
+    card = (shipped / "mnist" / "README.md").read_text(encoding="utf-8")
+    assert "on mnist-sample (test), 2,000 images, with 20 draws" in card
+    assert f"| linear probe on codes, test accuracy | {measured['probe']['test_accuracy']:.2%} |" in card
+    assert f"| Fréchet distance, domain joint | {measured['domains']['joint']['frechet']['distance']:.1f} |" in card
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "message"),
+    [
+        ({}, "../mnist", "small letters, digits and hyphens, but is '../mnist'"),
+        ({"finished": None}, "mnist", "is not finished"),
+        (
+            {"config": {"data": "/home/me/faces.npy"}},
+            "mnist",
+            "was trained on /home/me/faces.npy, but must be on one of",
+        ),
+    ],
+)
+def test_what_cannot_be_shipped_is_refused(
+    changes: dict[str, Any], name: str, message: str, run: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy)
+    about = record.read(copy)
+    config = about["config"] | changes.get("config", {})
+    record.write(copy, about | changes | {"config": config})
+    monkeypatch.setattr(models, "FOLDER", tmp_path / "package")
+    assert ship_model([str(copy), name]) == 1
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "package").exists()
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_command_of_a_card_trains_with_its_options(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = PRESETS[preset]()
+    model = replace(usual.model, experts=((40, 8), (20, 16)), whiten=not usual.model.whiten, scale=None)
+    encoder = EncoderStage(**asdict(usual.encoder) | {"epochs": 30, "winners": None, "final_rate": 1e-5})
+    config = replace(usual, data="fashion-mnist", seed=3, model=model, encoder=encoder, batch_size=512)
+    asked: list[Config] = []
+
+    def note(given: Config, *_: Any, **__: Any) -> None:
+        asked.append(given)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("poecaps.cli.train_network", note)
+    assert nearest_preset(config) == preset
+    assert main([*shlex.split(command(replace(config, device="cuda", data_path="/data")))[1:], "--quiet"]) == 130
+    assert asked == [config]
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The real ones
+
+
+@pytest.mark.parametrize("name", PRESENT)
+def test_every_model_of_the_package_draws(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    network = poecaps.load(name)
+    for domain in DOMAINS:
+        with torch.no_grad():
+            images = network.generate(20, domain, generator=torch.Generator().manual_seed(0))
+        assert bool(((images >= 0) & (images <= 1)).all())  # which a number that is none would not be
+        assert images.std(0).mean() > 0.05  # and not one image for all
+    monkeypatch.chdir(tmp_path)
+    assert main(["generate", name, "--device", "cpu"]) == 0
+    with Image.open(tmp_path / f"{name}-joint.png") as picture:
+        assert picture.size[0] > 20 * 28
+    assert (models.FOLDER / name / "README.md").read_text(encoding="utf-8").startswith(f"# {name}\n")
+    assert record.read(models.FOLDER / name)["config"]["data"] in named.NAMES
