@@ -140,7 +140,7 @@ def grow(usual: Sizes, device: torch.device, rounds: int) -> dict[str, dict[str,
     for name, values in GROWTH.items():
         found[name] = {}
         for value in values:
-            sizes = replace(usual, **{name: value})
+            sizes = replace(usual, **{name: value})  # type: ignore[arg-type]
             found[name][str(value)] = compare(sizes, device, min(rounds, 5), compiled=False, others=False)
             ours, theirs = (found[name][str(value)][each]["median_s"] for each in ("ours", "einsum, eager"))
             print(
