@@ -112,16 +112,23 @@ def _decode(file: Path, size: tuple[int, int] | None, channels: int) -> np.ndarr
     from PIL import Image, ImageOps
 
     with _opened(file) as stored:
-        image = ImageOps.exif_transpose(stored)
-        if image.mode.startswith("I"):  # 16 bits: Pillow's own conversion would clip, not scale
-            image = Image.fromarray((np.asarray(image).astype(np.int64).clip(0, 65535) // 257).astype(np.uint8))
-        if "A" in image.getbands() or "transparency" in image.info:
-            rgba = image.convert("RGBA")
-            image = Image.alpha_composite(Image.new("RGBA", rgba.size, "black"), rgba)
-        image = image.convert("L" if channels == 1 else "RGB")
+        image = flatten(stored, channels)
         if size is not None:
             image = ImageOps.fit(image, size[::-1], Image.Resampling.LANCZOS)
         return np.asarray(image).reshape(*image.size[::-1], channels)
+
+
+def flatten(stored: Image, channels: int) -> Image:
+    """Bring an image to 8 bits of grey (1) or RGB (3), the right way up, on black where it is transparent."""
+    from PIL import Image, ImageOps
+
+    image = ImageOps.exif_transpose(stored)
+    if image.mode.startswith("I"):  # 16 bits: Pillow's own conversion would clip, not scale
+        image = Image.fromarray((np.asarray(image).astype(np.int64).clip(0, 65535) // 257).astype(np.uint8))
+    if "A" in image.getbands() or "transparency" in image.info:
+        rgba = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", rgba.size, "black"), rgba)
+    return image.convert("L" if channels == 1 else "RGB")
 
 
 def subfolders(root: Path) -> set[str]:
