@@ -1,4 +1,4 @@
-"""The command line: `poecaps train`, `generate`, `reconstruct`, `traverse`, `encode`, `evaluate`, `info`.
+"""The command line: `poecaps train`, `generate`, `reconstruct`, `traverse`, `encode`, `evaluate`, `explore`, `info`.
 
 Results (paths and numbers) go to standard output, progress and errors to standard error. The exit status is 0 for
 success, 1 for a failure, 2 for a command that cannot be meant, 130 after Ctrl-C or SIGTERM.
@@ -7,11 +7,13 @@ success, 1 for a failure, 2 for a command that cannot be meant, 130 after Ctrl-C
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import os
 import shlex
 import sys
 import time
+import webbrowser
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
@@ -36,11 +38,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from poecaps.data import ImageSet
+    from poecaps.explorer.render import Explored
 
 FIGURES = "figures"
 SPLITS: tuple[Split, Split] = ("train", "test")
 ROWS = 4  # draws of each expert, as in the paper's Figure 2
 COLUMNS = 20  # of a grid without experts
+SHOWN = "mnist"  # by the explorer, where no run is named
 BATCH = 250  # images that go through the network together
 FAILURES = (ModelError, TrainingError, datasets.DataError, OSError, torch.OutOfMemoryError, MemoryError)
 
@@ -60,6 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "traverse": traverse,
                 "encode": encode,
                 "evaluate": evaluate,
+                "explore": explore,
                 "info": info,
             },
             prog="poecaps",
@@ -496,6 +501,68 @@ def evaluate(
     print(result.table())
     write_json(out, json.loads(result.to_json()))
     print(f"written to {out}")
+
+
+def explore(
+    runs: Positional[tuple[Run, ...]] = (),
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    browser: bool = True,
+) -> None:
+    """Show in a browser what each expert has learned: turn its parameters, and watch the image change.
+
+    Ctrl-C ends it. docs/explorer.md tells more.
+
+    Parameters
+    ----------
+    runs
+        Folders or names of trained models to switch between; by default the model mnist that comes with poecaps.
+    host
+        Address to listen at; any but this machine's own lets others use it, too.
+    port
+        Port to listen at; 0 takes a free one.
+    browser
+        Open the page in a browser.
+    """
+    checks.require_int("port", port, 0, 65535)
+    try:
+        from poecaps.explorer import guard, server
+    except ModuleNotFoundError as error:
+        if error.name not in ("fastapi", "pydantic", "starlette", "uvicorn"):
+            raise
+        raise OSError(f"the explorer needs {error.name}; pip install 'poecaps[explorer]'") from error
+    if not runs and SHOWN not in models.names():
+        raise FileNotFoundError(
+            f"the model {SHOWN} does not come with this installation; name a run, as in: poecaps explore runs/demo"
+        )
+    explored: list[Explored] = []
+    for run in runs or (SHOWN,):
+        explored.append(_explored(run, [each.name for each in explored]))
+
+    def ready(address: str) -> None:
+        if host not in guard.LOCAL:
+            print(f"warning: at {host} others can use the explorer, too, without a password", file=sys.stderr)
+        print(f"the explorer is at {address} (Ctrl-C ends it)", flush=True)
+        if browser:
+            webbrowser.open(address)
+
+    server.serve(explored, host=host, port=port, ready=ready)
+
+
+def _explored(run: str, taken: Sequence[str]) -> Explored:
+    """Open a model for the explorer, under a name of its own, with test images where they are to be had."""
+    from poecaps.explorer.render import Explored
+
+    network = _open(run, "cpu")
+    try:
+        images = _load_images(network, run, None, None, None)
+    except (datasets.DataError, OSError, ValueError) as error:
+        print(f"{run} is shown without test images: {error}", file=sys.stderr)
+        images = None
+    name = run if models.is_shipped(run) else Path(run).resolve().name or "model"
+    names = (name if count == 1 else f"{name}-{count}" for count in itertools.count(1))
+    return Explored(next(each for each in names if each not in taken), run, network, images)
 
 
 def info(run: Positional[Annotated[str | None, tyro.conf.arg(metavar="[RUN]", help=MODEL)]] = None) -> None:
