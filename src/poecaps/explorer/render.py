@@ -28,8 +28,10 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, Any]
 
+STRIDE = 2  # of the second convolution; the first has 1
 STEPS = (-3.0, -2.0, -1.0, 0.0, 1.0, 2.0, 3.0)  # of a traversal, in standard deviations
-DECIMALS = 3  # of an offset, so that a link holds all of it
+DECIMALS = 2  # of offsets and magnitudes, so that a link can hold all of them
+FARTHEST, LOUDEST = 10_000.0, 10.0  # bounds of offsets and of a magnitude
 SMALLEST_UNIT = 1e-3  # of a slider, where an expert hardly varies
 TOGETHER = 16  # images decoded at once: more take memory and are no faster
 
@@ -106,6 +108,11 @@ class Explored:
         return self.network.autoencoder.grid((height, width))
 
     @property
+    def field(self) -> int:
+        """Side of the square of pixels that one position sees; neighbours see squares `STRIDE` pixels apart."""
+        return 2 * self.network.architecture.kernel - 1
+
+    @property
     def mean(self) -> Tensor:
         """Where all sliders of an expert are 0: (J, D)."""
         return self.network.density.mean
@@ -127,9 +134,21 @@ class Explored:
         return z
 
     def settings(self, z: Tensor) -> tuple[Setting, ...]:
-        """Positions of sliders from vectors before squashing (J, D); an expert that is 0 is left out."""
-        offsets = ((z - self.mean) / self.unit).double().numpy().round(DECIMALS) + 0.0  # no −0
-        return tuple(Setting(int(j), tuple(offsets[j].tolist())) for j in z.any(dim=1).nonzero().flatten())
+        """Positions of sliders from vectors before squashing (J, D); an expert that is 0 is left out.
+
+        The magnitude is the length of a vector in lengths of the mean, and one that points away from the mean is
+        negative; offsets tell the rest.
+        """
+        return tuple(self._setting(int(j), z[j]) for j in z.any(dim=1).nonzero().flatten())
+
+    def _setting(self, expert: int, z: Tensor) -> Setting:
+        mean = self.mean[expert]
+        length = float(z.norm() / mean.norm()) if mean.any() else 1.0
+        magnitude = min(max(round(length, DECIMALS), 10**-DECIMALS), LOUDEST)
+        negative = bool(z @ mean < 0)
+        offsets = (z / (-magnitude if negative else magnitude) - mean) / self.unit[expert]
+        rounded = (offsets.double().numpy().round(DECIMALS) + 0.0).clip(-FARTHEST, FARTHEST)  # no −0
+        return Setting(expert, tuple(rounded.tolist()), magnitude, negative)
 
     def decode(self, settings: Sequence[Setting]) -> Array:
         """Draw the image of one code: (H, W, C), uint8."""

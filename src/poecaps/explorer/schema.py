@@ -6,10 +6,8 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from poecaps.explorer.render import Setting
+from poecaps.explorer.render import FARTHEST, LOUDEST, Setting
 
-FARTHEST = 10_000.0  # standard deviations
-LOUDEST = 10.0
 MOST_SETTINGS, MOST_PARAMETERS = 1024, 1024
 
 Offset = Annotated[float, Field(ge=-FARTHEST, le=FARTHEST, allow_inf_nan=False)]
@@ -65,6 +63,8 @@ class Model(BaseModel):
     experts: Annotated[int, Field(description="Number of experts, J.")]
     parameters: Annotated[int, Field(description="Instantiation parameters of each, D.")]
     grid: Annotated[tuple[int, int], Field(description="Rows and columns of positions that experts listen to.")]
+    field: Annotated[int, Field(description="Side of the square of pixels that a position sees.")]
+    stride: Annotated[int, Field(description="How many pixels the squares of neighbours lie apart.")]
     test_images: Annotated[int, Field(description="How many test images there are.")]
     mean: Annotated[list[list[float]], Field(description="Vector before squashing where all offsets are 0: (J, D).")]
     deviation: Annotated[list[list[float]], Field(description="What an offset of 1 adds to it: (J, D).")]

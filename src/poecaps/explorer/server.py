@@ -19,6 +19,7 @@ from starlette.exceptions import HTTPException as StarletteError
 from poecaps import __version__
 from poecaps.explorer import pictures
 from poecaps.explorer.guard import LOCAL, Guard
+from poecaps.explorer.render import STRIDE
 from poecaps.explorer.schema import Code, Error, Model, Picture, Python
 from poecaps.network import Domain  # noqa: TC001 (FastAPI reads the annotations)
 
@@ -140,6 +141,8 @@ def _add_models(app: FastAPI, library: Library) -> None:
             experts=found.experts,
             parameters=found.parameters,
             grid=found.grid,
+            field=found.field,
+            stride=STRIDE,
             test_images=0 if found.images is None else len(found.images),
             mean=found.mean.tolist(),
             deviation=found.unit.tolist(),
