@@ -62,7 +62,7 @@ function changed() {
   pictures.run(
     (signal) => api.decode(model.name, picture(state), signal),
     (pixels, number) => {
-      paint(byId("image"), pixels, model.image_shape);
+      for (const id of ["image", "small-image"]) paint(byId(id), pixels, model.image_shape);
       byId("image").dataset.number = number;
     },
     complain,
@@ -150,6 +150,11 @@ new IntersectionObserver(([entry]) => {
   sheetVisible = entry.isIntersecting;
   if (sheetVisible && page.model && !sheetDrawn) showSheet();
 }).observe(byId("sheet-panel"));
+
+// A small copy of the image stays in sight while the sliders or the sheet are used and the large one is not.
+new IntersectionObserver(([entry]) => {
+  byId("small-image").hidden = entry.isIntersecting;
+}, { threshold: 0.3 }).observe(byId("image"));
 
 function draw() {
   const { model, state } = page;

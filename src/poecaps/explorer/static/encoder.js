@@ -2,9 +2,7 @@
 
 import * as api from "./api.js";
 import { afterwards, byId, complain, forgive, make } from "./dom.js";
-import { clear, paint, paintHeat, Sketch, toBlob } from "./paint.js";
-
-const LARGEST = 8_000_000; // bytes, as the server has it
+import { clear, paint, paintHeat, readFile, Sketch, toBlob } from "./paint.js";
 
 export class Encoder {
   #latest = new api.Latest();
@@ -58,12 +56,7 @@ export class Encoder {
   }
 
   open(file) {
-    if (!file) return;
-    if (file.size > LARGEST) {
-      complain(new Error(`${file.name} has ${(file.size / 1e6).toFixed(1)} MB; at most ${LARGEST / 1e6} MB are read.`));
-      return;
-    }
-    this.#look({ test: null, read: async () => file, name: file.name });
+    if (file) this.#look({ test: null, read: () => readFile(file) });
   }
 
   takeTest(index) {
@@ -96,7 +89,7 @@ export class Encoder {
       Object.assign(this.page.state, { test: source.test, pixels: Uint8Array.from(answer.image.flat(2)) });
       forgive();
       this.#show();
-    }, (error) => complain(source.name ? new Error(`${source.name}: ${error.message}.`) : error));
+    }, complain);
   }
 
   #show() {

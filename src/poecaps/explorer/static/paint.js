@@ -22,6 +22,22 @@ export function toBlob(pixels, shape) {
   return new Promise((done) => canvas.toBlob(done, "image/png"));
 }
 
+/** Read any picture that the browser can, as a PNG of at most so many pixels a side; transparent is black. */
+export async function readFile(file, largest = 1024) {
+  const picture = await createImageBitmap(file).catch(() => {
+    throw new Error(`${file.name} is no picture that can be read.`);
+  });
+  const scale = Math.min(1, largest / Math.max(picture.width, picture.height));
+  const canvas = document.createElement("canvas");
+  Object.assign(canvas, { width: Math.ceil(picture.width * scale), height: Math.ceil(picture.height * scale) });
+  const context = canvas.getContext("2d");
+  context.fillRect(0, 0, canvas.width, canvas.height);
+  context.imageSmoothingQuality = "high";
+  context.drawImage(picture, 0, 0, canvas.width, canvas.height);
+  picture.close();
+  return new Promise((done) => canvas.toBlob(done, "image/png"));
+}
+
 /** Show rows of numbers as a transparent heat map, from the least to the most of them. */
 export function paintHeat(canvas, rows) {
   const [height, width] = [rows.length, rows[0].length];

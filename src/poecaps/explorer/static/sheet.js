@@ -4,6 +4,7 @@ import { byId, make } from "./dom.js";
 import { paint } from "./paint.js";
 
 export const STEPS = [-3, -2, -1, 0, 1, 2, 3];
+const LYING = matchMedia("(min-width: 1120px)"); // as in style.css: a column for each parameter
 const KEYS = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] };
 
 const named = (step) => (step < 0 ? `−${-step}` : `${step}`);
@@ -50,7 +51,7 @@ export class Sheet {
     cell.addEventListener("keydown", (event) => {
       if (!(event.key in KEYS)) return;
       event.preventDefault();
-      const [down, right] = KEYS[event.key];
+      const [down, right] = LYING.matches ? KEYS[event.key].toReversed() : KEYS[event.key];
       this.cells[d + down]?.[STEPS.indexOf(step) + right]?.focus();
     });
     return cell;

@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import threading
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+import torch
+import uvicorn
+
+import poecaps
+from poecaps.data import ImageSet
+from poecaps.explorer.render import Explored
+from poecaps.explorer.server import create_app
+from poecaps.network import Architecture, CapsuleNetwork
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from fastapi import FastAPI
+
+
+def untrained(architecture: Architecture, images: torch.Tensor) -> CapsuleNetwork:
+    """Make a network with random but strong weights, whose experts all draw something else."""
+    generator = torch.Generator().manual_seed(1)
+    network = CapsuleNetwork(architecture, generator=generator).eval()
+    with torch.no_grad():
+        network.scaling.fit([network.activations(images)])
+        for layer in (*network.encoders, *network.decoders):
+            layer.reset_parameters(std=1.0, generator=generator)  # type: ignore[operator]
+        network.density.fit(network.encode(images), generator)
+    return network
+
+
+@pytest.fixture(scope="session")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Explored:
+    """Four experts of five numbers over grey digits, saved where `poecaps.load` finds it."""
+    test = poecaps.data.load("mnist-sample", split="test")
+    shape = Architecture(features=8, capsule_dim=4, experts=((4, 5),), components=4, parts=2)
+    network = untrained(shape, test.batch(range(100)))
+    folder = tmp_path_factory.mktemp("models") / "digits"
+    network.save(folder)
+    return Explored("digits", str(folder), network, ImageSet(test.images[:30]))
+
+
+@pytest.fixture(scope="session")
+def colours() -> Explored:
+    """Two layers of experts over small pictures in colour, which are not square, without test images."""
+    images = torch.rand(60, 3, 20, 23, generator=torch.Generator().manual_seed(2))
+    shape = Architecture(
+        features=8, capsule_dim=4, experts=((5, 4), (3, 6)), components=4, parts=2, image_shape=(3, 20, 23)
+    )
+    return Explored("colours", "runs/colours", untrained(shape, images))
+
+
+@pytest.fixture(scope="session")
+def app(digits: Explored, colours: Explored) -> FastAPI:
+    return create_app([digits, colours])
+
+
+@contextmanager
+def serving(app: Any) -> Iterator[str]:
+    """Serve an application on a free port of this machine, as `poecaps explore` does, and give its address."""
+    server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=2))
+    with socket.create_server(("127.0.0.1", 0), backlog=128) as listener:
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+@pytest.fixture(scope="session")
+def address(app: FastAPI) -> Iterator[str]:
+    with serving(app) as address:
+        yield address
+
+
+@pytest.fixture(scope="session")
+def client(address: str) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=address, timeout=30, trust_env=False) as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def chromium() -> str:
+    """Path of Chromium. Without one the tests are skipped, or fail where POECAPS_BROWSER=required, as in CI."""
+    for name in ("chromium", "chromium-browser", "google-chrome"):
+        if found := shutil.which(name):
+            return found
+    why = "there is no chromium; apt-get install chromium, or what your system has instead"
+    if os.environ.get("POECAPS_BROWSER") == "required":
+        pytest.fail(why)
+    pytest.skip(why)
+
+
+@pytest.fixture
+def picture_file(tmp_path: Path, digits: Explored) -> Path:
+    from poecaps.explorer import pictures
+
+    assert digits.images is not None
+    path = tmp_path / "digit.png"
+    path.write_bytes(pictures.write(digits.images.images[3]))
+    return path
