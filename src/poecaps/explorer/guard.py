@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import json
+import logging
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -77,14 +78,17 @@ class Guard:
             await self.app(scope, receive, send)
             return
 
+        counted = started = False
+
         async def send_guarded(message: Message) -> None:
+            nonlocal started
             if message["type"] == "http.response.start":
+                started = True
                 known = {name.lower() for name, _ in message["headers"]}
                 added = [(n.encode(), v.encode()) for n, v in HEADERS.items() if n.encode() not in known]
                 message = {**message, "headers": [*message["headers"], *added]}
             await send(message)
 
-        counted = False
         try:
             self._check_sender(
                 {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}, scope
@@ -99,6 +103,11 @@ class Guard:
             if not counted:
                 await self._discard(receive)
             await _answer(send_guarded, refusal)
+        except Exception:
+            logging.getLogger(__name__).exception("%s %s failed", scope["method"], scope["path"])
+            if started:
+                raise
+            await _answer(send_guarded, Refusal(500, "this is a fault of the explorer; its terminal tells more"))
         finally:
             self.under_way -= counted
 

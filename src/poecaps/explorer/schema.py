@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from poecaps.explorer.render import FARTHEST, LOUDEST, Setting
 
 MOST_SETTINGS, MOST_PARAMETERS = 1024, 1024
+
+
+def _whole(value: Any) -> Any:
+    """Take 3.0 for 3, which in JSON are the same number."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
 
 Offset = Annotated[float, Field(ge=-FARTHEST, le=FARTHEST, allow_inf_nan=False)]
 
@@ -18,7 +24,9 @@ class ExpertSetting(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    expert: Annotated[int, Field(ge=0, le=2**31 - 1, description="Which expert, counted from 0.")]
+    expert: Annotated[
+        int, Field(ge=0, le=2**31 - 1, description="Which expert, counted from 0."), BeforeValidator(_whole)
+    ]
     offsets: Annotated[
         list[Offset],
         Field(
@@ -59,10 +67,13 @@ class Model(BaseModel):
     """A trained model, and where the sliders of its experts are 0 and 1."""
 
     name: str
-    image_shape: Annotated[tuple[int, int, int], Field(description="C, H, W.")]
+    image_shape: Annotated[list[int], Field(min_length=3, max_length=3, description="C, H, W.")]
     experts: Annotated[int, Field(description="Number of experts, J.")]
     parameters: Annotated[int, Field(description="Instantiation parameters of each, D.")]
-    grid: Annotated[tuple[int, int], Field(description="Rows and columns of positions that experts listen to.")]
+    grid: Annotated[
+        list[int],
+        Field(min_length=2, max_length=2, description="Rows and columns of the positions of capsules."),
+    ]
     field: Annotated[int, Field(description="Side of the square of pixels that a position sees.")]
     stride: Annotated[int, Field(description="How many pixels the squares of neighbours lie apart.")]
     test_images: Annotated[int, Field(description="How many test images there are.")]

@@ -114,7 +114,6 @@ def create_app(models: Sequence[Explored], **bounds: Any) -> FastAPI:
     app.add_middleware(Guard, **bounds)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(StarletteError, _refused)
-    app.add_exception_handler(Exception, _broken)
     _add_models(app, library)
     _add_pictures(app, library)
     _add_page(app)
@@ -137,10 +136,10 @@ def _add_models(app: FastAPI, library: Library) -> None:
         found = library.find(model)
         return Model(
             name=found.name,
-            image_shape=found.network.architecture.image_shape,
+            image_shape=list(found.network.architecture.image_shape),
             experts=found.experts,
             parameters=found.parameters,
-            grid=found.grid,
+            grid=list(found.grid),
             field=found.field,
             stride=STRIDE,
             test_images=0 if found.images is None else len(found.images),
@@ -287,10 +286,6 @@ async def _invalid(_: Request, error: Exception) -> JSONResponse:
 async def _refused(_: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, StarletteError)  # noqa: S101 (it is registered for these)
     return JSONResponse({"error": str(error.detail)}, error.status_code, error.headers)
-
-
-async def _broken(_: Request, __: Exception) -> JSONResponse:
-    return JSONResponse({"error": "this is a fault of the explorer; its terminal tells more"}, 500)
 
 
 # ---------------------------------------------------------------------------------------------------------

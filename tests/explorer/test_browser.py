@@ -1,0 +1,379 @@
+"""The page as a person uses it, in a real browser, on a phone and on a wide screen."""
+
+from __future__ import annotations
+
+import io
+import re
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import pytest
+from PIL import Image
+from playwright.sync_api import expect, sync_playwright
+
+from poecaps.explorer.render import Setting
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from playwright.sync_api import Browser, Page
+
+    from poecaps.explorer.render import Explored
+
+FLAGS = (
+    *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-proxy-server", "--no-first-run", "--disable-sync"),
+    *("--disable-background-networking", "--disable-component-update"),
+)
+
+
+class Screen(NamedTuple):
+    width: int
+    height: int
+    touch: bool
+    colours: Any
+
+
+SCREENS = {"phone": Screen(390, 844, True, "dark"), "desktop": Screen(1440, 900, False, "light")}
+
+
+@pytest.fixture(scope="module")
+def browser(chromium: str) -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=list(FLAGS))
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def problems() -> list[str]:
+    """What browsers complained of in their consoles."""
+    return []
+
+
+@pytest.fixture
+def opened(browser: Browser, address: str, problems: list[str]) -> Iterator[Callable[..., Page]]:
+    """Open the page on a screen; in the end there may be no problems."""
+    contexts = []
+
+    def open_page(screen: str = "desktop", fragment: str = "") -> Page:
+        size = SCREENS[screen]
+        context = browser.new_context(
+            viewport={"width": size.width, "height": size.height}, has_touch=size.touch, color_scheme=size.colours
+        )
+        context.grant_permissions(["clipboard-read", "clipboard-write"], origin=address)
+        contexts.append(context)
+        page = context.new_page()
+        page.on("console", lambda said: problems.append(said.text) if said.type in ("error", "warning") else None)
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.goto(f"{address}/{fragment}")
+        expect(page.locator("#image[data-number]")).to_be_visible()
+        settled(page)
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert problems == []
+
+
+@pytest.fixture(params=SCREENS)
+def page(request: pytest.FixtureRequest, opened: Callable[..., Page]) -> Page:
+    return opened(request.param)
+
+
+def settled(page: Page) -> None:
+    """Wait until nothing is asked any more; questions come at most 350 ms after what they follow."""
+    page.wait_for_timeout(400)
+    page.wait_for_load_state("networkidle")
+
+
+def pixels(page: Page, canvas: str = "#image") -> Any:
+    """Pixels of a canvas of the page: (H, W)."""
+    read = """canvas => { const data = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data;
+        return [canvas.height, canvas.width, Array.from(data).filter((_, i) => i % 4 === 0)]; }"""
+    height, width, values = page.locator(canvas).evaluate(read)
+    return np.array(values, np.uint8).reshape(height, width)
+
+
+def after(page: Page, action: Callable[[], Any], canvas: str = "#image") -> Any:
+    """Pixels of a canvas after an action that changes them."""
+    before = pixels(page, canvas)
+    action()
+    for _ in range(200):
+        if not np.array_equal(pixels(page, canvas), before):
+            break
+        page.wait_for_timeout(25)
+    else:
+        pytest.fail(f"{canvas} has not changed")
+    settled(page)
+    return pixels(page, canvas)
+
+
+def sketch(page: Page, *points: tuple[float, float]) -> None:
+    """Draw a line through points, given in shares of the sketch."""
+    page.locator("#sketch").scroll_into_view_if_needed()
+    box = page.locator("#sketch").bounding_box()
+    assert box is not None
+    for number, (x, y) in enumerate(points):
+        page.mouse.move(box["x"] + x * box["width"], box["y"] + y * box["height"], steps=5)
+        if number == 0:
+            page.mouse.down()
+    page.mouse.up()
+
+
+def test_moving_a_slider_changes_the_image(page: Page, digits: Explored) -> None:
+    assert np.array_equal(pixels(page), digits.decode([Setting(0)])[..., 0])
+    moved = after(page, lambda: page.get_by_label("Parameter 2", exact=True).fill("3.5"))
+    assert np.array_equal(moved, digits.decode([Setting(0, (0.0, 0.0, 3.5))])[..., 0])
+    assert np.array_equal(pixels(page, "#small-image"), moved)
+
+
+def test_the_sign_flips_at_a_click(page: Page, digits: Explored) -> None:
+    flip = page.get_by_role("button", name="Flip sign")
+    flipped = after(page, flip.click)
+    assert np.array_equal(flipped, digits.decode([Setting(0, negative=True)])[..., 0])
+    expect(flip).to_have_attribute("aria-pressed", "true")
+    assert np.array_equal(after(page, flip.click), digits.decode([Setting(0)])[..., 0])
+
+
+def test_magnitude_and_firing(page: Page) -> None:
+    fires = float(page.locator("#fires").inner_text().split()[1])
+    after(page, lambda: page.get_by_label("Magnitude").fill("2.5"))
+    assert float(page.locator("#fires").inner_text().split()[1]) > fires
+    after(page, page.get_by_role("button", name="Back to its mean").click)
+    assert float(page.locator("#fires").inner_text().split()[1]) == fires
+
+
+def test_choosing_and_mixing_experts(page: Page, digits: Explored) -> None:
+    shelf = page.locator("#shelf button")
+    alone = after(page, shelf.nth(2).click)
+    assert np.array_equal(alone, digits.decode([Setting(2)])[..., 0])
+    page.get_by_label("Mix several").check()
+    mixed = after(page, shelf.nth(1).click)
+    assert np.array_equal(mixed, digits.decode([Setting(2), Setting(1)])[..., 0])
+    assert "Experts 1, 2 are mixed" in page.locator("#mix").inner_text()
+    kept = after(page, page.get_by_role("button", name="Keep only 1").click)
+    assert np.array_equal(kept, digits.decode([Setting(1)])[..., 0])
+
+
+def test_drawing_at_random(page: Page) -> None:
+    first = after(page, page.get_by_role("button", name="New draw").click)
+    assert page.get_by_label("Seed").input_value() != "0"
+    seeded = after(page, lambda: (page.get_by_label("Seed").fill("7"), page.keyboard.press("Enter")))
+    assert not np.array_equal(first, seeded)
+    joint = after(page, lambda: page.get_by_label("Domain").select_option("joint"))
+    assert not np.array_equal(joint, seeded)
+    expect(page.locator("#mix-text")).to_have_text("All experts are mixed.")
+
+
+def test_a_drawn_digit_is_seen_and_loaded(page: Page) -> None:
+    seen = after(page, lambda: sketch(page, (0.2, 0.1), (0.4, 0.1), (0.3, 0.5)), "#reconstruction")
+    assert pixels(page, "#seen").max() > 200
+    assert page.locator("#firing button").count() == 4
+    expect(page.locator("#free-energy")).to_have_text(re.compile(r"free energy [−\d.]+"))
+    expect(page.locator("#heat-caption")).to_contain_text("listens")
+    loaded = after(page, page.get_by_role("button", name="Load into the sliders").click)
+    assert np.abs(loaded.astype(int) - seen).mean() < 3  # offsets are rounded
+    expect(page.locator("#mix-text")).to_have_text("All experts are mixed.")
+    after(page, lambda: page.get_by_label("Parameter 0", exact=True).fill("3"))  # and on from there
+    after(page, page.get_by_role("button", name="Clear").click, "#reconstruction")
+    assert pixels(page, "#reconstruction").max() == 0
+
+
+def test_a_test_image_and_where_each_expert_listens(page: Page, digits: Explored) -> None:
+    page.get_by_label("Test image").fill("7")
+    after(page, page.get_by_role("button", name="Take").click, "#reconstruction")
+    assert digits.images is not None
+    assert np.array_equal(pixels(page, "#seen"), digits.images.images[7, ..., 0])
+    wanted = digits.encode(np.asarray(digits.images.images[7])).reconstruction[..., 0]
+    assert np.array_equal(pixels(page, "#reconstruction"), wanted)
+    heat = page.locator("#heat").screenshot()
+    page.locator("#firing button").nth(3).click()
+    expect(page.locator("#sliders-title")).to_have_text("Expert 3")
+    expect(page.locator("#heat-caption")).to_contain_text("Expert 3 listens")
+    assert page.locator("#heat").screenshot() != heat
+    assert page.locator("#heat").evaluate("canvas => [canvas.width, canvas.height]") == [6, 6]
+
+
+def test_a_file_is_opened_and_a_broken_one_tells_why(page: Page, picture_file: Path, tmp_path: Path) -> None:
+    page.get_by_label("Centre what is drawn").uncheck()
+    seen = after(page, lambda: page.locator("#file").set_input_files(picture_file), "#seen")
+    assert np.array_equal(seen, np.asarray(Image.open(picture_file)))
+    broken = tmp_path / "broken.png"
+    broken.write_bytes(picture_file.read_bytes()[:40])
+    page.locator("#file").set_input_files(broken)
+    expect(page.get_by_role("alert")).to_have_text("broken.png is no picture that can be read.")
+    assert np.array_equal(pixels(page, "#seen"), seen)
+    page.keyboard.press("Escape")
+    expect(page.get_by_role("alert")).to_be_empty()
+
+
+def test_a_dropped_file_is_seen(opened: Callable[..., Page], picture_file: Path) -> None:
+    page = opened()
+    page.get_by_label("Centre what is drawn").uncheck()
+    drop = """([name, bytes]) => { const files = new DataTransfer();
+        files.items.add(new File([new Uint8Array(bytes)], name, { type: 'image/png' }));
+        document.getElementById('sketch').dispatchEvent(
+            new DragEvent('drop', { dataTransfer: files, bubbles: true, cancelable: true })); }"""
+    dropped = ["digit.png", list(picture_file.read_bytes())]
+    seen = after(page, lambda: page.evaluate(drop, dropped), "#seen")
+    assert np.array_equal(seen, np.asarray(Image.open(picture_file)))
+
+
+def test_a_copied_link_brings_everything_back(page: Page, opened: Callable[..., Page], address: str) -> None:
+    page.locator("#shelf button").nth(1).click()
+    page.get_by_label("Mix several").check()
+    page.locator("#shelf button").nth(3).click()
+    page.get_by_label("Parameter 4", exact=True).fill("-2.75")
+    page.get_by_label("Magnitude").fill("1.7")
+    page.get_by_role("button", name="Flip sign").click()
+    sketch(page, (0.3, 0.2), (0.6, 0.8))
+    settled(page)
+    page.get_by_role("button", name="Copy link").click()
+    expect(page.get_by_role("status")).to_have_text("Link copied.")
+    link = page.evaluate("navigator.clipboard.readText()")
+    assert link.startswith(f"{address}/#")
+    again = opened("desktop", link.removeprefix(f"{address}/"))
+    for canvas in ("#image", "#seen", "#reconstruction", "#heat"):
+        assert np.array_equal(pixels(again, canvas), pixels(page, canvas)), canvas
+    for label in ("Parameter 4", "Magnitude", "Seed", "Domain"):
+        assert again.get_by_label(label, exact=True).input_value() == page.get_by_label(label, exact=True).input_value()
+    expect(again.locator("#sliders-title")).to_have_text("Expert 3")
+
+
+def test_nonsense_in_a_link_does_no_harm(opened: Callable[..., Page]) -> None:
+    page = opened("desktop", "#m=digits&x=999&d=up&s=-1&e=1:9e9:x;77:1:;0:-1:1,2,3,4,5,6,7,8;z&t=12345&i=%%%")
+    expect(page.locator("#sliders-title")).to_have_text("Expert 3")
+    expect(page.get_by_role("alert")).to_be_empty()
+    other = opened("desktop", "#m=elsewhere&e=0:1:")
+    expect(other.get_by_role("alert")).to_contain_text("elsewhere, which is not open here")
+
+
+def test_python_and_picture_can_be_taken_along(page: Page, digits: Explored) -> None:
+    after(page, lambda: page.get_by_label("Parameter 1", exact=True).fill("-3.5"))
+    settings = [Setting(0, (0.0, -3.5))]
+    expect(page.locator("#python")).to_have_text(digits.python(settings))
+    page.get_by_role("button", name="Copy Python").click()
+    expect(page.get_by_role("status")).to_have_text("Three lines of Python copied.")
+    assert page.evaluate("navigator.clipboard.readText()") == digits.python(settings)
+    with page.expect_download() as download:
+        page.get_by_role("button", name="Download PNG").click()
+    picture = np.asarray(Image.open(io.BytesIO(download.value.path().read_bytes())))
+    assert np.array_equal(picture[::10, ::10], digits.decode(settings)[..., 0])
+
+
+def test_the_traversal_sheet_is_drawn_and_leads_on(page: Page, digits: Explored) -> None:
+    page.locator("#sheet-panel").scroll_into_view_if_needed()
+    expect(page.locator("#sheet.stale")).to_have_count(0)
+    sheet = digits.traverse([Setting(0)], 0)
+    assert np.array_equal(
+        pixels(page, "#sheet [role=row]:nth-child(4) [role=gridcell]:nth-child(8) canvas"), sheet[2, 6, ..., 0]
+    )
+    cell = page.get_by_role("button", name="Parameter 2 at 3 standard deviations")
+    moved = after(page, cell.click)
+    assert np.array_equal(moved, digits.decode([Setting(0, (0.0, 0.0, 3.0))])[..., 0])
+    assert page.get_by_label("Parameter 2", exact=True).input_value() == "3"
+
+
+def test_all_can_be_done_by_keyboard(opened: Callable[..., Page]) -> None:
+    page = opened()
+    reached: list[str] = []
+    while len(reached) < 60:
+        page.keyboard.press("Tab")
+        name = page.evaluate("document.activeElement.id || document.activeElement.getAttribute('aria-label') || ''")
+        if not name and reached:
+            break
+        reached.append(name)
+    for wanted in (
+        "copy-link",
+        "several",
+        "Expert 3",
+        "domain",
+        "seed",
+        "new-draw",
+        "magnitude",
+        "flip",
+        "parameter-4",
+    ):
+        assert wanted in reached
+    for wanted in ("download", "copy-python", "choose-file", "test-index", "sheet-download"):
+        assert wanted in reached
+    page.locator("#parameter-0").focus()
+    after(page, lambda: [page.keyboard.press("PageUp") for _ in range(3)])
+    assert page.locator("#parameter-0").input_value() == "3"
+    page.locator("#shelf button").nth(2).focus()
+    after(page, lambda: page.keyboard.press("Enter"))
+    expect(page.locator("#sliders-title")).to_have_text("Expert 2")
+    assert page.locator("#shelf button").nth(2).evaluate("e => getComputedStyle(e).outlineStyle") == "solid"
+    page.locator("#sheet button[tabindex='0']").focus()
+    expect(page.locator("#sheet.stale")).to_have_count(0)
+    page.keyboard.press("ArrowDown")  # on a wide screen steps go down
+    assert page.evaluate("document.activeElement.ariaLabel") == "Parameter 0 at 1 standard deviations"
+
+
+def test_everything_has_a_name_for_screen_readers(page: Page) -> None:
+    unnamed = page.evaluate(
+        """() => [...document.querySelectorAll('button, input:not([hidden]), select, canvas:not([aria-hidden]), section')]
+        .filter((e) => !e.closest('[role=gridcell] button > *') && !(e.ariaLabel || e.labels?.length || e.innerText?.trim()
+            || e.getAttribute('aria-labelledby'))).map((e) => e.outerHTML)"""
+    )
+    assert unnamed == []
+
+
+def test_nothing_sticks_out_sideways(page: Page) -> None:
+    page.locator("#sheet-panel").scroll_into_view_if_needed()
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    tall = page.evaluate("document.getElementById('new-draw').getBoundingClientRect().height")
+    assert tall >= 32  # room for a finger
+
+
+def test_a_late_answer_never_overwrites_a_newer_one(opened: Callable[..., Page], digits: Explored) -> None:
+    page = opened()
+    held: list[Any] = []
+
+    def hold_the_first(route: Any) -> None:
+        if held:
+            route.continue_()
+        else:
+            held.append(route)
+
+    page.route("**/decode?as=pixels", hold_the_first)
+    page.get_by_label("Parameter 0", exact=True).fill("-3")
+    newest = after(page, lambda: page.get_by_label("Parameter 0", exact=True).fill("3"))
+    assert np.array_equal(newest, digits.decode([Setting(0, (3.0,))])[..., 0])
+    held[0].continue_()
+    page.wait_for_timeout(300)
+    settled(page)
+    assert np.array_equal(pixels(page), newest)
+
+
+def test_a_busy_server_is_asked_again(opened: Callable[..., Page], digits: Explored, problems: list[str]) -> None:
+    page = opened()
+    times = 2
+    page.route("**/decode?as=pixels", lambda route: route.fulfill(status=429, json={"error": "too many"}), times=times)
+    moved = after(page, lambda: page.get_by_label("Parameter 0", exact=True).fill("3"))
+    assert np.array_equal(moved, digits.decode([Setting(0, (3.0,))])[..., 0])
+    expect(page.get_by_role("alert")).to_be_empty()
+    assert len(problems) == times  # Chromium's own lines
+    assert all("429" in each for each in problems)
+    problems.clear()
+
+
+def test_a_server_that_is_gone_is_told_of(opened: Callable[..., Page], problems: list[str]) -> None:
+    page = opened()
+    page.route("**/decode?as=pixels", lambda route: route.abort())
+    page.get_by_label("Parameter 0", exact=True).fill("3")
+    expect(page.get_by_role("alert")).to_have_text("The explorer does not answer. Is it still running?")
+    assert all("ERR_FAILED" in each for each in problems)
+    problems.clear()
+
+
+def test_models_can_be_switched(page: Page, colours: Explored) -> None:
+    page.get_by_label("Model").select_option("colours")
+    expect(page.locator("#shelf button")).to_have_count(3)
+    settled(page)
+    assert np.array_equal(pixels(page), colours.decode([Setting(0)])[..., 0])  # its red
+    assert page.locator("#sliders input").count() == 6
+    expect(page.locator("#test")).to_be_hidden()
+    expect(page.locator("#python")).to_contain_text("runs/colours")

@@ -1,0 +1,346 @@
+"""The HTTP interface: what it answers, and what it refuses."""
+
+from __future__ import annotations
+
+import io
+import os
+import socket
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import httpx
+import numpy as np
+import pytest
+from PIL import Image
+
+from poecaps.explorer.render import Explored, Setting
+from poecaps.explorer.server import STATIC, create_app
+from tests.explorer.conftest import serving
+from tests.explorer.test_pictures import broken, png
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+PICTURE = {"experts": [{"expert": 1, "offsets": [0.5, -1.25], "magnitude": 1.5, "negative": True}, {"expert": 2}]}
+SETTINGS = (Setting(1, (0.5, -1.25), 1.5, negative=True), Setting(2))
+PNG = {"content-type": "image/png"}
+
+
+def image_of(response: httpx.Response) -> Any:
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"] == "image/png"
+    return np.asarray(Image.open(io.BytesIO(response.content)))
+
+
+def error_of(response: httpx.Response) -> str:
+    assert response.headers["content-type"] == "application/json"
+    answer = response.json()
+    assert list(answer) == ["error"]
+    return str(answer["error"])
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Answers
+
+
+def test_models_and_their_sizes(client: httpx.Client, digits: Explored) -> None:
+    assert client.get("/api/models").json() == ["digits", "colours"]
+    about = client.get("/api/models/digits").json()
+    assert (about["experts"], about["parameters"], about["grid"], about["test_images"]) == (4, 5, [6, 6], 30)
+    assert (about["field"], about["stride"]) == (17, 2)
+    np.testing.assert_allclose(about["mean"], digits.network.density.mean)
+    assert client.get("/api/models/colours").json()["image_shape"] == [3, 20, 23]
+
+
+def test_decode_draws_the_code(client: httpx.Client, digits: Explored) -> None:
+    wanted = digits.decode(SETTINGS)
+    assert np.array_equal(image_of(client.post("/api/models/digits/decode", json=PICTURE)), wanted[..., 0])
+    raw = client.post("/api/models/digits/decode?as=pixels", json=PICTURE).content
+    assert np.array_equal(np.frombuffer(raw, np.uint8).reshape(28, 28, 1), wanted)
+    large = image_of(client.post("/api/models/digits/decode?scale=3", json=PICTURE))
+    assert np.array_equal(large[::3, ::3], wanted[..., 0])
+
+
+def test_a_draw_can_be_decoded_and_repeated(client: httpx.Client) -> None:
+    query = {"domain": "complete", "expert": "2", "seed": "5"}
+    first, again = (client.get("/api/models/digits/draw", params=query).json() for _ in range(2))
+    other = client.get("/api/models/digits/draw", params=query | {"seed": "6"}).json()
+    assert first == again != other
+    assert [each["expert"] for each in first["experts"]] == [2]
+    assert image_of(client.post("/api/models/digits/decode", json=first)).shape == (28, 28)
+    joint = client.get("/api/models/digits/draw", params=query | {"domain": "joint"}).json()
+    assert [each["expert"] for each in joint["experts"]] == [0, 1, 2, 3]
+
+
+def test_the_shelf_and_the_sheet(client: httpx.Client, digits: Explored) -> None:
+    assert np.array_equal(image_of(client.get("/api/models/digits/experts/3/typical")), digits.shelf[3, ..., 0])
+    address = "/api/models/digits/experts/1/traversal"
+    assert image_of(client.post(address, json=PICTURE)).shape == (5 * 29 - 1, 7 * 29 - 1)
+    raw = np.frombuffer(client.post(f"{address}?as=pixels", json=PICTURE).content, np.uint8)
+    assert np.array_equal(raw.reshape(5, 7, 28, 28, 1), digits.traverse(SETTINGS, 1))
+
+
+def test_a_test_image_goes_all_the_way(client: httpx.Client, digits: Explored) -> None:
+    file = client.get("/api/models/digits/images/7")
+    assert digits.images is not None
+    assert np.array_equal(image_of(file), digits.images.images[7, ..., 0])
+    seen = client.post("/api/models/digits/encode", content=file.content, headers=PNG).json()
+    wanted = digits.encode(np.asarray(digits.images.images[7]))
+    assert np.array_equal(seen["reconstruction"], wanted.reconstruction)
+    np.testing.assert_allclose(seen["firing"], wanted.firing, rtol=1e-6)
+    np.testing.assert_allclose(seen["routing"], wanted.routing, rtol=1e-6)
+    assert seen["free_energy"] == pytest.approx(wanted.free_energy)
+    again = image_of(client.post("/api/models/digits/decode", json=seen["picture"])).astype(int)
+    assert np.abs(again - np.array(seen["reconstruction"])[..., 0]).mean() < 3
+
+
+@pytest.mark.parametrize("kind", ["png", "jpeg", "webp"])
+def test_pictures_in_colour_of_any_size_are_seen(client: httpx.Client, kind: str) -> None:
+    file = io.BytesIO()
+    Image.effect_mandelbrot((300, 200), (-3, -2.5, 2, 2.5), 50).convert("RGB").save(file, kind)
+    answer = client.post(
+        "/api/models/colours/encode?invert=true", content=file.getvalue(), headers={"content-type": f"image/{kind}"}
+    )
+    assert np.array(answer.json()["image"]).shape == (20, 23, 3)
+
+
+def test_lines_of_python_are_the_models(client: httpx.Client, digits: Explored) -> None:
+    assert client.post("/api/models/digits/python", json=PICTURE).json() == {"lines": digits.python(SETTINGS)}
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("picture", "status"),
+    [
+        ({"experts": [{"expert": 4}]}, 404),
+        ({"experts": [{"expert": 0, "offsets": [0] * 6}]}, 404),
+        ({"experts": [{"expert": -1}]}, 422),
+        ({"experts": [{"expert": 0, "offsets": [1e9]}]}, 422),
+        ({"experts": [{"expert": 0, "offsets": ["1"]}]}, 422),
+        ({"experts": [{"expert": 0, "magnitude": -1}]}, 422),
+        ({"experts": [{"expert": 0, "other": 1}]}, 422),
+        ({"experts": [{"expert": 0}] * 2000}, 422),
+        ({}, 422),
+        ([], 422),
+    ],
+)
+def test_a_code_that_cannot_be_is_refused(client: httpx.Client, picture: Any, status: int) -> None:
+    for action in ("decode", "python", "experts/0/traversal"):
+        answer = client.post(f"/api/models/digits/{action}", json=picture)
+        assert answer.status_code == status
+        assert error_of(answer)
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[1e999]", b'{"experts": [{"expert": 0, "offsets": [NaN]}]}', b"\xff\xfe"]
+)
+def test_a_body_that_is_no_json_is_refused(client: httpx.Client, body: bytes) -> None:
+    answer = client.post("/api/models/digits/decode", content=body, headers={"content-type": "application/json"})
+    assert answer.status_code in (400, 422)
+    assert error_of(answer)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/api/models/nothing", 404),
+        ("GET", "/api/models/digits/images/30", 404),
+        ("GET", "/api/models/colours/images/0", 404),
+        ("GET", "/api/models/digits/experts/4/typical", 404),
+        ("GET", "/api/models/digits/draw?expert=9", 404),
+        ("GET", "/api/models/digits/draw?domain=elsewhere", 422),
+        ("GET", "/api/models/digits/draw?seed=-1", 422),
+        ("GET", "/api/models/digits/experts/0/typical?scale=1000", 422),
+        ("GET", "/api/models/digits/decode", 405),
+        ("DELETE", "/api/models", 405),
+        ("GET", "/docs", 404),
+        ("GET", "/..%2f..%2f..%2fetc/passwd", 404),
+        ("GET", "/server.py", 404),
+        ("GET", "/static/app.js", 404),
+    ],
+)
+def test_what_is_not_there_is_a_json_error(client: httpx.Client, method: str, path: str, status: int) -> None:
+    answer = client.request(method, path)
+    assert answer.status_code == status
+    assert error_of(answer)
+
+
+@pytest.mark.parametrize("name", broken())
+def test_a_broken_picture_is_a_json_error(client: httpx.Client, name: str) -> None:
+    answer = client.post("/api/models/digits/encode", content=broken()[name], headers=PNG)
+    assert answer.status_code == 422
+    assert "picture" in error_of(answer) or "empty" in error_of(answer)
+
+
+def test_a_body_that_is_not_sent_as_a_picture_is_refused(client: httpx.Client) -> None:
+    answer = client.post("/api/models/digits/encode", content=png(np.zeros((9, 9), np.uint8)))
+    assert answer.status_code == 415
+    assert "image/png" in error_of(answer)
+
+
+def test_a_fault_is_a_json_error_that_tells_nothing(colours: Explored) -> None:
+    broken_model = Explored("broken", "nowhere", colours.network)
+    object.__setattr__(broken_model, "decode", lambda _: 1 / 0)
+    with serving(create_app([broken_model])) as address, httpx.Client(base_url=address, trust_env=False) as client:
+        answer = client.post("/api/models/broken/decode", json={"experts": []})
+        assert answer.status_code == 500
+        assert "ZeroDivision" not in error_of(answer)
+        assert "content-security-policy" in answer.headers
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Who may ask, and how much
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"host": "evil.example"},
+        {"host": "evil.example:80"},
+        {"host": "127.0.0.1.evil.example"},
+        {"host": "localhost@evil.example"},
+        {"host": "192.168.0.7"},
+        {"host": ""},
+        {"origin": "https://evil.example"},
+        {"origin": "http://127.0.0.1:1"},
+        {"origin": "null"},
+        {"sec-fetch-site": "cross-site", "sec-fetch-mode": "no-cors"},
+        {"sec-fetch-site": "same-site", "sec-fetch-mode": "cors"},
+    ],
+)
+@pytest.mark.parametrize("path", ["/", "/api/models", "/api/openapi.json"])
+def test_other_sites_are_refused(client: httpx.Client, headers: dict[str, str], path: str) -> None:
+    answer = client.get(path, headers=headers)
+    assert answer.status_code == 403
+    assert "does not answer" in error_of(answer)
+
+
+def test_a_page_of_our_own_may_ask(client: httpx.Client, address: str) -> None:
+    port = urlsplit(address).port
+    for name in ("127.0.0.1", "localhost", "[::1]"):
+        ours = {"host": f"{name}:{port}", "origin": f"http://{name}:{port}", "sec-fetch-site": "same-origin"}
+        assert client.get("/api/models", headers=ours).status_code == 200
+    from_a_link = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate"}
+    assert client.get("/", headers=from_a_link).status_code == 200
+
+
+def test_a_server_for_others_answers_to_addresses_but_not_to_names(digits: Explored) -> None:
+    app = create_app([digits], hosts=("127.0.0.1", "lab"), any_address=True)
+    with serving(app) as address, httpx.Client(base_url=address, trust_env=False) as client:
+        for host, status in {"192.168.0.7:81": 200, "[fe80::1]": 200, "lab": 200, "evil.example": 403}.items():
+            assert client.get("/api/models", headers={"host": host}).status_code == status
+
+
+@pytest.mark.parametrize("path", ["/", "/app.js", "/style.css", "/api/models", "/api/models/digits", "/nothing"])
+def test_every_answer_has_the_strict_policy(client: httpx.Client, path: str) -> None:
+    headers = client.get(path).headers
+    policy = headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "frame-ancestors 'none'" in policy
+    assert "unsafe" not in policy
+    assert headers["x-content-type-options"] == "nosniff"
+    assert headers["cross-origin-resource-policy"] == "same-origin"
+
+
+class Links(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.links: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = dict(attrs)
+        assert "style" not in values
+        assert not any(name.startswith("on") for name in values)
+        assert tag != "script" or values.get("src")
+        self.links += [value for name in ("src", "href") if (value := values.get(name)) and not value.startswith("#")]
+
+
+def test_the_page_needs_nothing_from_outside(client: httpx.Client) -> None:
+    page = Links()
+    page.feed(client.get("/").text)
+    assert page.links
+    assert all(link.startswith("/") and not link.startswith("//") for link in page.links)
+    for file in STATIC.iterdir():
+        answer = client.get("/" if file.name == "index.html" else f"/{file.name}")
+        assert answer.content == file.read_bytes()
+        assert "https:" not in answer.text
+        assert "http:" not in answer.text.replace('xmlns="http://www.w3.org/2000/svg"', "")
+
+
+@pytest.fixture(scope="module")
+def narrow(digits: Explored) -> Iterator[httpx.Client]:
+    app = create_app([digits], largest_body=10_000, patience=0.5)
+    with serving(app) as address, httpx.Client(base_url=address, timeout=30, trust_env=False) as client:
+        yield client
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_large_body_is_refused(narrow: httpx.Client, chunked: bool) -> None:
+    body = bytes(1_000_000)
+    parts = (body[at : at + 1000] for at in range(0, len(body), 1000))
+    answer = narrow.post("/api/models/digits/encode", content=parts if chunked else body, headers=PNG)
+    assert answer.status_code == 413
+    assert "10,000" in error_of(answer)
+    assert narrow.get("/api/models").status_code == 200
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(narrow: httpx.Client) -> None:
+    where = urlsplit(str(narrow.base_url))
+    with socket.create_connection((str(where.hostname), where.port or 0), timeout=30) as connection:
+        head = f"POST /api/models/digits/decode HTTP/1.1\r\nHost: {where.netloc}\r\nContent-Length: 100\r\n\r\n"
+        connection.sendall(head.encode() + b"{")
+        assert b"408" in connection.recv(1000).split(b"\r\n")[0]
+
+
+def test_a_crowd_gets_an_honest_429_and_the_server_goes_on(colours: Explored) -> None:
+    slow, go_on = Explored("slow", "nowhere", colours.network), threading.Event()
+    decode = slow.decode
+
+    def waiting(settings: Any) -> Any:
+        assert go_on.wait(30)
+        return decode(settings)
+
+    object.__setattr__(slow, "decode", waiting)
+    with serving(create_app([slow], most_at_once=3)) as address, ThreadPoolExecutor(8) as threads:
+
+        def ask(_: int) -> httpx.Response:
+            with httpx.Client(base_url=address, timeout=30, trust_env=False) as client:
+                return client.post("/api/models/slow/decode", json={"experts": []})
+
+        answers = [threads.submit(ask, number) for number in range(8)]
+        refused = []
+        while len(refused) < 5:  # all but the three that wait
+            refused = [each.result() for each in answers if each.done()]
+        go_on.set()
+        assert {each.status_code for each in refused} == {429}
+        assert all(each.headers["retry-after"] == "1" and "under way" in error_of(each) for each in refused)
+        assert sorted(each.result().status_code for each in answers) == [200] * 3 + [429] * 5
+        assert ask(0).status_code == 200
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Everything the interface says of itself
+
+
+def test_schemathesis_finds_nothing(address: str) -> None:
+    """All of its checks, on valid and invalid requests made up from the OpenAPI description."""
+    options = "--max-examples 10 --generation-deterministic --no-color --suppress-health-check all"
+    program = "import sys; from schemathesis.cli import schemathesis; sys.exit(schemathesis())"
+    done = subprocess.run(
+        [sys.executable, "-c", program, "run", f"{address}/api/openapi.json", *options.split()],
+        env={**os.environ, "SCHEMATHESIS_HOOKS": "tests.explorer.hooks", "NO_PROXY": "127.0.0.1"},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
