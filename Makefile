@@ -1,5 +1,5 @@
 # make install   a virtual environment in .venv with the exact versions of constraints.txt
-# make test      install what is missing, run the tests
+# make test      install what is missing, run the tests; the explorer's need Chromium
 # make demo      train on the bundled digits and draw new ones, into runs/demo: about 4 minutes on two cores
 # make bench     a learning step of ours against einsum on this CPU, into docs/: some minutes, on a quiet machine
 # make check     lint, formatting, types
@@ -16,7 +16,7 @@ export PIP_BUILD_CONSTRAINT := $(PIP_CONSTRAINT)
 
 DEMO := runs/demo
 
-.PHONY: install demo test bench check format clean
+.PHONY: install demo browser test bench check format clean
 
 install: $(VENV)/.installed
 
@@ -34,7 +34,15 @@ demo: install
 	rm -rf $(DEMO)
 	$(BIN)/poecaps train --out $(DEMO) --autoencoder.epochs 3 --encoder.epochs 3 --decoder.epochs 1 --painter.epochs 3
 
-test: install
+# Without Chromium the tests in a browser are skipped, and pytest says so; POECAPS_BROWSER=required makes them fail.
+browser:
+	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null || \
+	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	    echo "installs chromium, for the tests in a browser"; \
+	    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium >/dev/null; \
+	  else echo "there is no chromium; tests in a browser need it" >&2; fi
+
+test: install browser
 	$(BIN)/python -m pytest -q
 
 bench: install

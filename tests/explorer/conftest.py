@@ -32,7 +32,7 @@ def untrained(architecture: Architecture, images: torch.Tensor) -> CapsuleNetwor
     with torch.no_grad():
         network.scaling.fit([network.activations(images)])
         for layer in (*network.encoders, *network.decoders):
-            layer.reset_parameters(std=1.0, generator=generator)  # type: ignore[operator]
+            layer.reset_parameters(std=1.0, generator=generator)
         network.density.fit(network.encode(images), generator)
     return network
 

@@ -12,6 +12,7 @@ from PIL import Image
 from playwright.sync_api import expect, sync_playwright
 
 from poecaps.explorer.render import Setting
+from poecaps.network import DOMAINS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -64,11 +65,10 @@ def opened(browser: Browser, address: str, problems: list[str]) -> Iterator[Call
         context.grant_permissions(["clipboard-read", "clipboard-write"], origin=address)
         contexts.append(context)
         page = context.new_page()
-        page.on("console", lambda said: problems.append(said.text) if said.type in ("error", "warning") else None)
+        page.on("console", lambda said: problems.append(said.text) if said.type == "error" else None)
         page.on("pageerror", lambda error: problems.append(str(error)))
         page.goto(f"{address}/{fragment}")
         expect(page.locator("#image[data-number]")).to_be_visible()
-        settled(page)
         return page
 
     yield open_page
@@ -82,12 +82,6 @@ def page(request: pytest.FixtureRequest, opened: Callable[..., Page]) -> Page:
     return opened(request.param)
 
 
-def settled(page: Page) -> None:
-    """Wait until nothing is asked any more; questions come at most 350 ms after what they follow."""
-    page.wait_for_timeout(400)
-    page.wait_for_load_state("networkidle")
-
-
 def pixels(page: Page, canvas: str = "#image") -> Any:
     """Pixels of a canvas of the page: (H, W)."""
     read = """canvas => { const data = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data;
@@ -96,18 +90,24 @@ def pixels(page: Page, canvas: str = "#image") -> Any:
     return np.array(values, np.uint8).reshape(height, width)
 
 
+def shows(page: Page, expected: Any, canvas: str = "#image") -> None:
+    """Wait until a canvas shows these pixels."""
+    for _ in range(400):
+        if np.array_equal(pixels(page, canvas), expected):
+            return
+        page.wait_for_timeout(20)
+    pytest.fail(f"{canvas} does not show what it should; it has {pixels(page, canvas)}")
+
+
 def after(page: Page, action: Callable[[], Any], canvas: str = "#image") -> Any:
-    """Pixels of a canvas after an action that changes them."""
+    """Pixels of a canvas after an action that changes them once."""
     before = pixels(page, canvas)
     action()
-    for _ in range(200):
-        if not np.array_equal(pixels(page, canvas), before):
-            break
-        page.wait_for_timeout(25)
-    else:
-        pytest.fail(f"{canvas} has not changed")
-    settled(page)
-    return pixels(page, canvas)
+    for _ in range(400):
+        if not np.array_equal(now := pixels(page, canvas), before):
+            return now
+        page.wait_for_timeout(20)
+    pytest.fail(f"{canvas} has not changed")
 
 
 def sketch(page: Page, *points: tuple[float, float]) -> None:
@@ -122,19 +122,24 @@ def sketch(page: Page, *points: tuple[float, float]) -> None:
     page.mouse.up()
 
 
+def drawn(explored: Explored, *settings: Setting) -> Any:
+    return explored.decode(settings)[..., 0]
+
+
 def test_moving_a_slider_changes_the_image(page: Page, digits: Explored) -> None:
-    assert np.array_equal(pixels(page), digits.decode([Setting(0)])[..., 0])
-    moved = after(page, lambda: page.get_by_label("Parameter 2", exact=True).fill("3.5"))
-    assert np.array_equal(moved, digits.decode([Setting(0, (0.0, 0.0, 3.5))])[..., 0])
-    assert np.array_equal(pixels(page, "#small-image"), moved)
+    shows(page, drawn(digits, Setting(0)))
+    page.get_by_label("Parameter 2", exact=True).fill("3.5")
+    shows(page, drawn(digits, Setting(0, (0.0, 0.0, 3.5))))
+    shows(page, drawn(digits, Setting(0, (0.0, 0.0, 3.5))), "#small-image")
 
 
 def test_the_sign_flips_at_a_click(page: Page, digits: Explored) -> None:
     flip = page.get_by_role("button", name="Flip sign")
-    flipped = after(page, flip.click)
-    assert np.array_equal(flipped, digits.decode([Setting(0, negative=True)])[..., 0])
+    flip.click()
+    shows(page, drawn(digits, Setting(0, negative=True)))
     expect(flip).to_have_attribute("aria-pressed", "true")
-    assert np.array_equal(after(page, flip.click), digits.decode([Setting(0)])[..., 0])
+    flip.click()
+    shows(page, drawn(digits, Setting(0)))
 
 
 def test_magnitude_and_firing(page: Page) -> None:
@@ -147,30 +152,35 @@ def test_magnitude_and_firing(page: Page) -> None:
 
 def test_choosing_and_mixing_experts(page: Page, digits: Explored) -> None:
     shelf = page.locator("#shelf button")
-    alone = after(page, shelf.nth(2).click)
-    assert np.array_equal(alone, digits.decode([Setting(2)])[..., 0])
+    shelf.nth(2).click()
+    shows(page, drawn(digits, Setting(2)))
     page.get_by_label("Mix several").check()
-    mixed = after(page, shelf.nth(1).click)
-    assert np.array_equal(mixed, digits.decode([Setting(2), Setting(1)])[..., 0])
+    shelf.nth(1).click()
+    shows(page, drawn(digits, Setting(2), Setting(1)))
     assert "Experts 1, 2 are mixed" in page.locator("#mix").inner_text()
-    kept = after(page, page.get_by_role("button", name="Keep only 1").click)
-    assert np.array_equal(kept, digits.decode([Setting(1)])[..., 0])
+    page.get_by_role("button", name="Keep only 1").click()
+    shows(page, drawn(digits, Setting(1)))
 
 
-def test_drawing_at_random(page: Page) -> None:
-    first = after(page, page.get_by_role("button", name="New draw").click)
-    assert page.get_by_label("Seed").input_value() != "0"
-    seeded = after(page, lambda: (page.get_by_label("Seed").fill("7"), page.keyboard.press("Enter")))
-    assert not np.array_equal(first, seeded)
-    joint = after(page, lambda: page.get_by_label("Domain").select_option("joint"))
-    assert not np.array_equal(joint, seeded)
+def test_drawing_at_random(page: Page, digits: Explored) -> None:
+    page.get_by_role("button", name="New draw").click()
+    expect(page.get_by_label("Seed")).not_to_have_value("0")
+    shows(page, drawn(digits, *digits.draw("learned", 0, int(page.get_by_label("Seed").input_value()))))
+    page.get_by_label("Seed").fill("7")
+    page.keyboard.press("Enter")
+    shows(page, drawn(digits, *digits.draw("learned", 0, 7)))
+    for domain in DOMAINS:
+        page.get_by_label("Domain").select_option(domain)
+        shows(page, drawn(digits, *digits.draw(domain, 0, 7)))
     expect(page.locator("#mix-text")).to_have_text("All experts are mixed.")
 
 
 def test_a_drawn_digit_is_seen_and_loaded(page: Page) -> None:
-    seen = after(page, lambda: sketch(page, (0.2, 0.1), (0.4, 0.1), (0.3, 0.5)), "#reconstruction")
+    sketch(page, (0.2, 0.1), (0.4, 0.1), (0.3, 0.5))
+    page.wait_for_timeout(300)  # every piece of the line is seen
+    expect(page.locator("#firing button")).to_have_count(4)
+    seen = pixels(page, "#reconstruction")
     assert pixels(page, "#seen").max() > 200
-    assert page.locator("#firing button").count() == 4
     expect(page.locator("#free-energy")).to_have_text(re.compile(r"free energy [−\d.]+"))
     expect(page.locator("#heat-caption")).to_contain_text("listens")
     loaded = after(page, page.get_by_role("button", name="Load into the sliders").click)
@@ -182,12 +192,11 @@ def test_a_drawn_digit_is_seen_and_loaded(page: Page) -> None:
 
 
 def test_a_test_image_and_where_each_expert_listens(page: Page, digits: Explored) -> None:
-    page.get_by_label("Test image").fill("7")
-    after(page, page.get_by_role("button", name="Take").click, "#reconstruction")
+    page.get_by_label("Test image", exact=True).fill("7")
+    page.get_by_role("button", name="Take").click()
     assert digits.images is not None
-    assert np.array_equal(pixels(page, "#seen"), digits.images.images[7, ..., 0])
-    wanted = digits.encode(np.asarray(digits.images.images[7])).reconstruction[..., 0]
-    assert np.array_equal(pixels(page, "#reconstruction"), wanted)
+    shows(page, digits.images.images[7, ..., 0], "#seen")
+    shows(page, digits.encode(np.asarray(digits.images.images[7])).reconstruction[..., 0], "#reconstruction")
     heat = page.locator("#heat").screenshot()
     page.locator("#firing button").nth(3).click()
     expect(page.locator("#sliders-title")).to_have_text("Expert 3")
@@ -198,8 +207,9 @@ def test_a_test_image_and_where_each_expert_listens(page: Page, digits: Explored
 
 def test_a_file_is_opened_and_a_broken_one_tells_why(page: Page, picture_file: Path, tmp_path: Path) -> None:
     page.get_by_label("Centre what is drawn").uncheck()
-    seen = after(page, lambda: page.locator("#file").set_input_files(picture_file), "#seen")
-    assert np.array_equal(seen, np.asarray(Image.open(picture_file)))
+    page.locator("#file").set_input_files(picture_file)
+    seen = np.asarray(Image.open(picture_file))
+    shows(page, seen, "#seen")
     broken = tmp_path / "broken.png"
     broken.write_bytes(picture_file.read_bytes()[:40])
     page.locator("#file").set_input_files(broken)
@@ -217,8 +227,8 @@ def test_a_dropped_file_is_seen(opened: Callable[..., Page], picture_file: Path)
         document.getElementById('sketch').dispatchEvent(
             new DragEvent('drop', { dataTransfer: files, bubbles: true, cancelable: true })); }"""
     dropped = ["digit.png", list(picture_file.read_bytes())]
-    seen = after(page, lambda: page.evaluate(drop, dropped), "#seen")
-    assert np.array_equal(seen, np.asarray(Image.open(picture_file)))
+    page.evaluate(drop, dropped)
+    shows(page, np.asarray(Image.open(picture_file)), "#seen")
 
 
 def test_a_copied_link_brings_everything_back(page: Page, opened: Callable[..., Page], address: str) -> None:
@@ -229,16 +239,17 @@ def test_a_copied_link_brings_everything_back(page: Page, opened: Callable[..., 
     page.get_by_label("Magnitude").fill("1.7")
     page.get_by_role("button", name="Flip sign").click()
     sketch(page, (0.3, 0.2), (0.6, 0.8))
-    settled(page)
+    page.wait_for_timeout(300)
+    expect(page.locator("#firing button")).to_have_count(4)
     page.get_by_role("button", name="Copy link").click()
     expect(page.get_by_role("status")).to_have_text("Link copied.")
     link = page.evaluate("navigator.clipboard.readText()")
     assert link.startswith(f"{address}/#")
     again = opened("desktop", link.removeprefix(f"{address}/"))
     for canvas in ("#image", "#seen", "#reconstruction", "#heat"):
-        assert np.array_equal(pixels(again, canvas), pixels(page, canvas)), canvas
-    for label in ("Parameter 4", "Magnitude", "Seed", "Domain"):
-        assert again.get_by_label(label, exact=True).input_value() == page.get_by_label(label, exact=True).input_value()
+        shows(again, pixels(page, canvas), canvas)
+    for control in ("#parameter-4", "#magnitude", "#seed", "#domain"):
+        assert again.locator(control).input_value() == page.locator(control).input_value()
     expect(again.locator("#sliders-title")).to_have_text("Expert 3")
 
 
@@ -251,7 +262,7 @@ def test_nonsense_in_a_link_does_no_harm(opened: Callable[..., Page]) -> None:
 
 
 def test_python_and_picture_can_be_taken_along(page: Page, digits: Explored) -> None:
-    after(page, lambda: page.get_by_label("Parameter 1", exact=True).fill("-3.5"))
+    page.get_by_label("Parameter 1", exact=True).fill("-3.5")
     settings = [Setting(0, (0.0, -3.5))]
     expect(page.locator("#python")).to_have_text(digits.python(settings))
     page.get_by_role("button", name="Copy Python").click()
@@ -271,12 +282,12 @@ def test_the_traversal_sheet_is_drawn_and_leads_on(page: Page, digits: Explored)
         pixels(page, "#sheet [role=row]:nth-child(4) [role=gridcell]:nth-child(8) canvas"), sheet[2, 6, ..., 0]
     )
     cell = page.get_by_role("button", name="Parameter 2 at 3 standard deviations")
-    moved = after(page, cell.click)
-    assert np.array_equal(moved, digits.decode([Setting(0, (0.0, 0.0, 3.0))])[..., 0])
+    cell.click()
+    shows(page, drawn(digits, Setting(0, (0.0, 0.0, 3.0))))
     assert page.get_by_label("Parameter 2", exact=True).input_value() == "3"
 
 
-def test_all_can_be_done_by_keyboard(opened: Callable[..., Page]) -> None:
+def test_all_can_be_done_by_keyboard(opened: Callable[..., Page], digits: Explored) -> None:
     page = opened()
     reached: list[str] = []
     while len(reached) < 60:
@@ -300,8 +311,10 @@ def test_all_can_be_done_by_keyboard(opened: Callable[..., Page]) -> None:
     for wanted in ("download", "copy-python", "choose-file", "test-index", "sheet-download"):
         assert wanted in reached
     page.locator("#parameter-0").focus()
-    after(page, lambda: [page.keyboard.press("PageUp") for _ in range(3)])
+    for key in ("PageUp", "PageUp", "ArrowRight", "ArrowLeft", "PageUp"):
+        page.keyboard.press(key)
     assert page.locator("#parameter-0").input_value() == "3"
+    shows(page, drawn(digits, Setting(0, (3.0,))))
     page.locator("#shelf button").nth(2).focus()
     after(page, lambda: page.keyboard.press("Enter"))
     expect(page.locator("#sliders-title")).to_have_text("Expert 2")
@@ -314,9 +327,10 @@ def test_all_can_be_done_by_keyboard(opened: Callable[..., Page]) -> None:
 
 def test_everything_has_a_name_for_screen_readers(page: Page) -> None:
     unnamed = page.evaluate(
-        """() => [...document.querySelectorAll('button, input:not([hidden]), select, canvas:not([aria-hidden]), section')]
-        .filter((e) => !e.closest('[role=gridcell] button > *') && !(e.ariaLabel || e.labels?.length || e.innerText?.trim()
-            || e.getAttribute('aria-labelledby'))).map((e) => e.outerHTML)"""
+        """() => [...document.querySelectorAll('button, input:not([hidden]), select, section, main > * canvas')]
+        .filter((e) => !e.closest('[aria-hidden]') && !e.matches('button canvas'))
+        .filter((e) => !e.ariaLabel && !e.labels?.length && !e.innerText?.trim() && !e.getAttribute('aria-labelledby'))
+        .map((e) => e.outerHTML)"""
     )
     assert unnamed == []
 
@@ -340,20 +354,21 @@ def test_a_late_answer_never_overwrites_a_newer_one(opened: Callable[..., Page],
 
     page.route("**/decode?as=pixels", hold_the_first)
     page.get_by_label("Parameter 0", exact=True).fill("-3")
-    newest = after(page, lambda: page.get_by_label("Parameter 0", exact=True).fill("3"))
-    assert np.array_equal(newest, digits.decode([Setting(0, (3.0,))])[..., 0])
-    held[0].continue_()
-    page.wait_for_timeout(300)
-    settled(page)
-    assert np.array_equal(pixels(page), newest)
+    page.get_by_label("Parameter 0", exact=True).fill("3")
+    shows(page, drawn(digits, Setting(0, (3.0,))))
+    with page.expect_response("**/decode?as=pixels") as late:
+        held[0].continue_()
+    assert late.value.body() != b""
+    page.wait_for_timeout(100)
+    shows(page, drawn(digits, Setting(0, (3.0,))))
 
 
 def test_a_busy_server_is_asked_again(opened: Callable[..., Page], digits: Explored, problems: list[str]) -> None:
     page = opened()
     times = 2
     page.route("**/decode?as=pixels", lambda route: route.fulfill(status=429, json={"error": "too many"}), times=times)
-    moved = after(page, lambda: page.get_by_label("Parameter 0", exact=True).fill("3"))
-    assert np.array_equal(moved, digits.decode([Setting(0, (3.0,))])[..., 0])
+    page.get_by_label("Parameter 0", exact=True).fill("3")
+    shows(page, drawn(digits, Setting(0, (3.0,))))
     expect(page.get_by_role("alert")).to_be_empty()
     assert len(problems) == times  # Chromium's own lines
     assert all("429" in each for each in problems)
@@ -370,10 +385,9 @@ def test_a_server_that_is_gone_is_told_of(opened: Callable[..., Page], problems:
 
 
 def test_models_can_be_switched(page: Page, colours: Explored) -> None:
-    page.get_by_label("Model").select_option("colours")
+    page.get_by_role("combobox", name="Model").select_option("colours")
     expect(page.locator("#shelf button")).to_have_count(3)
-    settled(page)
-    assert np.array_equal(pixels(page), colours.decode([Setting(0)])[..., 0])  # its red
+    shows(page, drawn(colours, Setting(0)))  # its red
     assert page.locator("#sliders input").count() == 6
     expect(page.locator("#test")).to_be_hidden()
     expect(page.locator("#python")).to_contain_text("runs/colours")

@@ -18,7 +18,7 @@ from poecaps.explorer.pictures import PictureError
 GREY = (1, 28, 28)
 
 
-def png(array: np.ndarray) -> bytes:  # type: ignore[type-arg]
+def png(array: np.ndarray) -> bytes:
     file = io.BytesIO()
     Image.fromarray(array).save(file, "PNG")
     return file.getvalue()

@@ -27,7 +27,7 @@ def explored(request: pytest.FixtureRequest) -> Explored:
     return cast("Explored", request.getfixturevalue(request.param))
 
 
-def some_image(explored: Explored) -> np.ndarray:  # type: ignore[type-arg]
+def some_image(explored: Explored) -> np.ndarray:
     if explored.images is not None:
         return np.asarray(explored.images.images[7])
     channels, height, width = explored.network.architecture.image_shape

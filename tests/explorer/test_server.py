@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from benchmarks.explorer_load import load
 from poecaps.explorer.render import Explored, Setting
 from poecaps.explorer.server import STATIC, create_app
 from tests.explorer.conftest import serving
@@ -317,7 +318,7 @@ def test_a_crowd_gets_an_honest_429_and_the_server_goes_on(colours: Explored) ->
                 return client.post("/api/models/slow/decode", json={"experts": []})
 
         answers = [threads.submit(ask, number) for number in range(8)]
-        refused = []
+        refused: list[httpx.Response] = []
         while len(refused) < 5:  # all but the three that wait
             refused = [each.result() for each in answers if each.done()]
         go_on.set()
@@ -325,6 +326,15 @@ def test_a_crowd_gets_an_honest_429_and_the_server_goes_on(colours: Explored) ->
         assert all(each.headers["retry-after"] == "1" and "under way" in error_of(each) for each in refused)
         assert sorted(each.result().status_code for each in answers) == [200] * 3 + [429] * 5
         assert ask(0).status_code == 200
+
+
+def test_fifty_clients_at_once_get_answers_or_an_honest_429(address: str, client: httpx.Client) -> None:
+    seen = load(address, 50, requests=8)
+    assert seen.faults == []
+    assert set(seen.statuses) <= {200, 429}
+    assert seen.statuses[200] > 0
+    assert sum(seen.statuses.values()) == 50 * 8
+    assert client.post("/api/models/digits/decode", json=PICTURE).status_code == 200
 
 
 # ---------------------------------------------------------------------------------------------------------

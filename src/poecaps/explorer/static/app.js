@@ -268,8 +268,8 @@ async function start() {
   byId("model").replaceChildren(...names.map((name) => make("option", { value: name }, name)));
   byId("model").closest("label").classList.toggle("single", names.length === 1);
   const known = linked && names.includes(linked.model);
-  if (linked && !known) complain(new Error(`The link is to a model ${linked.model}, which is not open here.`));
   await open(known ? linked.model : names[0], known ? linked : null);
+  if (linked && !known) complain(new Error(`The link is to a model ${linked.model}, which is not open here.`));
 }
 
 byId("model").addEventListener("change", () => open(byId("model").value, null).then(forgive, complain));

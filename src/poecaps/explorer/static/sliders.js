@@ -30,8 +30,7 @@ export class Sliders {
     this.rows = Array.from({ length: parameters }, (_, d) => {
       const input = make("input", { type: "range", step: "0.01", id: `parameter-${d}` });
       const label = make("label", { htmlFor: input.id }, make("span", { className: "spoken" }, "Parameter "), `${d}`);
-      const row = make("div", { className: "slider" }, label, input, make("output"));
-      row.lastChild.htmlFor = input.id;
+      make("div", { className: "slider" }, label, input, make("span", { className: "value", aria: { hidden: true } }));
       return this.#row(input, (setting, value) => {
         while (setting.offsets.length <= d) setting.offsets.push(0);
         setting.offsets[d] = value;
@@ -51,14 +50,14 @@ export class Sliders {
   }
 
   #row(input, set, text) {
-    const output = input.parentElement.querySelector("output");
+    const shown = input.parentElement.querySelector(".value"); // spoken as the slider's own value
     const show = (value, least, most) => {
       if (Number(input.min) !== least || Number(input.max) !== most) Object.assign(input, { min: least, max: most });
       input.value = value;
       input.setAttribute("aria-valuetext", text(value));
       input.style.setProperty("--zero", `${100 * (0 - least) / (most - least)}%`);
       input.style.setProperty("--at", `${100 * (value - least) / (most - least)}%`);
-      output.textContent = text(value);
+      shown.textContent = text(value);
     };
     const move = (value) => this.change((setting) => set(setting, round(value)));
     input.addEventListener("input", () => move(input.valueAsNumber));

@@ -1,0 +1,128 @@
+"""Fifty people at once on the explorer, on loopback: ``python -m benchmarks.explorer_load RUN``.
+
+Starts `poecaps explore` in a process of its own and lets clients ask it without pause: mostly decoding, as sliders do,
+some draws, encodings and traversals. Prints how often each status was answered and how long answers took. Anything
+but 200 and 429, or a request without an answer, counts as a fault.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+import httpx
+import numpy as np
+import tyro
+
+
+@dataclass
+class Load:
+    """What clients have seen."""
+
+    statuses: Counter[int] = field(default_factory=Counter)
+    faults: list[str] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+
+    def summary(self) -> str:
+        """Describe it in three lines."""
+        took = np.percentile(1000 * np.array(self.seconds or [np.nan]), [50, 95, 99])
+        return (
+            f"answers {sum(self.statuses.values()):,}: {dict(sorted(self.statuses.items()))}\n"
+            f"faults {len(self.faults)} {self.faults[:3]}\n"
+            f"milliseconds of a 200: median {took[0]:.0f}, 95 % {took[1]:.0f}, 99 % {took[2]:.0f}"
+        )
+
+
+def load(address: str, clients: int, *, seconds: float | None = None, requests: int | None = None) -> Load:
+    """Let clients ask until the time is over, or each has asked so often; only on this machine."""
+    if urlsplit(address).hostname != "127.0.0.1":
+        raise ValueError(f"address must be on this machine, but is {address}")
+    seen, lock = Load(), threading.Lock()
+    end = None if seconds is None else time.monotonic() + seconds
+
+    def ask(number: int) -> None:
+        choose, count = random.Random(number), 0  # noqa: S311 (no secret)
+        with httpx.Client(base_url=address, timeout=60, trust_env=False) as client:
+            models = client.get("/api/models")
+            name = models.json()[0] if models.status_code == 200 else None
+            while (end is None or time.monotonic() < end) and (requests is None or count < requests):
+                count += 1
+                began = time.monotonic()
+                try:
+                    if name is None:
+                        answer = client.get("/api/models")
+                        name = answer.json()[0] if answer.status_code == 200 else None
+                    else:
+                        answer = _question(client, f"/api/models/{name}", choose)
+                except httpx.HTTPError as error:
+                    with lock:
+                        seen.faults.append(repr(error))
+                    continue
+                with lock:
+                    seen.statuses[answer.status_code] += 1
+                    if answer.status_code == 200:
+                        seen.seconds.append(time.monotonic() - began)
+                    elif answer.status_code != 429:
+                        seen.faults.append(f"{answer.status_code} {answer.text[:100]}")
+                if answer.status_code == 429:
+                    time.sleep(0.1 * choose.random())
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(clients)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    return seen
+
+
+def _question(client: httpx.Client, model: str, choose: random.Random) -> httpx.Response:
+    picture = {"experts": [{"expert": choose.randrange(3), "offsets": [choose.uniform(-3, 3) for _ in range(4)]}]}
+    kind = choose.random()
+    if kind < 0.85:
+        return client.post(f"{model}/decode?as=pixels", json=picture)
+    if kind < 0.92:
+        return client.get(f"{model}/draw", params={"domain": "joint", "seed": choose.randrange(1000)})
+    if kind < 0.99:
+        image = client.get(f"{model}/experts/{choose.randrange(3)}/typical")
+        if image.status_code != 200:
+            return image
+        return client.post(f"{model}/encode", content=image.content, headers={"content-type": "image/png"})
+    return client.post(f"{model}/experts/0/traversal?as=pixels", json=picture)
+
+
+def main(run: str, /, *, clients: int = 50, seconds: float = 30) -> None:
+    """Measure one run.
+
+    Parameters
+    ----------
+    run
+        Folder or name of a trained model.
+    clients
+        How many ask at once.
+    seconds
+        For how long.
+    """
+    command = [sys.executable, "-m", "poecaps", "explore", run, "--no-browser"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:  # noqa: S603 (our own program)
+        assert server.stdout is not None  # noqa: S101 (it is a pipe)
+        found = re.search(r"http://127\.0\.0\.1:\d+", server.stdout.readline())
+        if found is None:
+            raise RuntimeError("the explorer has not started")
+        try:
+            print(json.dumps({"run": run, "clients": clients, "seconds": seconds}))
+            print(load(found[0], clients, seconds=seconds).summary())
+        finally:
+            server.send_signal(signal.SIGINT)
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

@@ -1,0 +1,122 @@
+"""`poecaps explore`, as a person starts it."""
+
+from __future__ import annotations
+
+import builtins
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+
+from poecaps import models
+from poecaps.cli import main
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from poecaps.explorer.render import Explored
+
+
+def test_it_prints_its_address_serves_and_ends_with_ctrl_c(digits: Explored) -> None:
+    command = [sys.executable, "-m", "poecaps", "explore", digits.source, digits.source, "--no-browser"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            found = re.search(r"http://127\.0\.0\.1:\d+/", process.stdout.readline())
+            assert found
+            with httpx.Client(base_url=found[0], timeout=30, trust_env=False) as client:
+                assert client.get("/api/models").json() == ["digits", "digits-2"]
+                assert client.get("/").status_code == 200
+            process.send_signal(signal.SIGINT)
+            _, said = process.communicate(timeout=30)
+        finally:
+            process.kill()
+    assert process.returncode == 0
+    assert "without test images" in said
+    assert "Traceback" not in said
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What would be served, and which pages opened."""
+    from poecaps.explorer import server
+
+    seen: dict[str, Any] = {"opened": []}
+
+    def serve(explored: Any, *, ready: Any, **options: Any) -> None:
+        seen.update(models=explored, **options)
+        ready("http://127.0.0.1:4711/")
+
+    monkeypatch.setattr(server, "serve", serve)
+    monkeypatch.setattr("webbrowser.open", seen["opened"].append)
+    return seen
+
+
+def test_the_browser_opens_and_others_are_warned_of(
+    digits: Explored, served: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["explore", digits.source, "--port", "4711"]) == 0
+    assert served["opened"] == ["http://127.0.0.1:4711/"]
+    assert (served["host"], served["port"]) == ("127.0.0.1", 4711)
+    assert "warning" not in capsys.readouterr().err
+    assert main(["explore", digits.source, "--host", "0.0.0.0", "--no-browser"]) == 0
+    assert len(served["opened"]) == 1
+    assert "others can use the explorer" in capsys.readouterr().err
+
+
+def test_the_shipped_model_is_the_default(
+    digits: Explored, served: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(models, "FOLDER", tmp_path)
+    (tmp_path / "mnist").symlink_to(digits.source)
+    assert main(["explore"]) == 0
+    assert [(each.name, each.source) for each in served["models"]] == [("mnist", "mnist")]
+
+
+def test_without_a_model_it_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(models, "FOLDER", tmp_path)
+    assert main(["explore"]) == 1
+    assert "poecaps explore runs/demo" in capsys.readouterr().err
+    assert main(["explore", str(tmp_path / "nowhere")]) == 1
+    assert "there is no folder" in capsys.readouterr().err
+
+
+def test_without_fastapi_it_says_what_to_install(
+    digits: Explored, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in [name for name in sys.modules if name.startswith("poecaps.explorer")]:
+        monkeypatch.delitem(sys.modules, name)
+    real = builtins.__import__
+
+    def without(name: str, *rest: Any) -> Any:
+        if name.split(".")[0] == "fastapi":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        return real(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    monkeypatch.delattr("poecaps.explorer", raising=False)
+    assert main(["explore", digits.source]) == 1
+    assert "pip install 'poecaps[explorer]'" in capsys.readouterr().err
+
+
+def test_a_port_that_is_taken_is_told(digits: Explored, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        assert main(["explore", digits.source, "--no-browser", "--port", port]) == 1
+        assert "leave out --port" in capsys.readouterr().err
+    assert main(["explore", digits.source, "--no-browser", "--port", "70000"]) == 2
+
+
+def test_the_core_does_not_need_fastapi() -> None:
+    program = (
+        "import sys, poecaps.cli; sys.exit(any(name in sys.modules for name in ('fastapi', 'uvicorn', 'pydantic')))"
+    )
+    assert subprocess.run([sys.executable, "-c", program], env=dict(os.environ), timeout=120).returncode == 0
