@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,7 @@ import uvicorn
 import poecaps
 from poecaps.data import ImageSet
 from poecaps.explorer.render import Explored
-from poecaps.explorer.server import create_app
+from poecaps.explorer.server import create_app, listen
 from poecaps.network import Architecture, CapsuleNetwork
 
 if TYPE_CHECKING:
@@ -67,7 +66,7 @@ def app(digits: Explored, colours: Explored) -> FastAPI:
 def serving(app: Any) -> Iterator[str]:
     """Serve an application on a free port of this machine, as `poecaps explore` does, and give its address."""
     server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=2))
-    with socket.create_server(("127.0.0.1", 0), backlog=128) as listener:
+    with listen("127.0.0.1") as listener:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
         try:

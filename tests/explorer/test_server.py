@@ -343,7 +343,7 @@ def test_fifty_clients_at_once_get_answers_or_an_honest_429(address: str, client
 
 def test_schemathesis_finds_nothing(address: str) -> None:
     """All of its checks, on valid and invalid requests made up from the OpenAPI description."""
-    options = "--max-examples 10 --generation-deterministic --no-color --suppress-health-check all"
+    options = "--max-examples 20 --generation-deterministic --no-color --suppress-health-check all"
     program = "import sys; from schemathesis.cli import schemathesis; sys.exit(schemathesis())"
     done = subprocess.run(
         [sys.executable, "-c", program, "run", f"{address}/api/openapi.json", *options.split()],

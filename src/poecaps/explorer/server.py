@@ -314,7 +314,7 @@ def serve(models: Sequence[Explored], *, host: str = "127.0.0.1", port: int = 0,
     beyond = host not in LOCAL
     app = create_app(models, hosts=(*LOCAL, host, socket.gethostname()) if beyond else LOCAL, any_address=beyond)
     config = uvicorn.Config(app, log_level="warning", server_header=False, timeout_graceful_shutdown=2)
-    with _listen(host, port) as listener:
+    with listen(host, port) as listener:
         shown = "127.0.0.1" if host in EVERYWHERE else f"[{host}]" if ":" in host else host
         ready(f"http://{shown}:{listener.getsockname()[1]}/")  # the listener keeps who comes now waiting
         try:
@@ -323,12 +323,16 @@ def serve(models: Sequence[Explored], *, host: str = "127.0.0.1", port: int = 0,
             return
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int = 0) -> socket.socket:
+    """Open a socket that clients can connect to; port 0 takes a free one."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family, backlog=128)
+        listener = socket.create_server((host, port), family=family, backlog=128)
     except socket.gaierror as error:
         raise ValueError(f"--host must be an address of this machine, but is {host!r}") from error
     except OSError as error:
         why = error.strerror or str(error)
         raise OSError(f"cannot listen at port {port} of {host} ({why}); leave out --port for a free one") from error
+    # Without it an answer's body waits for the receipt of its head: 40 ms.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listener
