@@ -7,16 +7,21 @@ the request, the model, the answer and the drawing are all in it.
 
 from __future__ import annotations
 
-import re
 import shutil
-import signal
-import subprocess
-import sys
-from typing import cast
+from contextlib import contextmanager
+from pathlib import Path  # noqa: TC003 (tyro reads the annotations)
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import tyro
 from playwright.sync_api import sync_playwright
+
+from benchmarks.explorer_load import started
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from playwright.sync_api import Page
 
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-proxy-server", "--disable-background-networking"]
 MOVE = """async ([moves, pause]) => {
@@ -38,23 +43,45 @@ MOVE = """async ([moves, pause]) => {
 }"""
 
 
-def measure(address: str, moves: int, pause: float) -> list[float]:
-    """Milliseconds from a move of a slider to the new image, of so many moves."""
+@contextmanager
+def opened(address: str) -> Iterator[Page]:
+    """Open the page in headless Chromium, on a wide screen."""
     chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if chromium is None:
-        raise FileNotFoundError("there is no chromium to measure in")
+        raise FileNotFoundError("there is no chromium to open the page in")
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=FLAGS)
-        page = browser.new_page(viewport={"width": 1440, "height": 900})
+        page = browser.new_page(viewport={"width": 1440, "height": 1290})
         page.goto(address)
         page.wait_for_selector("#image[data-number]")
-        page.evaluate(MOVE, [20, pause])  # the first few warm everything up
-        times = cast("list[float]", page.evaluate(MOVE, [moves, pause]))
+        yield page
         browser.close()
-    return times
 
 
-def main(run: str, /, *, moves: int = 300, pause: float = 30, rounds: int = 3) -> None:
+def measure(address: str, moves: int, pause: float) -> list[float]:
+    """Milliseconds from a move of a slider to the new image, of so many moves."""
+    with opened(address) as page:
+        page.evaluate(MOVE, [20, pause])  # the first few warm everything up
+        return cast("list[float]", page.evaluate(MOVE, [moves, pause]))
+
+
+def take_picture(address: str, path: Path) -> None:
+    """Take the picture of the page that the documentation shows."""
+    with opened(address) as page:
+        page.locator("#shelf button").nth(5).click()
+        page.locator("#seed").fill("3")
+        page.keyboard.press("Enter")
+        page.locator("#test-index").fill("17")
+        page.locator("#test-take").click()
+        page.wait_for_selector("#firing button")
+        page.locator("#firing button").nth(5).click()
+        page.mouse.move(0, 0)
+        page.evaluate("document.activeElement.blur(); scrollTo(0, 0)")
+        page.wait_for_timeout(1500)
+        page.screenshot(path=path)
+
+
+def main(run: str, /, *, moves: int = 300, pause: float = 30, rounds: int = 3, picture: Path | None = None) -> None:
     """Measure one run.
 
     Parameters
@@ -67,19 +94,16 @@ def main(run: str, /, *, moves: int = 300, pause: float = 30, rounds: int = 3) -
         Milliseconds between an image and the next move.
     rounds
         How often all is measured.
+    picture
+        PNG to write instead, of the page: docs/images/explorer.png.
     """
-    command = [sys.executable, "-m", "poecaps", "explore", run, "--no-browser"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:  # noqa: S603 (our own program)
-        assert server.stdout is not None  # noqa: S101 (it is a pipe)
-        found = re.search(r"http://127\.0\.0\.1:\d+", server.stdout.readline())
-        if found is None:
-            raise RuntimeError("the explorer has not started")
-        try:
-            for _ in range(rounds):
-                times = np.percentile(measure(found[0], moves, pause), [5, 50, 95, 99])
-                print("milliseconds: 5 % {:.1f}, median {:.1f}, 95 % {:.1f}, 99 % {:.1f}".format(*times), flush=True)
-        finally:
-            server.send_signal(signal.SIGINT)
+    with started(run) as address:
+        if picture is not None:
+            take_picture(address, picture)
+            return
+        for _ in range(rounds):
+            times = np.percentile(measure(address, moves, pause), [5, 50, 95, 99])
+            print("milliseconds: 5 % {:.1f}, median {:.1f}, 95 % {:.1f}, 99 % {:.1f}".format(*times), flush=True)
 
 
 if __name__ == "__main__":

@@ -16,12 +16,32 @@ import sys
 import threading
 import time
 from collections import Counter
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import httpx
 import numpy as np
 import tyro
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@contextmanager
+def started(run: str) -> Iterator[str]:
+    """Start the explorer in a process of its own, and give its address."""
+    command = [sys.executable, "-m", "poecaps", "explore", run, "--no-browser"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:  # noqa: S603 (our own program)
+        assert server.stdout is not None  # noqa: S101 (it is a pipe)
+        found = re.search(r"http://127\.0\.0\.1:\d+", server.stdout.readline())
+        try:
+            if found is None:
+                raise RuntimeError("the explorer has not started")
+            yield found[0]
+        finally:
+            server.send_signal(signal.SIGINT)
 
 
 @dataclass
@@ -111,17 +131,9 @@ def main(run: str, /, *, clients: int = 50, seconds: float = 30) -> None:
     seconds
         For how long.
     """
-    command = [sys.executable, "-m", "poecaps", "explore", run, "--no-browser"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:  # noqa: S603 (our own program)
-        assert server.stdout is not None  # noqa: S101 (it is a pipe)
-        found = re.search(r"http://127\.0\.0\.1:\d+", server.stdout.readline())
-        if found is None:
-            raise RuntimeError("the explorer has not started")
-        try:
-            print(json.dumps({"run": run, "clients": clients, "seconds": seconds}))
-            print(load(found[0], clients, seconds=seconds).summary())
-        finally:
-            server.send_signal(signal.SIGINT)
+    with started(run) as address:
+        print(json.dumps({"run": run, "clients": clients, "seconds": seconds}))
+        print(load(address, clients, seconds=seconds).summary())
 
 
 if __name__ == "__main__":

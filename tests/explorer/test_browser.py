@@ -111,15 +111,23 @@ def after(page: Page, action: Callable[[], Any], canvas: str = "#image") -> Any:
 
 
 def sketch(page: Page, *points: tuple[float, float]) -> None:
-    """Draw a line through points, given in shares of the sketch."""
+    """Draw a line through points, given in shares of the sketch, with a finger where there is a touch screen."""
     page.locator("#sketch").scroll_into_view_if_needed()
     box = page.locator("#sketch").bounding_box()
     assert box is not None
-    for number, (x, y) in enumerate(points):
-        page.mouse.move(box["x"] + x * box["width"], box["y"] + y * box["height"], steps=5)
-        if number == 0:
-            page.mouse.down()
-    page.mouse.up()
+    at = [(box["x"] + x * box["width"], box["y"] + y * box["height"]) for x, y in points]
+    if page.evaluate("navigator.maxTouchPoints"):
+        finger = page.context.new_cdp_session(page)
+        for number, (x, y) in enumerate(at):
+            touch = {"type": "touchMove" if number else "touchStart", "touchPoints": [{"x": x, "y": y}]}
+            finger.send("Input.dispatchTouchEvent", touch)
+        finger.send("Input.dispatchTouchEvent", {"type": "touchEnd", "touchPoints": []})
+    else:
+        page.mouse.move(*at[0])
+        page.mouse.down()
+        for x, y in at[1:]:
+            page.mouse.move(x, y, steps=5)
+        page.mouse.up()
 
 
 def drawn(explored: Explored, *settings: Setting) -> Any:

@@ -109,17 +109,22 @@ def test_all_that_an_expert_listens_to_lies_on_the_grid(explored: Explored) -> N
     np.testing.assert_allclose(routing.sum((1, 2)), 1, rtol=1e-5)  # Σ_i c_ij = 1, and so for a chain of layers
 
 
-def test_the_heat_map_lies_the_right_way_up(digits: Explored) -> None:
-    """Changing the lower right corner of an image changes what the last position says, and not what the first does."""
-    before, after = np.zeros((28, 28, 1), np.uint8), np.zeros((28, 28, 1), np.uint8)
-    after[24:27, 24:27] = 255
-    images = torch.from_numpy(np.stack([before, after])).permute(0, 3, 1, 2).float() / 255
+def test_the_heat_map_lies_as_the_image_does(digits: Explored) -> None:
+    """The cells that reach the lower right corner show the coefficients of the capsules that change with it."""
+    pixels = some_image(digits)
+    other = pixels.copy()
+    other[23:27, 23:27] = 255 - other[23:27, 23:27]
+    images = torch.from_numpy(np.stack([pixels, other])).permute(0, 3, 1, 2).float() / 255
     with torch.no_grad():
-        said = digits.network.activations(images).view(2, *digits.grid, -1)
+        said = digits.network.activations(images)
+        routing = digits.network.encoders[0].route(digits.network.capsules(images[:1]))  # type: ignore[operator]
     changed = (said[0] != said[1]).any(-1)
-    assert changed[-1, -1]
-    assert not changed[0].any()
-    assert not changed[:, 0].any()
+    seen = digits.encode(pixels).routing
+    rows, columns = digits.grid
+    reached = [(r, c) for r in range(rows) for c in range(columns) if 2 * r + 16 >= 23 and 2 * c + 16 >= 23]
+    assert seen[1][tuple(zip(*reached, strict=True))].sum() == pytest.approx(
+        float(routing.coefficients[0, changed, 1].sum()), rel=1e-4
+    )
 
 
 def test_three_lines_of_python_make_exactly_this_picture(digits: Explored, tmp_path: Path) -> None:

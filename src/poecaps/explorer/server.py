@@ -313,7 +313,9 @@ def serve(models: Sequence[Explored], *, host: str = "127.0.0.1", port: int = 0,
     torch.set_num_threads(1)  # the threads of the library share the cores
     beyond = host not in LOCAL
     app = create_app(models, hosts=(*LOCAL, host, socket.gethostname()) if beyond else LOCAL, any_address=beyond)
-    config = uvicorn.Config(app, log_level="warning", server_header=False, timeout_graceful_shutdown=2)
+    config = uvicorn.Config(
+        app, log_level="warning", server_header=False, proxy_headers=False, timeout_graceful_shutdown=2
+    )
     with listen(host, port) as listener:
         shown = "127.0.0.1" if host in EVERYWHERE else f"[{host}]" if ":" in host else host
         ready(f"http://{shown}:{listener.getsockname()[1]}/")  # the listener keeps who comes now waiting
