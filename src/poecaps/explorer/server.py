@@ -57,6 +57,7 @@ PIXELS: dict[str, Any] = {"content": {**PNG["content"], **BYTES}}
 
 def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
     meanings = {
+        400: "The body is not text, as JSON must be.",
         403: "A request of another site.",
         404: "No such model, expert, parameter or image.",
         408: "The request took too long to arrive.",
@@ -67,7 +68,7 @@ def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
     }
     return {
         status: {"model": Error, "description": meanings[status]}
-        for status in (403, 404, 408, 413, 422, 429, *statuses)
+        for status in (400, 403, 404, 408, 413, 422, 429, *statuses)
     }
 
 
