@@ -51,7 +51,7 @@ def opened(address: str) -> Iterator[Page]:
         raise FileNotFoundError("there is no chromium to open the page in")
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=FLAGS)
-        page = browser.new_page(viewport={"width": 1440, "height": 1290})
+        page = browser.new_page(viewport={"width": 1440, "height": 1300})
         page.goto(address)
         page.wait_for_selector("#image[data-number]")
         yield page
@@ -68,13 +68,14 @@ def measure(address: str, moves: int, pause: float) -> list[float]:
 def take_picture(address: str, path: Path) -> None:
     """Take the picture of the page that the documentation shows."""
     with opened(address) as page:
-        page.locator("#shelf button").nth(5).click()
-        page.locator("#seed").fill("3")
-        page.keyboard.press("Enter")
         page.locator("#test-index").fill("17")
         page.locator("#test-take").click()
         page.wait_for_selector("#firing button")
-        page.locator("#firing button").nth(5).click()
+        shares = "bars => bars.map((bar) => Number(bar.style.getPropertyValue('--share')))"
+        firing = page.locator("#firing .bar").evaluate_all(shares)
+        page.locator("#shelf button").nth(int(np.argmax(firing))).click()
+        page.locator("#seed").fill("3")
+        page.keyboard.press("Enter")
         page.mouse.move(0, 0)
         page.evaluate("document.activeElement.blur(); scrollTo(0, 0)")
         page.wait_for_timeout(1500)
