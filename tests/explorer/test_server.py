@@ -341,14 +341,15 @@ def test_fifty_clients_at_once_get_answers_or_an_honest_429(address: str, client
 # Everything the interface says of itself
 
 
-def test_schemathesis_finds_nothing(address: str) -> None:
+def test_schemathesis_finds_nothing(address: str, tmp_path: Path) -> None:
     """All of its checks, on valid and invalid requests made up from the OpenAPI description."""
     options = "--max-examples 20 --generation-deterministic --no-color --suppress-health-check all"
+    path = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
     program = "import sys; from schemathesis.cli import schemathesis; sys.exit(schemathesis())"
     done = subprocess.run(
         [sys.executable, "-c", program, "run", f"{address}/api/openapi.json", *options.split()],
-        env={**os.environ, "SCHEMATHESIS_HOOKS": "tests.explorer.hooks", "NO_PROXY": "127.0.0.1"},
-        cwd=Path(__file__).parents[2],
+        env={**os.environ, "PYTHONPATH": path, "SCHEMATHESIS_HOOKS": "tests.explorer.hooks", "NO_PROXY": "127.0.0.1"},
+        cwd=tmp_path,  # it leaves files behind
         capture_output=True,
         text=True,
         timeout=300,
