@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import argparse
 import time
+from typing import TYPE_CHECKING
 
-import numpy as np
 from sklearn.linear_model import LogisticRegression
 from sklearn.neural_network import BernoulliRBM
 from sklearn.pipeline import make_pipeline
@@ -18,21 +18,29 @@ from sklearn.preprocessing import StandardScaler
 import poecaps
 from poecaps.sklearn import CapsuleExpertsTransformer
 
+if TYPE_CHECKING:
+    import numpy as np
+
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--data", default="mnist-sample", help="or fashion-mnist-sample (default: mnist-sample)")
 parser.add_argument("--images", type=int, default=10_000, help="how many to learn from (default: 10000)")
+parser.add_argument("--test", type=int, default=2000, help="how many to test on (default: 2000)")
 parser.add_argument("--passes", type=int, default=5, help="over the images, of experts and RBM alike (default: 5)")
+parser.add_argument("--filters", type=int, default=128, help="of the convolutions below the capsules (default: 128)")
 parser.add_argument("--seed", type=int, default=0)
 options = parser.parse_args()
 
 train, test = (poecaps.data.load(options.data, split=split) for split in ("train", "test"))
+assert train.labels is not None  # only to judge by
+assert test.labels is not None
 X, y = train.images[: options.images, :, :, 0], train.labels[: options.images]  # (n, 28, 28) of bytes
-X_test, y_test = test.images[:, :, :, 0], test.labels
+X_test, y_test = test.images[: options.test, :, :, 0], test.labels[: options.test]
 
 # Features alone need no way back to images, so the stages that learn one are left out.
 capsules = CapsuleExpertsTransformer(
     n_experts=20,
     expert_dim=16,
+    n_filters=options.filters,
     autoencoder_iter=3,
     n_iter=options.passes,
     decoder_iter=0,
@@ -47,7 +55,7 @@ def flat(images: np.ndarray) -> np.ndarray:
     return images.reshape(len(images), -1) / 255
 
 
-def report(name: str, features: object, X: np.ndarray, X_test: np.ndarray) -> None:  # noqa: N803
+def report(name: str, features: object, X: np.ndarray, X_test: np.ndarray) -> None:
     """Fit a pipeline and print how often its classifier is right."""
     classifier = make_pipeline(StandardScaler(), LogisticRegression(C=0.01, max_iter=1000))
     started = time.perf_counter()

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 SCALE = 0.4  # root mean square of the norm of a capsule before it is squashed; g(z) peaks at 1
 FIRING = 0.5  # mean firing probability of the strongest expert of a row
 DAMPING = 1e-6  # of the mean eigenvalue of the Gram matrix of codes
+ROUNDING = 1e-12  # spread of a column, as a share of its mean, that is none
+EXPLODED = 1e3  # a mean weight of this size is no model any more
 FEWEST = 50  # rows for each Gaussian of the density
 MOST = 1000  # Gaussians
 CHUNK = 1000  # rows that are encoded together
@@ -133,7 +135,7 @@ class CapsuleTable(nn.Module):
             optimizer.zero_grad(set_to_none=True)
             self.learner.contrastive_divergence(self.capsules(step)).backward()
             optimizer.step()
-        if not self.learner.weight.isfinite().all():
+        if not self.learner.weight.abs().mean() < EXPLODED:
             raise TrainingError("contrastive divergence diverged; lower learning_rate")
 
     @staticmethod
@@ -166,9 +168,9 @@ class CapsuleTable(nn.Module):
         return (rows.double() - self.mean) / self._deviation()
 
     def _deviation(self) -> Tensor:
-        """Standard deviations; 1 for a column whose spread is no more than rounding, which stays as it is."""
-        tiny = 1e-12 * (1 + self.mean.square())
-        return torch.where(self.variance > tiny, self.variance, 1).sqrt()
+        """Return standard deviations; 1 for a column whose spread is no more than rounding."""
+        constant = self.variance <= (ROUNDING * self.mean).square()
+        return torch.where(constant, 1, self.variance).sqrt()
 
 
 def _with_one(codes: Tensor) -> Tensor:

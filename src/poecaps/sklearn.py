@@ -21,7 +21,6 @@ from poecaps import _checks as checks
 from poecaps import functional as F
 from poecaps._table import CapsuleTable
 from poecaps.data import ImageSet
-from poecaps.network import CapsuleNetwork
 from poecaps.training import PRESETS, Config, Progress, Stage, train
 from poecaps.training.online import learn_more
 
@@ -29,6 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
+
+    from poecaps.layer import CapsuleExperts
 
 Array = np.ndarray[Any, Any]
 KEPT = 2000  # rows, drawn from all that `partial_fit` has seen, that the way back and the density are fitted to
@@ -87,7 +88,7 @@ class CapsuleExpertsTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixi
     feature_names_in_ : array of str
         Names of the columns, where X has names.
     n_iter_ : int
-        Passes of the experts so far; each call of `partial_fit` is one.
+        Passes of the experts so far; a call of `partial_fit` is one, but for the first on images.
     n_samples_seen_ : int
         Rows so far; those of several passes count once.
 
@@ -107,6 +108,9 @@ class CapsuleExpertsTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixi
     >>> CapsuleExpertsTransformer(n_experts=4, expert_dim=3, random_state=0).fit_transform(X).shape
     (150, 12)
     """
+
+    model_: Any
+    experts_: CapsuleExperts
 
     def __init__(
         self,
@@ -149,7 +153,7 @@ class CapsuleExpertsTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixi
         self.verbose = verbose
         self.random_state = random_state
 
-    def fit(self, X: Any, y: Any = None) -> CapsuleExpertsTransformer:  # noqa: N803, ARG002
+    def fit(self, X: Any, y: Any = None) -> CapsuleExpertsTransformer:  # noqa: ARG002
         """Learn from all rows of X, from the beginning.
 
         Parameters
@@ -174,8 +178,8 @@ class CapsuleExpertsTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixi
             table.settle(data, self._generator())
         return self._finish(rows, self.n_iter)
 
-    def partial_fit(self, X: Any, y: Any = None) -> CapsuleExpertsTransformer:  # noqa: N803, ARG002
-        """Learn from some more rows, in one pass; see the notes of the class for images.
+    def partial_fit(self, X: Any, y: Any = None) -> CapsuleExpertsTransformer:  # noqa: ARG002
+        """Learn from some more rows, in one pass; see the notes of the class.
 
         Parameters
         ----------
@@ -195,13 +199,15 @@ class CapsuleExpertsTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixi
             self._train(rows)
         else:
             learn_more(self.model_, self._config(), self._images(rows), share=LATER, seed=self._seed())
-        self._finish(rows, 1)
-        if self.image_shape_ is not None and not first:
-            codes = self._encode(self._kept[0])
-            self.model_.density.fit(codes.to(self._device()), self._generator())
+        self._finish(rows, self.n_iter if first and self.image_shape_ is not None else 1)
+        kept = self._kept[0]
+        if self.image_shape_ is None:
+            self.model_.settle(_as_tensor(kept), self._generator())
+        elif not first:
+            self.model_.density.fit(self._encode(kept).to(self._device()), self._generator())
         return self
 
-    def transform(self, X: Any) -> Array:  # noqa: N803
+    def transform(self, X: Any) -> Array:
         """Encode rows.
 
         Parameters
@@ -217,7 +223,7 @@ class CapsuleExpertsTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixi
         rows = self._check(X)
         return _as_array(self._encode(rows).flatten(1), _float_of(rows))
 
-    def inverse_transform(self, X: Any) -> Array:  # noqa: N803
+    def inverse_transform(self, X: Any) -> Array:
         """Decode codes.
 
         Parameters
@@ -236,7 +242,7 @@ class CapsuleExpertsTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixi
         experts = _as_tensor(codes).view(len(codes), -1, self.experts_.out_dim)
         return self._as_given(self._in_chunks(self.model_.decode, experts), _float_of(codes))
 
-    def score_samples(self, X: Any) -> Array:  # noqa: N803
+    def score_samples(self, X: Any) -> Array:
         """Compute −F(x) for each row: its log-probability up to a constant that depends on the model.
 
         Scores of two rows under one model can be compared, those of two models cannot. F is that of the input
@@ -286,7 +292,7 @@ class CapsuleExpertsTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixi
 
     # What X is
 
-    def _begin(self, X: Any, fewest: int = 1) -> Array:  # noqa: N803
+    def _begin(self, X: Any, fewest: int = 1) -> Array:
         """Check all parameters and X, and forget what was learned."""
         self._check_parameters()
         given = np.asarray(X).shape[1:] if _ndim(X) in (3, 4) else None
@@ -319,15 +325,15 @@ class CapsuleExpertsTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixi
             for side in self.image_shape:
                 checks.require_int("every number of image_shape", side, 1)
 
-    def _check(self, X: Any, *, reset: bool = False, fewest: int = 1) -> Array:  # noqa: N803
+    def _check(self, X: Any, *, reset: bool = False, fewest: int = 1) -> Array:
         """Rows (n, n_features_in_) of X, of whatever shape; floats, or uint8 if they are images."""
         shape = self.image_shape_
         if _ndim(X) in (3, 4):
-            X = np.asarray(X)  # noqa: N806
+            X = np.asarray(X)
             if shape is None or (*X.shape[1:], 1)[:3] != shape:
                 wanted = "rows of a table" if shape is None else f"images of {' × '.join(map(str, shape))}"
                 raise ValueError(f"X must hold {wanted}, but has shape {X.shape}")
-            X = X.reshape(len(X), math.prod(X.shape[1:]))  # noqa: N806
+            X = X.reshape(len(X), math.prod(X.shape[1:]))
         dtypes = (np.float64, np.float32) if shape is None else (np.float64, np.float32, np.uint8)
         rows: Array = validate_data(self, X, dtype=dtypes, reset=reset, ensure_min_samples=fewest)
         if shape is not None and rows.shape[1] != math.prod(shape):
@@ -368,8 +374,6 @@ class CapsuleExpertsTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixi
         data = _as_tensor(rows)
         self.model_.see(data)
         self.model_.learn(data, self._optimizer, self.batch_size, self._generator())
-        self._keep(rows)
-        self.model_.settle(_as_tensor(self._kept[0]), self._generator())
 
     def _config(self) -> Config:
         """Options of a training run: the preset, with the parameters of the estimator."""
@@ -409,8 +413,7 @@ class CapsuleExpertsTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixi
         is_table = isinstance(self.model_, CapsuleTable)
         self.experts_ = self.model_.experts if is_table else self.model_.encoders[0]
         self.model_.eval()
-        if self.n_samples_seen_ == 0 or not is_table:
-            self._keep(rows)
+        self._keep(rows)
         self.n_samples_seen_ += len(rows)
         self.n_iter_ += passes
         return self
@@ -455,7 +458,7 @@ class CapsuleExpertsTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixi
         return torch.cat([function(part.to(self._device())).cpu() for part in batch.split(CHUNK)])
 
 
-def _ndim(X: Any) -> int:  # noqa: N803
+def _ndim(X: Any) -> int:
     """Count the axes of anything that scikit-learn takes for an array."""
     return int(X.ndim) if hasattr(X, "ndim") else np.asarray(X).ndim
 
