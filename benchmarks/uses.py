@@ -91,7 +91,9 @@ def measure_unusual(
     network: CapsuleNetwork, train: ImageSet, inside: Tensor, outside: Tensor, budget: Budget
 ) -> dict[str, float]:
     """AUROC of every score."""
-    machine, autoencoder = BernoulliMachine(train, budget), AllFeatures(train, budget)
+    machine = BernoulliMachine(train, budget)
+    with torch.enable_grad():  # it learns by gradients, unlike all else here
+        autoencoder = AllFeatures(train, budget)
     some = _limit(train, 2000).batch(slice(None)).to(inside.device)
     energies: dict[str, Callable[[Tensor], Tensor]] = {
         "poecaps": lambda images: free_energy(network, images),
@@ -205,8 +207,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     mean = train.batch(slice(None)).mean(0).to(device)
     judged = options.data.removesuffix("-sample") in CLASSIFIERS
     labelled = train.labels is not None and test.labels is not None
-    with torch.enable_grad():  # the autoencoder learns
-        unusual = measure_unusual(network, train, inside, outside, budget)
+    unusual = measure_unusual(network, train, inside, outside, budget)
     uses = Uses(
         network=str(options.network),
         data=options.data,

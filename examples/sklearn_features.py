@@ -1,7 +1,12 @@
 """Features without labels, judged by a logistic regression: expert capsules beside scikit-learn's BernoulliRBM.
 
-`python examples/sklearn_features.py` takes the 10,000 digits that come with poecaps, learns 320 features of them twice,
-both times without labels, and lets the same classifier read the digit off either, and off the pixels.
+`python examples/sklearn_features.py` takes 5,000 of the digits that come with poecaps, learns 320 features of them
+twice, both times without labels, and lets the same classifier read the digit off either, and off the pixels.
+It printed, on one core that others used as well::
+
+    pixels                     88.1% of 2000 test images, 8 s
+    BernoulliRBM               89.1% of 2000 test images, 20 s
+    expert capsules            91.4% of 2000 test images, 339 s
 """
 
 from __future__ import annotations
@@ -23,7 +28,7 @@ if TYPE_CHECKING:
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--data", default="mnist-sample", help="or fashion-mnist-sample (default: mnist-sample)")
-parser.add_argument("--images", type=int, default=10_000, help="how many to learn from (default: 10000)")
+parser.add_argument("--images", type=int, default=5000, help="how many to learn from (default: 5000)")
 parser.add_argument("--test", type=int, default=2000, help="how many to test on (default: 2000)")
 parser.add_argument("--passes", type=int, default=5, help="over the images, of experts and RBM alike (default: 5)")
 parser.add_argument("--filters", type=int, default=128, help="of the convolutions below the capsules (default: 128)")

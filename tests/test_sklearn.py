@@ -6,7 +6,6 @@ import os
 import pickle
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,6 @@ from poecaps import CapsuleNetwork, TrainingError, squash
 from poecaps.data import DataError
 from poecaps.sklearn import KEPT, CapsuleExpertsTransformer
 
-ROOT = Path(__file__).parent.parent
 Array = np.ndarray[Any, Any]
 
 
@@ -291,12 +289,3 @@ def test_it_tells_how_far_it_is(wine: Array, digits: Array, capsys: pytest.Captu
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 12  # four stages of three passes
     assert "decoder 1: epoch 3.0/3" in lines[8]
-
-
-def test_the_example_compares_features() -> None:
-    script = str(ROOT / "examples" / "sklearn_features.py")
-    size = ["--images", "300", "--test", "300", "--passes", "1", "--filters", "16"]
-    result = subprocess.run([sys.executable, script, *size], capture_output=True, text=True, check=True)
-    shares = {line[:24].strip(): float(line[24:].split("%")[0]) for line in result.stdout.splitlines()}
-    assert shares.keys() == {"pixels", "BernoulliRBM", "expert capsules"}
-    assert min(shares.values()) > 40  # chance is 10

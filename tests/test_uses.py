@@ -39,22 +39,21 @@ def network(tmp_path_factory: pytest.TempPathFactory) -> CapsuleNetwork:
         autoencoder=Stage(epochs=15, rate=1e-2),
         encoder=EncoderStage(epochs=10, rate=0.1, winners=1, firing=0.5),
         decoder=DecoderStage(epochs=10, rate=0.03),
-        painter=PainterStage(epochs=20, rate=3e-3),
+        painter=PainterStage(epochs=15, rate=5e-3),
+        batch_size=32,
     )
     data = ImageSet(bars(400, seed=0).numpy())
     return train(config, tmp_path_factory.mktemp("uses") / "run", data=data).eval()
 
 
-def auroc(inside: torch.Tensor, outside: torch.Tensor) -> float:
-    return (outside[:, None] > inside).double().mean().item()
-
-
 class TestUnusualness:
-    def test_noise_is_unusual(self, network: CapsuleNetwork, generator: torch.Generator) -> None:
-        noise = torch.rand(100, 1, 20, 19, generator=generator)
-        usual = free_energy(network, bars(200, seed=0))
-        scores = [unusualness(network, images, usual) for images in (bars(100, seed=1), noise)]
-        assert auroc(*scores) > 0.9
+    def test_energies_above_and_below_the_usual_are_alike(self, network: CapsuleNetwork) -> None:
+        images = torch.cat([bars(30, seed=1), torch.zeros(1, 1, 20, 19), torch.ones(1, 1, 20, 19)])
+        energy = free_energy(network, images)
+        assert energy.std() > 0.01
+        for middle in energy:
+            usual = middle + torch.tensor([-5.0, -1.0, 0.0, 1.0, 5.0])  # median of the distances: 1
+            torch.testing.assert_close(unusualness(network, images, usual), (energy - middle).abs())
 
     def test_the_median_of_the_usual_images_scores_one(self, network: CapsuleNetwork) -> None:
         images = bars(201, seed=0)
