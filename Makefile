@@ -1,6 +1,7 @@
 # make install   a virtual environment in .venv with the exact versions of constraints.txt
 # make test      install what is missing, run the tests
 # make demo      train on the bundled digits and draw new ones, into runs/demo: about 4 minutes on two cores
+# make bench     a learning step of ours against einsum on this CPU, into docs/: some minutes, on a quiet machine
 # make check     lint, formatting, types
 # make format    rewrite the code in the house format
 
@@ -15,7 +16,7 @@ export PIP_BUILD_CONSTRAINT := $(PIP_CONSTRAINT)
 
 DEMO := runs/demo
 
-.PHONY: install demo test check format clean
+.PHONY: install demo test bench check format clean
 
 install: $(VENV)/.installed
 
@@ -31,10 +32,13 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 # The preset default with fewer epochs, so that it ends within five minutes on two cores.
 demo: install
 	rm -rf $(DEMO)
-	$(BIN)/poecaps train --out $(DEMO) --autoencoder.epochs 4 --encoder.epochs 3 --decoder.epochs 4
+	$(BIN)/poecaps train --out $(DEMO) --autoencoder.epochs 3 --encoder.epochs 3 --decoder.epochs 1 --painter.epochs 3
 
 test: install
 	$(BIN)/python -m pytest -q
+
+bench: install
+	$(BIN)/python -m benchmarks --device cpu --json docs/bench-cpu.json --plot docs/images/bench-cpu.png
 
 check: install
 	$(BIN)/ruff check .

@@ -3,7 +3,7 @@
 `python -m benchmarks.baselines --data mnist --path FOLDER --json FILE` trains each baseline and prints one table.
 
 Every code has 320 numbers, as the 20 experts of 16 dimensions have, except where the name says otherwise. Every model
-that is trained by passes over the images makes as many as the preset `default` makes in its three stages; the seconds
+that is trained by passes over the images makes as many as the preset `default` makes in all its stages; the seconds
 are recorded. Samples that use the whole code are called "joint" for all of them:
 
 pixels            the images themselves; the linear probe's starting point
@@ -70,9 +70,9 @@ class Budget:
 
 
 def default_epochs() -> int:
-    """Count the passes that the preset `default` makes in its three stages."""
+    """Count the passes that the preset `default` makes in all its stages."""
     config = PRESETS["default"]()
-    return config.autoencoder.epochs + config.encoder.epochs + config.decoder.epochs
+    return sum(stage.epochs for stage in (config.autoencoder, config.encoder, config.decoder, config.painter))
 
 
 class Draws:

@@ -130,7 +130,7 @@ def test_training_by_replays_gives_what_plain_steps_give(
         autoencoder=Stage(epochs=4),
         encoder=EncoderStage(epochs=4, rate=1e-3, mixing=mixing, winners=winners, firing=0.5),
         decoder=DecoderStage(epochs=4, rate=1e-3, alone=0.5),
-        painter=PainterStage(epochs=4, alone=0.5, error="cross-entropy"),
+        painter=PainterStage(epochs=4, alone=0.5),
         batch_size=16,
         device="cuda",
         precision="float32",

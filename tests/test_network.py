@@ -61,6 +61,46 @@ def test_scaling_does_what_it_is_asked_and_is_undone(
         torch.testing.assert_close(x, squash(a))
 
 
+@pytest.mark.parametrize("centre", [True, False])
+@pytest.mark.parametrize("whiten", [True, False])
+def test_levelling_makes_the_leading_directions_equally_strong(
+    centre: bool, whiten: bool, generator: torch.Generator
+) -> None:
+    """By numpy's eigenvalues of all numbers together: the first three come down to the third, the others stay."""
+    shared = torch.randn(4000, 3, generator=generator) * torch.tensor([9.0, 6.0, 4.0])
+    reach = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [0, 0, 0, 1, 1]]).repeat_interleave(4, 1)  # of 5 capsules
+    a = 1.5 + shared @ (reach * torch.randn(3, 20, generator=generator)) + torch.randn(4000, 20, generator=generator)
+    a = a.view(-1, 5, 4)
+    scaling = CapsuleScaling(5, 4, centre=centre, scale=0.3, whiten=whiten, level=3)
+    plain = CapsuleScaling(5, 4, centre=centre, scale=0.3, whiten=whiten)
+    for each in (scaling, plain):
+        each.fit(a.split(900))
+    before, after = (_spectrum(unsquash(each.to_capsules(a)).flatten(1)) for each in (plain, scaling))
+    assert before[0] > 1.5 * before[2]
+    assert after[:3].std() < 0.02 * after[0]
+    torch.testing.assert_close(after[3:] / after[2], before[3:] / before[2], rtol=0.05, atol=1e-3)
+    assert unsquash(scaling.to_capsules(a)).norm(dim=-1).mean().item() == pytest.approx(0.3, rel=1e-3)
+    torch.testing.assert_close(scaling.from_capsules(scaling.to_capsules(a)), a, rtol=1e-3, atol=1e-3)
+    assert scaling.directions is not None
+    torch.testing.assert_close(scaling.directions.T @ scaling.directions, torch.eye(3), rtol=1e-4, atol=1e-5)
+
+
+def _spectrum(points: Tensor) -> Tensor:
+    return torch.linalg.eigvalsh(points.double().T.cov()).flip(0)
+
+
+def test_levelling_can_be_undone_where_there_is_less_to_level_than_asked(generator: torch.Generator) -> None:
+    a = torch.randn(200, 1, generator=generator) * torch.randn(20, generator=generator)  # a line
+    scaling = CapsuleScaling(5, 4, centre=True, scale=0.3, whiten=False, level=3)
+    scaling.fit([a.view(-1, 5, 4)])
+    assert scaling.factors is not None
+    assert scaling.factors[0].item() == pytest.approx(0.01, rel=0.01)  # not weakened more than that
+    back = scaling.from_capsules(scaling.to_capsules(a.view(-1, 5, 4)))
+    torch.testing.assert_close(back, a.view(-1, 5, 4), rtol=1e-3, atol=1e-3)
+    with pytest.raises(ValueError, match=r"level must be at most 20"):
+        CapsuleScaling(5, 4, centre=True, scale=None, whiten=False, level=21)
+
+
 # ---------------------------------------------------------------------------------------------------------
 # The decoder's rule
 
@@ -94,8 +134,37 @@ def test_gradient_of_the_decoding_loss_is_the_rule_written_with_loops(generator:
     torch.testing.assert_close(decoder.weight.grad, -delta, rtol=1e-9, atol=1e-12)
 
 
+def test_what_the_painter_learns_from_has_a_gradient_in_the_decoder_alone(generator: torch.Generator) -> None:
+    decoder = CapsuleDecoder(3, 4, 5, 2, sharpness=2.0, dtype=torch.float64)
+    decoder.reset_parameters(std=1.0, generator=generator)
+    y = squash(torch.randn(6, 3, 4, dtype=torch.float64, generator=generator)).requires_grad_()
+    pull = torch.randn(6, 5, 2, dtype=torch.float64, generator=generator)
+    z = decoder.preactivation(y)
+    torch.testing.assert_close(squash(z), decoder(y))
+    (z * pull).sum().backward()
+    assert y.grad is None
+    e = decoder.route(y.detach()).coefficients
+    expected = torch.einsum("nji,nik,njd->jikd", e, pull, y.detach())
+    torch.testing.assert_close(decoder.weight.grad, expected)
+
+
 # ---------------------------------------------------------------------------------------------------------
 # The whole
+
+
+def test_a_painter_draws_in_place_of_the_autoencoder(generator: torch.Generator) -> None:
+    plain = CapsuleNetwork(TINY, generator=generator).eval()
+    network = CapsuleNetwork(replace(TINY, painter=True)).eval()
+    network.load_state_dict(plain.state_dict(), strict=False)
+    assert network.painter is not None
+    network.painter.follow(network.autoencoder)
+    code = plain.sample(5, "complete", generator=generator)
+    torch.testing.assert_close(network.decode(code), plain.decode(code))
+    with torch.no_grad():
+        network.painter.second.mul_(2)
+    assert not torch.allclose(network.decode(code), plain.decode(code), atol=1e-4)
+    images = torch.rand(2, *TINY.image_shape, generator=generator)
+    torch.testing.assert_close(network.encode(images), plain.encode(images))
 
 
 @pytest.mark.parametrize("shape", [(1, 28, 28), (3, 32, 32), (1, 28, 20)])

@@ -124,7 +124,7 @@ def _train_with(preset_given: str) -> Callable[..., None]:
         tensorboard: bool = False,
         figures: bool = True,
     ) -> None:
-        """Train a model on images, in three stages, and draw what it has learned.
+        """Train a model on images, in stages, and draw what it has learned.
 
         Without options: 10,000 handwritten digits that come with poecaps.
 

@@ -26,10 +26,10 @@ Domain = Literal["complete", "restricted", "learned", "joint"]
 DOMAINS: tuple[Domain, ...] = get_args(Domain)
 
 FORMAT, VERSION = "poecaps", 1
-JOINT_SIZE = 64  # principal components of whole codes that these are drawn in
+JOINT_SIZE = 128  # principal components of whole codes that these are drawn in
 JOINT_RANK = 8  # of the Gaussians that they are drawn from
 MOST_LEVELLED = 100  # times that a direction is weakened
-FEWEST = 50  # points that a Gaussian of a mixture is fitted to, on average
+FEWEST = 25  # points that a Gaussian of a mixture is fitted to, on average
 HALF_ERROR = 1e-3  # of the norm of a tensor that rounding to float16 may cost; 2e-4 is usual
 
 
@@ -72,7 +72,7 @@ class ModelOptions:
     painter: bool = False
     """Whether images are drawn by filters of their own, tuned in a last stage, not by those that see them."""
     components: int = 1000
-    """Gaussians in the density that whole codes are drawn from, at most; each is fitted to 50 images or so."""
+    """Gaussians in the density that whole codes are drawn from, at most; each is fitted to 25 images or more."""
     parts: int = 20
     """Gaussians in the density that the code of one expert is drawn from, at most."""
 
@@ -322,8 +322,7 @@ class GaussianMixtures(nn.Module):
 class MixtureOfCodes(nn.Module):
     """A mixture of Gaussians over the leading principal components of codes of S numbers.
 
-    What lies outside these components is at its mean: it is mostly noise, and would make the mixture five times as
-    large.
+    What lies outside these components is at its mean: it is little, and would make the mixture several times as large.
     """
 
     centre: Tensor

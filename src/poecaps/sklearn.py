@@ -35,7 +35,6 @@ Array = np.ndarray[Any, Any]
 KEPT = 2000  # rows, drawn from all that `partial_fit` has seen, that the way back and the density are fitted to
 LATER = 0.1  # learning rates of `partial_fit` on images after its first call, as a share of those of `fit`
 CHUNK = 250  # images that go through the network together
-FEWEST = 50  # images for each Gaussian of the density
 
 
 class CapsuleExpertsTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):  # type: ignore[misc]
@@ -403,9 +402,7 @@ class CapsuleExpertsTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixi
 
     def _train(self, rows: Array) -> None:
         """Train a network on images; what a run writes goes where it vanishes."""
-        images, config = self._images(rows), self._config()
-        components = max(1, min(config.model.components, len(rows) // FEWEST))
-        config = replace(config, seed=self._seed(), model=replace(config.model, components=components))
+        images, config = self._images(rows), replace(self._config(), seed=self._seed())
         with tempfile.TemporaryDirectory(prefix="poecaps-") as folder:
             self.model_ = train(config, Path(folder) / "run", data=images, report=self._report)
 

@@ -92,6 +92,29 @@ def test_later_stages_leave_earlier_parts_alone(data: Path, finished: Path, tmp_
             assert not torch.equal(whole[name], no_decoder[name])
 
 
+def test_the_painter_and_the_decoder_below_learn_to_draw_sharply(data: Path, tmp_path: Path) -> None:
+    """The loss is the mean absolute difference of pixels with a little cross-entropy, from codes as they are."""
+    stage = PainterStage(epochs=1, optimizer="sgd", rate=0.0, momentum=0.0, cross_entropy=0.2)
+    config = config_for(data, painter=stage, batch_size=96, precision="float32")
+    network = train(config, tmp_path / "run")
+    images = torch.from_numpy(np.load(data) / 255).float().unsqueeze(1)
+    with torch.no_grad():
+        drawn = network.reconstruct(images)
+        entropy = torch.nn.functional.binary_cross_entropy(drawn, images)
+        expected = (drawn - images).abs().mean() + 0.2 * entropy
+        relative = (drawn - images).square().sum() / (images - images.mean(0)).square().sum()
+    line = next(line for line in metrics(tmp_path / "run") if line["stage"] == "painter")
+    assert line["loss"] == pytest.approx(expected.item(), rel=1e-3)
+    assert line["reconstruction_error"] == pytest.approx(relative.item(), rel=1e-3)
+    tuned = train(replace(config, painter=replace(stage, epochs=20, rate=0.3)), tmp_path / "tuned")
+    with torch.no_grad():
+        assert (tuned.reconstruct(images) - images).abs().mean() < 0.97 * (drawn - images).abs().mean()
+    ours, theirs = weights(tmp_path / "tuned"), weights(tmp_path / "run")
+    moved = {name.split(".weight")[0].split(".first")[0] for name in ours if not torch.equal(ours[name], theirs[name])}
+    assert {"painter", "decoders.0"} <= moved
+    assert not any(name.startswith(("autoencoder", "encoders", "scaling", "decoders.1")) for name in moved)
+
+
 class Stop(Exception):  # noqa: N818
     pass
 

@@ -164,8 +164,11 @@ def squash(z: Tensor, on: Tensor | None = None, *, weight: Tensor, backend: Back
 
 def free_energy_gap(weight: Tensor, data: Held, model: Held, *, backend: Backend | None = None) -> Tensor:
     """Compute mean F(x) − mean F(x̃) with x, x̃ and their coefficients held, as a function of the weight: → ()."""
-    if choose(data.x, weight, backend) == "triton":
+    chosen = choose(data.x, weight, backend)
+    if chosen == "triton":
         return flash.free_energy_gap(weight, data, model)
+    if chosen == "cpu" and _plain(weight) is votefree:
+        return votefree.free_energy_gap(weight, data, model)
     here, there = (
         F.free_energy(preactivation(at.x, weight, at.coefficients, backend=backend), at.on).mean()
         for at in (data, model)

@@ -15,11 +15,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from poecaps import functional as F
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from poecaps.kernels.flash import Held
 
 
 @torch.no_grad()
@@ -57,6 +60,12 @@ def preactivation(x: Tensor, weight: Tensor, coefficients: Tensor) -> Tensor:
     """
     z: Tensor = _Preactivation.apply(x, weight, coefficients)  # type: ignore[no-untyped-call]
     return z
+
+
+def free_energy_gap(weight: Tensor, data: Held, model: Held) -> Tensor:
+    """Compute mean F(x) − mean F(x̃) for what is held, with a gradient in the weight alone: → ()."""
+    gap: Tensor = _FreeEnergyGap.apply(weight, data, model)  # type: ignore[no-untyped-call]
+    return gap
 
 
 @torch.no_grad()
@@ -98,6 +107,31 @@ class _Preactivation(torch.autograd.Function):
             routed = (c[j].unsqueeze(1) * capsules).view(batch, -1)
             torch.mm(gradient[:, j].T, routed, out=result[j].view(out_dim, -1))
         return None, result.permute(3, 0, 1, 2).contiguous(), None
+
+
+class _FreeEnergyGap(torch.autograd.Function):
+    """Preactivations are known, so the loss costs nothing; its gradient is Σ c_ij g(z_j) x_iᵀ in closed form."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, data: Held, model: Held) -> Tensor:
+        ctx.held, ctx.shape = (data, model), weight.shape
+        # The capsules are saved as well, so that autograd notices if they are overwritten before the way back.
+        ctx.save_for_backward(data.x, model.x)
+        here, there = (F.free_energy(held.z, held.on).mean() for held in (data, model))
+        return here - there
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        inputs, experts, out_dim, dim = ctx.shape
+        total = gradient.new_zeros(experts, out_dim, dim * inputs)
+        for held, x, sign in zip(ctx.held, ctx.saved_tensors, (-2, 2), strict=True):
+            pull = held.z * (sign * gradient / (len(x) * (1 + held.z.square().sum(-1, keepdim=True))))
+            pull = pull if held.on is None else pull * held.on.unsqueeze(-1)
+            capsules, c = _lying(x), held.coefficients.permute(2, 0, 1).contiguous()
+            for j in range(experts):
+                total[j].addmm_(pull[:, j].T, (c[j].unsqueeze(1) * capsules).flatten(1))
+        return total.view(experts, out_dim, dim, inputs).permute(3, 0, 1, 2).contiguous(), None, None
 
 
 def _lying(x: Tensor) -> Tensor:

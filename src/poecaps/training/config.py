@@ -18,8 +18,6 @@ T = TypeVar("T")
 Precision = Literal["auto", "float32", "bfloat16"]
 Optimizer = Literal["adam", "sgd"]
 OPTIMIZERS: tuple[Optimizer, ...] = get_args(Optimizer)
-PixelError = Literal["absolute", "cross-entropy"]
-PIXEL_ERRORS: tuple[PixelError, ...] = get_args(PixelError)
 
 
 @dataclass(frozen=True)
@@ -112,14 +110,14 @@ class PainterStage(Stage):
 
     alone: float = 0.0
     """Share of images drawn from their strongest expert alone."""
-    error: PixelError = "absolute"
-    """What is made small: the absolute difference of pixels, which keeps edges sharp, or their cross-entropy."""
+    cross_entropy: float = 0.05
+    """Weight of the pixels' cross-entropy beside their absolute difference: the larger, the softer what is drawn."""
 
     def check(self, name: str) -> None:
         """Refuse values that cannot be meant, naming the stage they belong to."""
         super().check(name)
         checks.require_share(f"{name}.alone", self.alone)
-        checks.require_choice(f"{name}.error", self.error, PIXEL_ERRORS)
+        checks.require_nonnegative(f"{name}.cross_entropy", self.cross_entropy)
 
 
 @dataclass(frozen=True)

@@ -325,12 +325,16 @@ class PainterTask(Task):
         return self.material.has_images() and self.material.has_inputs(len(self.material.network.encoders))
 
     def loss(self, indices: Tensor, draw: Draw) -> Tensor:
-        """Compute how far images are from what is drawn, for some of them, from their strongest expert alone."""
+        """Compute how far images are from what is drawn, for some of them from their strongest expert alone.
+
+        Where a pixel is uncertain, the smallest absolute difference is that of its median, which is sharp, and the
+        smallest cross-entropy that of its mean, which is blurred. But a pixel that is far off has no gradient left in
+        the absolute difference alone, and stays off for ever; a little cross-entropy wakes it.
+        """
         y = self.material.codes(len(self.material.network.encoders), indices)
         logits, images = self._paint(_some_alone(y, self.stage.alone, draw)), self.material.images(indices)
-        if self.stage.error == "absolute":
-            return (torch.sigmoid(logits) - images).abs().mean()
-        return nn.functional.binary_cross_entropy_with_logits(logits, images)
+        sharp = (torch.sigmoid(logits) - images).abs().mean()
+        return sharp + self.stage.cross_entropy * nn.functional.binary_cross_entropy_with_logits(logits, images)
 
     def measure(self) -> dict[str, float]:
         """Measure the share of the images' variance that is lost on the way to the experts and back."""
