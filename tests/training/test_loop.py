@@ -22,7 +22,7 @@ import torch
 
 from poecaps import Architecture, CapsuleNetwork, ModelError, squash, unsquash
 from poecaps._files import read_tensors, write_tensors
-from poecaps.data import DataError
+from poecaps.data import DataError, ImageSet
 from poecaps.network import ModelOptions
 from poecaps.training import (
     PRESETS,
@@ -608,3 +608,19 @@ def test_precision_is_bfloat16_where_wanted_or_fast(monkeypatch: pytest.MonkeyPa
         assert _wants_bfloat16("auto", cpu) is fast
         assert _wants_bfloat16("bfloat16", cpu)
         assert not _wants_bfloat16("float32", cpu)
+
+
+def test_images_in_memory_are_learned_like_those_of_a_file(data: Path, finished: Path, tmp_path: Path) -> None:
+    images = ImageSet(np.load(data))
+    config = config_for(Path("not looked at"))
+
+    def interrupt(progress: Progress) -> None:
+        if progress.total_step == 20:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(config, tmp_path / "run", data=images, report=interrupt)
+    with pytest.raises(FileNotFoundError, match="an array"):
+        resume(tmp_path / "run")
+    resume(tmp_path / "run", data=images)
+    assert_same_weights(tmp_path / "run", finished)

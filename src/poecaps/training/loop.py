@@ -43,7 +43,13 @@ EXPLODED = 1e3  # a mean weight of this size is no model any more
 FITTED = 100_000  # codes that the density is fitted to, of more images a random part
 
 
-def train(config: Config, folder: str | os.PathLike[str], *, report: Report | None = None) -> CapsuleNetwork:
+def train(
+    config: Config,
+    folder: str | os.PathLike[str],
+    *,
+    data: ImageSet | None = None,
+    report: Report | None = None,
+) -> CapsuleNetwork:
     """Train a network and save it in a folder.
 
     The folder receives the network (`config.json`, `model.safetensors`), a record of the run (`run.json`: options,
@@ -58,6 +64,8 @@ def train(config: Config, folder: str | os.PathLike[str], *, report: Report | No
         What to train, on what and how.
     folder
         Where results go. It must be new or empty; to go on with a run, use `resume`.
+    data
+        Images in memory to learn from, in place of those that `config.data` names.
     report
         Called with a `poecaps.training.Progress` after every step.
 
@@ -71,11 +79,14 @@ def train(config: Config, folder: str | os.PathLike[str], *, report: Report | No
         If training diverges or a file cannot be written; the last checkpoint stays whole.
     """
     config.check()
-    config = replace(config, data=_settled(config.data), data_path=_settled(config.data_path))
+    if data is None:
+        config = replace(config, data=_settled(config.data), data_path=_settled(config.data_path))
+    else:
+        config = replace(config, data=data.source, data_path=None, size=None, channels=None)
     folder = Path(folder)
     if processes.attempt() > 0 and _was_launched_here(folder):
-        return resume(folder, report=report)
-    with _started(config, folder, report, new=True) as run:
+        return resume(folder, data=data, report=report)
+    with _started(config, folder, report, data, new=True) as run:
         return run.go(task=0, step=0)
 
 
@@ -90,7 +101,11 @@ def _is_free(folder: Path) -> bool:
 
 
 def resume(
-    folder: str | os.PathLike[str], *, device: str | None = None, report: Report | None = None
+    folder: str | os.PathLike[str],
+    *,
+    device: str | None = None,
+    data: ImageSet | None = None,
+    report: Report | None = None,
 ) -> CapsuleNetwork:
     """Go on with a run from its last checkpoint; on a CPU the result is that of a run without a break, bit for bit.
 
@@ -102,6 +117,8 @@ def resume(
         Where the run is.
     device
         Where to go on; by default as the run was told when it began.
+    data
+        The images, if the run was given them in memory.
     report
         Called with a `poecaps.training.Progress` after every step.
 
@@ -129,7 +146,7 @@ def resume(
         raise ModelError(f"{source} is no checkpoint of a run ({error})") from error
     if is_finished(folder):
         return CapsuleNetwork.load(folder, find_device(config.device))
-    with _started(config, folder, report) as run:
+    with _started(config, folder, report, data) as run:
         if not 0 <= task <= len(run.tasks) or not 0 <= step <= run.steps_of(task):
             raise ModelError(f"{source} is damaged: it stands at step {step} of stage {task + 1} of {len(run.tasks)}")
         model = {name.removeprefix("model."): value for name, value in tensors.items() if name.startswith("model.")}
@@ -146,12 +163,16 @@ def is_finished(folder: Path) -> bool:
 
 
 @contextmanager
-def _started(config: Config, folder: Path, report: Report | None, *, new: bool = False) -> Iterator[_Run]:
+def _started(
+    config: Config, folder: Path, report: Report | None, data: ImageSet | None, *, new: bool = False
+) -> Iterator[_Run]:
     device, interrupts = find_device(config.device), Interrupts()
     with interrupts.watched(), processes.joined(device) as workers:
         if new and workers.any(workers.first and not _is_free(folder), device):
             raise FileExistsError(f"{folder} is not empty; name a new folder, or go on with the run in it by resume")
-        yield _Run(config, folder, report, device, workers, interrupts)
+        if data is None:
+            data = load(config.data, path=config.data_path, size=config.size, channels=config.channels)
+        yield _Run(config, data, folder, report, device, workers, interrupts)
 
 
 class _Run:
@@ -160,6 +181,7 @@ class _Run:
     def __init__(
         self,
         config: Config,
+        data: ImageSet,
         folder: Path,
         report: Report | None,
         device: torch.device,
@@ -168,7 +190,6 @@ class _Run:
     ) -> None:
         self.config, self.folder, self.report = config, folder, report
         self.device, self.workers, self.interrupts = device, workers, interrupts
-        data = load(config.data, path=config.data_path, size=config.size, channels=config.channels)
         _require_variety(data)
         architecture = Architecture(
             **{each.name: getattr(config.model, each.name) for each in fields(config.model)}, image_shape=data.shape

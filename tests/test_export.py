@@ -1,0 +1,74 @@
+"""Exported programs compute what the network computes, in PyTorch and in onnxruntime."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+
+from poecaps import Architecture, CapsuleNetwork
+from poecaps.export import export_encoder, export_generator, write_onnx
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture(scope="module")
+def network() -> CapsuleNetwork:
+    """Everything that a trained network has, with weights that routing has something to do with."""
+    shape = Architecture(
+        image_shape=(3, 21, 20),
+        features=16,
+        experts=((6, 5),),
+        normalize="outputs",
+        whiten=True,
+        level=3,
+        painter=True,
+    )
+    generator = torch.Generator().manual_seed(0)
+    made = CapsuleNetwork(shape, generator=generator).eval()
+    for layer in (*made.encoders, *made.decoders):
+        layer.reset_parameters(std=2.0, generator=generator)
+    with torch.no_grad():
+        made.scaling.fit([made.activations(torch.rand(50, 3, 21, 20, generator=generator))])
+    return made
+
+
+@pytest.fixture
+def images(generator: torch.Generator) -> torch.Tensor:
+    return torch.rand(7, 3, 21, 20, generator=generator)
+
+
+@torch.no_grad()
+def test_an_exported_program_is_the_network(network: CapsuleNetwork, images: torch.Tensor, tmp_path: Path) -> None:
+    torch.export.save(export_encoder(network), tmp_path / "encoder.pt2")
+    encode = torch.export.load(tmp_path / "encoder.pt2").module()
+    decode = export_generator(network).module()
+    for count in (1, 7):
+        codes = network.encode(images[:count])
+        torch.testing.assert_close(encode(images[:count]), codes)
+        torch.testing.assert_close(decode(codes), network.decode(codes))
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")  # torch's exporter uses what torch has deprecated
+@torch.no_grad()
+def test_onnxruntime_computes_the_same(network: CapsuleNetwork, images: torch.Tensor, tmp_path: Path) -> None:
+    files = write_onnx(network, tmp_path / "new" / "folder")
+    encoder, generator = (onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"]) for file in files)
+    for count in (1, 7):
+        codes = network.encode(images[:count])
+        assert codes.std() > 0.05
+        (found,) = encoder.run(["codes"], {"images": images[:count].numpy()})
+        np.testing.assert_allclose(found, codes.numpy(), atol=1e-5)
+        (drawn,) = generator.run(["images"], {"codes": codes.numpy()})
+        np.testing.assert_allclose(drawn, network.decode(codes).numpy(), atol=1e-4)
+
+
+def test_neither_is_imported_by_poecaps() -> None:
+    program = "import sys, poecaps; sys.exit(any(name.startswith(('onnx', 'poecaps.export')) for name in sys.modules))"
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -1,0 +1,291 @@
+"""The scikit-learn transformer: scikit-learn's own checks, and what a user of it expects."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sklearn.base import clone
+from sklearn.datasets import load_digits, load_iris, load_wine
+from sklearn.linear_model import LogisticRegression
+from sklearn.model_selection import GridSearchCV
+from sklearn.pipeline import make_pipeline
+
+from poecaps import CapsuleNetwork, TrainingError, squash
+from poecaps.data import DataError
+from poecaps.sklearn import KEPT, CapsuleExpertsTransformer
+
+Array = np.ndarray[Any, Any]
+
+
+def table(**changes: Any) -> CapsuleExpertsTransformer:
+    return CapsuleExpertsTransformer(**{"n_experts": 6, "expert_dim": 4, "random_state": 0} | changes)
+
+
+def small(**changes: Any) -> CapsuleExpertsTransformer:
+    """For images: few filters and passes."""
+    stages = {"autoencoder_iter": 3, "n_iter": 3, "decoder_iter": 3, "painter_iter": 3}
+    sizes = {"n_experts": 6, "expert_dim": 4, "n_filters": 16, "batch_size": 32, "random_state": 0}
+    return CapsuleExpertsTransformer(**stages | sizes | changes)
+
+
+@pytest.fixture(scope="module")
+def wine() -> Array:
+    return np.asarray(load_wine(return_X_y=True)[0])  # 178 rows, 13 columns of very different sizes
+
+
+@pytest.fixture(scope="module")
+def digits() -> Array:
+    return np.asarray(load_digits(return_X_y=True)[0][:200] / 16)  # 8×8 pixels
+
+
+def lost(X: Array, back: Array) -> float:
+    """Share of the variance of each column that is gone, on average."""
+    return float((np.square(back - X).mean(0) / X.var(0).clip(1e-12)).mean())
+
+
+class TestScikitLearn:
+    def test_every_check_passes(self) -> None:
+        """In a process of its own, because SciPy decides at import whether a check of array types is left out."""
+        program = """if True:
+            from sklearn.utils.estimator_checks import check_estimator
+            from poecaps.sklearn import CapsuleExpertsTransformer as Transformer
+            for each in (Transformer(), Transformer(3, 2, capsule_dim=3, winners=None, normalize="inputs")):
+                results = check_estimator(each, on_skip=None)
+                assert len(results) > 40
+                assert all(result["status"] == "passed" for result in results), results
+        """
+        environment = {**os.environ, "SCIPY_ARRAY_API": "1", "OMP_NUM_THREADS": "1"}
+        subprocess.run([sys.executable, "-c", program], check=True, env=environment)
+
+    def test_importing_poecaps_does_not_import_it(self) -> None:
+        program = "import sys, poecaps; sys.exit(any('sklearn' in name for name in sys.modules))"
+        subprocess.run([sys.executable, "-c", program], check=True)
+
+    def test_a_grid_search_over_a_pipeline_finds_what_works(self, digits: Array) -> None:
+        y = load_digits(return_X_y=True)[1][: len(digits)]
+        pipeline = make_pipeline(table(expert_dim=8), LogisticRegression(C=10, max_iter=500))
+        search = GridSearchCV(pipeline, {"capsuleexpertstransformer__n_experts": [1, 8]}, cv=3).fit(digits, y)
+        assert search.best_params_ == {"capsuleexpertstransformer__n_experts": 8}
+        assert search.best_score_ > 0.8
+
+    def test_a_clone_learns_the_same(self, wine: Array) -> None:
+        first = table().fit(wine)
+        second = clone(first)
+        assert not hasattr(second, "model_")
+        np.testing.assert_array_equal(second.fit(wine).transform(wine), first.transform(wine))
+        assert not np.array_equal(clone(first).set_params(random_state=1).fit_transform(wine), first.transform(wine))
+
+    def test_a_pickled_one_goes_on_where_it_was(self, wine: Array) -> None:
+        first = table().partial_fit(wine[:100])
+        second = pickle.loads(pickle.dumps(first))
+        for each in (first, second):
+            each.partial_fit(wine[100:])
+        np.testing.assert_array_equal(
+            second.inverse_transform(second.transform(wine)), first.inverse_transform(first.transform(wine))
+        )
+        np.testing.assert_array_equal(second.sample(5), first.sample(5))
+
+    def test_names_go_in_and_come_out(self) -> None:
+        pandas = pytest.importorskip("pandas")
+        frame = load_iris(as_frame=True).data
+        made = table().set_output(transform="pandas").fit(frame)
+        codes = made.transform(frame)
+        assert isinstance(codes, pandas.DataFrame)
+        assert list(made.feature_names_in_) == list(frame.columns)
+        assert list(codes.columns) == [f"capsuleexpertstransformer{number}" for number in range(24)]
+        with pytest.raises(ValueError, match="feature names"):
+            made.transform(frame[frame.columns[::-1]])
+
+
+class TestTable:
+    def test_codes_keep_what_the_rows_say(self, wine: Array) -> None:
+        made = table(n_iter=30).fit(wine)
+        codes = made.transform(wine)
+        assert codes.shape == (178, 24)
+        assert lost(wine, made.inverse_transform(codes)) < 0.3
+
+    def test_the_numbers_of_an_expert_are_a_probability_and_a_direction(self, wine: Array) -> None:
+        made = table().fit(wine)
+        firing = np.linalg.norm(made.transform(wine).reshape(178, 6, 4), axis=2)
+        assert firing.max() < 1
+        assert firing.max(1).mean() == pytest.approx(0.5, abs=1e-6)  # of the strongest expert, on average
+
+    def test_units_do_not_matter(self, wine: Array) -> None:
+        factors = np.logspace(-6, 6, 13)
+        made, other = table().fit(wine), table().fit(wine * factors + 5 * factors)
+        np.testing.assert_allclose(other.transform(wine * factors + 5 * factors), made.transform(wine), atol=1e-6)
+
+    def test_a_constant_column_changes_nothing_and_comes_back(self, wine: Array) -> None:
+        wide = np.column_stack([wine, np.full(178, 1e5)])  # in a place that was filled with a zero before
+        made = table().fit(wide)
+        np.testing.assert_allclose(made.transform(wide), table().fit(wine).transform(wine), atol=1e-9)
+        np.testing.assert_allclose(made.inverse_transform(made.transform(wide))[:, -1], 1e5)
+
+    def test_neighbouring_columns_are_a_capsule(self, wine: Array) -> None:
+        made = table(capsule_dim=5).fit(wine)
+        assert made.experts_.weight.shape == (3, 6, 4, 5)
+        t = np.pad((wine - wine.mean(0)) / wine.std(0), ((0, 0), (0, 2)))
+        x = squash(torch.from_numpy(t.reshape(178, 3, 5)) * 0.4 / 5**0.5)
+        with torch.no_grad():
+            np.testing.assert_allclose(made.transform(wine), made.experts_(x).flatten(1), atol=1e-12)
+            np.testing.assert_allclose(made.score_samples(wine), -made.experts_.free_energy(x), atol=1e-12)
+
+    def test_rows_unlike_those_learned_score_less(self, wine: Array, generator: torch.Generator) -> None:
+        made = table(n_iter=30).fit(wine[::2])
+        shuffled = np.stack([np.random.default_rng(0).permutation(column) for column in wine.T], 1)
+        assert np.median(made.score_samples(wine[1::2])) > np.median(made.score_samples(shuffled))
+
+    def test_samples_are_like_the_rows(self, wine: Array) -> None:
+        made = table(n_experts=10, n_iter=30).fit(wine)
+        drawn = made.sample(2000)
+        assert np.abs((drawn.mean(0) - wine.mean(0)) / wine.std(0)).max() < 0.3
+        correlation = np.corrcoef(np.corrcoef(drawn.T).ravel(), np.corrcoef(wine.T).ravel())[0, 1]
+        assert correlation > 0.9
+        np.testing.assert_array_equal(drawn, made.sample(2000))
+        assert not np.array_equal(drawn, made.sample(2000, random_state=5))
+
+    @pytest.mark.parametrize("dtype", [np.float32, np.float64])
+    def test_precision_is_kept(self, wine: Array, dtype: Any) -> None:
+        rows = wine.astype(dtype)
+        made = table().fit(rows)
+        codes = made.transform(rows)
+        for array in (codes, made.inverse_transform(codes), made.score_samples(rows), made.sample(2)):
+            assert array.dtype == dtype
+        assert made.experts_.weight.dtype == (torch.float32 if dtype is np.float32 else torch.float64)
+
+    def test_rows_in_portions_give_the_statistics_of_all(self, wine: Array) -> None:
+        made = table()
+        for part in np.array_split(wine, 7):
+            made.partial_fit(part)
+        np.testing.assert_allclose(made.model_.mean, wine.mean(0))
+        np.testing.assert_allclose(made.model_.variance, wine.var(0))
+        assert (made.n_iter_, made.n_samples_seen_) == (7, 178)
+
+    def test_portions_teach(self, wine: Array) -> None:
+        random, made = np.random.default_rng(0), table()
+        for _ in range(30):
+            made.partial_fit(wine[random.choice(178, 60)])
+        assert lost(wine, made.inverse_transform(made.transform(wine))) < 0.3
+
+    def test_what_is_kept_of_a_stream_is_an_even_draw(self) -> None:
+        made = table(n_experts=2, expert_dim=2)
+        for start in range(0, 6 * KEPT, KEPT):
+            made.partial_fit(np.arange(start, start + KEPT, dtype=float)[:, None])
+        kept = made._kept[0].ravel()
+        assert len(kept) == len(set(kept)) == KEPT
+        shares = np.histogram(kept, bins=6, range=(0, 6 * KEPT))[0] / KEPT
+        np.testing.assert_allclose(shares, 1 / 6, atol=0.04)  # five standard deviations
+
+    def test_divergence_is_an_error(self, wine: Array) -> None:
+        with pytest.raises(TrainingError, match="lower learning_rate"):
+            table(learning_rate=1e300).fit(wine)
+
+
+class TestImages:
+    def test_all_layouts_are_the_same_images(self, digits: Array) -> None:
+        square = digits.reshape(-1, 8, 8)
+        flat, plain, deep = (
+            small(image_shape=(8, 8)).fit(digits),
+            small().fit(square),
+            small().fit(square[..., None]),
+        )
+        codes = flat.transform(digits)
+        assert codes.shape == (200, 24)
+        for other, images in ((plain, square), (deep, square[..., None]), (plain, digits)):
+            np.testing.assert_array_equal(other.transform(images), codes)
+        for made, shape in ((flat, (64,)), (plain, (8, 8)), (deep, (8, 8, 1))):
+            assert made.image_shape_ == (8, 8, 1)
+            assert made.inverse_transform(codes[:3]).shape == (3, *shape)
+            assert made.sample(2).shape == (2, *shape)
+
+    def test_it_is_the_network_of_poecaps(self, digits: Array) -> None:
+        made = small(image_shape=(8, 8)).fit(digits)
+        assert isinstance(made.model_, CapsuleNetwork)
+        images = torch.from_numpy(digits).float().view(-1, 1, 8, 8)
+        with torch.no_grad():
+            codes = made.model_.encode(images).flatten(1).numpy()
+            np.testing.assert_allclose(made.transform(digits), codes, atol=1e-6)
+            np.testing.assert_allclose(made.score_samples(digits), -made.model_.free_energy(images), atol=1e-5)
+            back = made.model_.reconstruct(images).flatten(1).numpy()
+        np.testing.assert_allclose(made.inverse_transform(codes), back, atol=1e-5)
+
+    def test_bytes_are_fractions_of_255(self, digits: Array) -> None:
+        pixels = (digits * 16).astype(np.uint8) * 15  # up to 240
+        made = small(image_shape=(8, 8)).fit(pixels)
+        assert made.transform(pixels).dtype == np.float32
+        np.testing.assert_allclose(made.transform(pixels), made.transform(pixels / 255), atol=1e-6)
+
+    def test_colours_come_back_where_they_were(self) -> None:
+        random = np.random.default_rng(0)
+        images = np.zeros((64, 18, 18, 3), np.uint8)
+        images[:, :9] = random.integers(150, 256, (64, 1, 1, 3)) * [1, 0, 0]  # red above, in many shades
+        images[:, 9:] = random.integers(150, 256, (64, 1, 1, 3)) * [0, 0, 1]  # blue below
+        made = small(autoencoder_iter=60, decoder_iter=10, painter_iter=30).fit(images)
+        back = made.inverse_transform(made.transform(images)).mean((0, 2))
+        assert back[:8, 0].min() > 0.5 > back[:8, 1:].max()
+        assert back[10:, 2].min() > 0.5 > back[10:, :2].max()
+
+    def test_more_images_teach_but_leave_the_filters(self, digits: Array) -> None:
+        made = small(n_iter=1, decoder_iter=1, painter_iter=1).partial_fit(digits.reshape(-1, 8, 8)[:100])
+        before = pickle.loads(pickle.dumps(made))
+        for _ in range(5):
+            made.partial_fit(digits)
+        assert made.n_samples_seen_ == 1100
+        assert torch.equal(made.model_.autoencoder.first, before.model_.autoencoder.first)
+        assert torch.equal(made.model_.scaling.mean, before.model_.scaling.mean)
+        errors = [
+            np.square(each.inverse_transform(each.transform(digits)).reshape(-1, 64) - digits).mean()
+            for each in (before, made)
+        ]
+        assert errors[1] < errors[0]
+        assert not torch.equal(made.model_.density.mean, before.model_.density.mean)
+
+    def test_what_no_image_is_is_refused(self, digits: Array) -> None:
+        made = small(image_shape=(8, 8)).fit(digits)
+        with pytest.raises(DataError, match="floats from 0 to 1"):
+            made.transform(digits * 16)
+        with pytest.raises(ValueError, match="images of 8 × 8 × 1, but has shape"):
+            made.transform(digits.reshape(-1, 4, 16))
+        with pytest.raises(ValueError, match="image_shape is"):
+            small(image_shape=(8, 9)).fit(digits)
+        with pytest.raises(ValueError, match="rows of a table"):
+            table().fit(digits).transform(digits.reshape(-1, 8, 8))
+
+
+@pytest.mark.parametrize(
+    ("parameter", "message"),
+    [
+        ({"n_experts": 0}, "n_experts must be"),
+        ({"winners": 7}, "winners must be a whole number from 1 to 6"),
+        ({"normalize": "input"}, "did you mean 'inputs'"),
+        ({"learning_rate": -1}, "learning_rate must be"),
+        ({"image_shape": (64,)}, "image_shape must be"),
+        ({"kernel_size": 0}, "kernel_size must be"),
+    ],
+)
+def test_a_wrong_parameter_is_named_when_it_is_used(wine: Array, parameter: Any, message: str) -> None:
+    made = table(**parameter)  # merely stored
+    for learn in (made.fit, made.partial_fit):
+        with pytest.raises(ValueError, match=message):
+            learn(wine)
+
+
+def test_a_code_of_another_size_is_refused(wine: Array) -> None:
+    with pytest.raises(ValueError, match="X must have 24 columns"):
+        table().fit(wine).inverse_transform(np.zeros((2, 23)))
+
+
+def test_it_tells_how_far_it_is(wine: Array, digits: Array, capsys: pytest.CaptureFixture[str]) -> None:
+    table(n_iter=2, verbose=True).fit(wine)
+    assert capsys.readouterr().out.splitlines()[-1].endswith("epoch 2/2")
+    small(image_shape=(8, 8), verbose=True).fit(digits)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 12  # four stages of three passes
+    assert "decoder 1: epoch 3.0/3" in lines[8]
