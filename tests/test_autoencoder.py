@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from poecaps.autoencoder import ConvAutoencoder
+from poecaps.autoencoder import ConvAutoencoder, Painter
 
 
 @pytest.mark.parametrize(
@@ -95,3 +95,22 @@ def test_mistakes_are_named() -> None:
         ConvAutoencoder(dropout=1.0)
     with pytest.raises(ValueError, match="kernel must be a whole number of at least 1, but is 0"):
         ConvAutoencoder(kernel=0)
+
+
+def test_a_painter_can_darken_what_no_feature_reaches(generator: torch.Generator) -> None:
+    """Of 28 pixels the last is beyond the last stride: without a canvas it is the same whatever the features are."""
+    model = ConvAutoencoder(features=4, generator=generator)
+    painter = Painter(model, (28, 28))
+    features = torch.randn(2, 4, 6, 6, generator=generator)
+    with torch.no_grad():
+        torch.testing.assert_close(painter.logits(features), model.logits(features, (28, 28)))
+        torch.testing.assert_close(*painter.logits(features)[:, :, -1])
+    optimizer = torch.optim.Adam(painter.parameters(), lr=1e-3)
+    for _ in range(300):
+        optimizer.zero_grad()
+        torch.sigmoid(painter.logits(features)).mean().backward()
+        optimizer.step()
+    with torch.no_grad():
+        assert torch.sigmoid(painter.logits(features))[:, :, -1].max().item() < 0.1
+        painter.follow(model)
+        torch.testing.assert_close(painter.logits(features), model.logits(features, (28, 28)))

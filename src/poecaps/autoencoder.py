@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+CANVAS = 10.0  # what the canvas is multiplied by: Adam moves it as fast as filters, of which many add up in a pixel
+
+
 class ConvAutoencoder(nn.Module):
     """Two convolutions up, and the same filters transposed down.
 
@@ -169,10 +172,15 @@ class ConvAutoencoder(nn.Module):
 class Painter(nn.Module):
     """The way down of an autoencoder with filters of its own, so that they can be tuned while the way up stays.
 
+    It has a canvas as well, a bias for each pixel: a stride of 2 may leave a row and a column at the rim that no
+    feature reaches, and the bias that all pixels share cannot make them dark.
+
     Parameters
     ----------
     like
         The autoencoder whose sizes and filters it starts with.
+    size
+        (H, W) of the images.
     """
 
     first: nn.Parameter
@@ -180,22 +188,23 @@ class Painter(nn.Module):
     down_2: nn.Parameter | None
     down_1: nn.Parameter | None
 
-    def __init__(self, like: ConvAutoencoder) -> None:
+    def __init__(self, like: ConvAutoencoder, size: tuple[int, int]) -> None:
         super().__init__()
-        self.slope = like.slope
+        self.slope, self.size = like.slope, size
+        self.canvas = nn.Parameter(like.first.new_zeros(like.channels, *size))
         for name in ("first", "second", "down_2", "down_1"):
             own = getattr(like, name)
             self.register_parameter(name, None if own is None else nn.Parameter(own.detach().clone()))
 
     @torch.no_grad()
     def follow(self, autoencoder: ConvAutoencoder) -> None:
-        """Take over the filters and biases of an autoencoder's way down."""
+        """Take over the filters and biases of an autoencoder's way down, and begin with an empty canvas."""
         for name, parameter in self.named_parameters():
-            parameter.copy_(getattr(autoencoder, name))
+            parameter.copy_(torch.zeros_like(parameter) if name == "canvas" else getattr(autoencoder, name))
 
-    def logits(self, features: Tensor, size: tuple[int, int]) -> Tensor:
-        """Compute images of this height and width before their sigmoid: (B, F, h, w) → (B, C, H, W)."""
-        return _way_down(self, features, size)
+    def logits(self, features: Tensor) -> Tensor:
+        """Compute images before their sigmoid: (B, F, h, w) → (B, C, H, W)."""
+        return _way_down(self, features, self.size) + CANVAS * self.canvas
 
 
 def _grid(kernel: int, size: tuple[int, int]) -> tuple[int, int]:

@@ -427,7 +427,7 @@ class CapsuleNetwork(nn.Module):
         )
         rows, columns = self.autoencoder.grid((height, width))
         below = (rows * columns * a.features // a.capsule_dim, a.capsule_dim)
-        self.painter = Painter(self.autoencoder) if a.painter else None
+        self.painter = Painter(self.autoencoder, (height, width)) if a.painter else None
         self.scaling = CapsuleScaling(*below, centre=a.centre, scale=a.scale, whiten=a.whiten, level=a.level)
         self.encoders, self.decoders = nn.ModuleList(), nn.ModuleList()
         for above in a.experts:
@@ -488,8 +488,9 @@ class CapsuleNetwork(nn.Module):
         _, height, width = self.architecture.image_shape
         rows, columns = self.autoencoder.grid((height, width))
         features = activations.reshape(len(activations), rows, columns, -1).permute(0, 3, 1, 2)
-        by = self.autoencoder if self.painter is None else self.painter
-        return by.logits(features, (height, width))
+        if self.painter is None:
+            return self.autoencoder.logits(features, (height, width))
+        return self.painter.logits(features)
 
     def reconstruct(self, images: Tensor) -> Tensor:
         """Encode and decode: (B, C, H, W) → (B, C, H, W)."""
