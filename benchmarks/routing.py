@@ -16,7 +16,7 @@ import argparse
 import json
 import multiprocessing
 import platform
-import resource
+import re
 import statistics
 import time
 from dataclasses import asdict, dataclass, replace
@@ -56,6 +56,7 @@ GROWTH: dict[str, tuple[int, ...]] = {
     "experts": (5, 10, 20, 40, 80),
     "iterations": (1, 2, 3, 5, 8),
 }
+STATUS = Path("/proc/self/status")  # what Linux tells of a process
 LADDER = (10_000, 30_000, 100_000, 300_000, 1_000_000)
 
 
@@ -159,7 +160,9 @@ def draw(report: dict[str, Any], path: Path) -> None:
         for version, style in (("ours", "o-"), ("einsum, eager", "s--")):
             runs = [report["growth"][name][str(value)][version] for value in values]
             panels[0, column].loglog(values, [1e3 * run["median_s"] for run in runs], style, label=version)
-            panels[1, column].loglog(values, [max(run["extra_bytes"], 1e5) / 1e6 for run in runs], style, label=version)
+            panels[1, column].loglog(
+                values, [max(run["extra_bytes"] or 0, 1e5) / 1e6 for run in runs], style, label=version
+            )
         panels[1, column].set_xlabel(name)
         for panel in panels[:, column]:
             panel.set_xticks(values, [str(value) for value in values])
@@ -307,13 +310,16 @@ def least_bytes(sizes: Sizes) -> float:
     return 4.0 * (2 * weight + sizes.batch * sizes.inputs * sizes.in_dim)
 
 
-def extra_memory(version: str, sizes: Sizes, device: torch.device) -> int:
+def extra_memory(version: str, sizes: Sizes, device: torch.device) -> int | None:
     """Measure the memory that a step takes beyond weight and data, at its peak.
 
     On a CPU, by how far a process of its own grows during a step, after a step of a tiny problem that brings in code
-    and buffers of the libraries. It is 0 if the step fits into what making the problem had taken and given back.
+    and buffers of the libraries. It is 0 if the step fits into what making the problem had taken and given back, and
+    None where the system does not tell.
     """
     if device.type == "cpu":
+        if not STATUS.exists():
+            return None
         with multiprocessing.get_context("spawn").Pool(1) as pool:
             return int(pool.apply(_growth_of_a_process, (version, sizes)))
     step = _versions(device)[version](sizes, device)
@@ -330,9 +336,15 @@ def _growth_of_a_process(version: str, sizes: Sizes) -> int:
     make = _versions(torch.device("cpu"))[version]
     make(replace(sizes, batch=4), torch.device("cpu"))()
     step = make(sizes, torch.device("cpu"))
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = _highest()
     step()
-    return 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+    return _highest() - before
+
+
+def _highest() -> int:
+    """Read the most memory that this process ever held; getrusage would count that of its parent before it."""
+    (kilobytes,) = re.findall(r"VmHWM:\s+(\d+) kB", STATUS.read_text())
+    return 1024 * int(kilobytes)
 
 
 def _time(step: Step, repeats: int, device: torch.device) -> float:

@@ -45,9 +45,13 @@ def test_the_benchmark_measures_and_draws(
     assert "einsum, eager" in capsys.readouterr().out
 
 
+@pytest.mark.skipif(not routing.STATUS.exists(), reason="the system does not tell")
 def test_eager_einsum_takes_more_memory_than_we_do() -> None:
     sizes = Sizes(batch=64, inputs=600)
+    torch.ones(2**28)  # a gigabyte that this process held is none of theirs
     ours, theirs = (routing.extra_memory(name, sizes, torch.device("cpu")) for name in ("ours", "einsum, eager"))
     votes = 4 * 64 * 600 * 20 * 16
+    assert ours is not None
+    assert theirs is not None
     assert theirs > votes
     assert ours < theirs / 2
