@@ -16,6 +16,7 @@ from torch import Tensor
 from poecaps import squash, unsquash
 from poecaps._files import ModelError, read_tensors, write_tensors
 from poecaps.network import DOMAINS, Architecture, CapsuleDecoder, CapsuleNetwork, CapsuleScaling, CodeDensity
+from tests.networks import untrained
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -309,14 +310,8 @@ def saved(network: CapsuleNetwork, tmp_path: Path) -> Path:
 @pytest.fixture
 def lively(generator: torch.Generator) -> CapsuleNetwork:
     """A network that answers one image unlike another, as a trained one does."""
-    network = CapsuleNetwork(replace(TINY, whiten=True), generator=generator).eval()
     images = torch.rand(200, 1, 20, 19, generator=generator)
-    with torch.no_grad():
-        network.scaling.fit([network.activations(images)])
-        for layer in (*network.encoders, *network.decoders):
-            layer.reset_parameters(std=1.0, generator=generator)
-        network.density.fit(network.encode(images), generator)
-    return network
+    return untrained(replace(TINY, whiten=True), images, generator)
 
 
 def test_a_model_in_half_precision_is_the_same_to_the_eye(

@@ -10,7 +10,7 @@ from torch import nn
 
 from poecaps import functional as F
 from poecaps.layer import CapsuleExperts
-from poecaps.network import MixtureOfCodes
+from poecaps.network import FEWEST, MixtureOfCodes
 from poecaps.training.errors import TrainingError
 from poecaps.training.stages import factor_for_firing
 
@@ -24,7 +24,6 @@ FIRING = 0.5  # mean firing probability of the strongest expert of a row
 DAMPING = 1e-6  # of the mean eigenvalue of the Gram matrix of codes
 ROUNDING = 1e-12  # spread of a column, as a share of its mean, that is none
 EXPLODED = 1e3  # a mean weight of this size is no model any more
-FEWEST = 50  # rows for each Gaussian of the density
 MOST = 1000  # Gaussians
 CHUNK = 1000  # rows that are encoded together
 

@@ -156,13 +156,17 @@ def _train_with(preset_given: str) -> Callable[..., None]:
         shown: list[Any] = [] if quiet or not first else [display()]
         shown += [TensorBoard(folder)] if tensorboard and first else []
 
+        said = quiet or not first
+
         def report(progress: Progress) -> None:
+            nonlocal said
+            if not said:  # not before there is something to learn from
+                print(f"{'goes on with' if resume else 'trains in'} {folder}", file=sys.stderr, flush=True)
+                said = True
             for each in shown:
                 each(progress)
 
         done = resume is not None and is_finished(folder)
-        if not quiet and first and not done:
-            print(f"{'goes on with' if resume else 'trains in'} {folder}", file=sys.stderr, flush=True)
         began = time.perf_counter()
         try:
             network = _train(config, folder, resume is not None, report)

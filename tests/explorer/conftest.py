@@ -15,7 +15,8 @@ import poecaps
 from poecaps.data import ImageSet
 from poecaps.explorer.render import Explored
 from poecaps.explorer.server import create_app, listen
-from poecaps.network import Architecture, CapsuleNetwork
+from poecaps.network import Architecture
+from tests.networks import untrained
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,24 +25,12 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
 
-def untrained(architecture: Architecture, images: torch.Tensor) -> CapsuleNetwork:
-    """Make a network with random but strong weights, whose experts all draw something else."""
-    generator = torch.Generator().manual_seed(1)
-    network = CapsuleNetwork(architecture, generator=generator).eval()
-    with torch.no_grad():
-        network.scaling.fit([network.activations(images)])
-        for layer in (*network.encoders, *network.decoders):
-            layer.reset_parameters(std=1.0, generator=generator)
-        network.density.fit(network.encode(images), generator)
-    return network
-
-
 @pytest.fixture(scope="session")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Explored:
     """Four experts of five numbers over grey digits, saved where `poecaps.load` finds it."""
     test = poecaps.data.load("mnist-sample", split="test")
     shape = Architecture(features=8, capsule_dim=4, experts=((4, 5),), components=4, parts=2)
-    network = untrained(shape, test.batch(range(100)))
+    network = untrained(shape, test.batch(range(100)), torch.Generator().manual_seed(1))
     folder = tmp_path_factory.mktemp("models") / "digits"
     network.save(folder)
     return Explored("digits", str(folder), network, ImageSet(test.images[:30]))
@@ -54,7 +43,7 @@ def colours() -> Explored:
     shape = Architecture(
         features=8, capsule_dim=4, experts=((5, 4), (3, 6)), components=4, parts=2, image_shape=(3, 20, 23)
     )
-    return Explored("colours", "runs/colours", untrained(shape, images))
+    return Explored("colours", "runs/colours", untrained(shape, images, torch.Generator().manual_seed(1)))
 
 
 @pytest.fixture(scope="session")

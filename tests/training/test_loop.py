@@ -94,7 +94,7 @@ def test_later_stages_leave_earlier_parts_alone(data: Path, finished: Path, tmp_
 
 def test_the_painter_and_the_decoder_below_learn_to_draw_sharply(data: Path, tmp_path: Path) -> None:
     """The loss is the mean absolute difference of pixels with a little cross-entropy, from codes as they are."""
-    stage = PainterStage(epochs=1, optimizer="sgd", rate=0.0, momentum=0.0, cross_entropy=0.2)
+    stage = PainterStage(epochs=1, optimizer="sgd", rate=0.0, momentum=0.0, alone=0.0, cross_entropy=0.2)
     config = config_for(data, painter=stage, batch_size=96, precision="float32")
     network = train(config, tmp_path / "run")
     images = torch.from_numpy(np.load(data) / 255).float().unsqueeze(1)
@@ -106,6 +106,14 @@ def test_the_painter_and_the_decoder_below_learn_to_draw_sharply(data: Path, tmp
     line = next(line for line in metrics(tmp_path / "run") if line["stage"] == "painter")
     assert line["loss"] == pytest.approx(expected.item(), rel=1e-3)
     assert line["reconstruction_error"] == pytest.approx(relative.item(), rel=1e-3)
+    train(replace(config, painter=replace(stage, alone=1.0)), tmp_path / "alone")
+    with torch.no_grad():
+        code = network.encode(images)
+        norm = code.norm(dim=-1, keepdim=True)
+        alone = network.decode(code * (norm == norm.amax(1, keepdim=True)))
+        expected = (alone - images).abs().mean() + 0.2 * torch.nn.functional.binary_cross_entropy(alone, images)
+    line = next(line for line in metrics(tmp_path / "alone") if line["stage"] == "painter")
+    assert line["loss"] == pytest.approx(expected.item(), rel=1e-3)
     tuned = train(replace(config, painter=replace(stage, epochs=20, rate=0.3)), tmp_path / "tuned")
     with torch.no_grad():
         assert (tuned.reconstruct(images) - images).abs().mean() < 0.97 * (drawn - images).abs().mean()
