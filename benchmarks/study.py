@@ -62,6 +62,9 @@ def of_paper(**changes: Any) -> Variant:
     return replace(changed(**changes), preset="paper")
 
 
+_SCALED = {"model__centre": True, "model__scale": 0.4, "decoder__rate": 1.0}
+_WHITENED = {**_SCALED, "model__whiten": True, "model__normalize": "outputs"}
+
 STUDY: dict[str, Variant] = {
     "default": Variant(),
     # What experts see
@@ -94,33 +97,49 @@ STUDY: dict[str, Variant] = {
     "encoder rate 0.3": changed(encoder__rate=0.3),
     "encoder SGD": changed(encoder__optimizer="sgd", encoder__rate=10.0),
     "encoder 3 epochs": changed(encoder__epochs=3),
-    "encoder 30 epochs": changed(encoder__epochs=30),
-    "firing 0.3": changed(encoder__firing=0.3),
-    "firing 0.8": changed(encoder__firing=0.8),
     "firing as learned": changed(encoder__firing=None),
     # The way back
-    "decoder 10 epochs": changed(decoder__epochs=10),
     "never alone": changed(decoder__alone=0.0, painter__alone=0.0),
     "alone 0.6": changed(decoder__alone=0.6, painter__alone=0.6),
     "no painter": changed(model__painter=False, painter__epochs=0, decoder__epochs=13),
     "painter, absolute difference alone": changed(painter__cross_entropy=0.0),
-    "painter, cross-entropy 0.2": changed(painter__cross_entropy=0.2),
     "painter, cross-entropy almost alone": changed(painter__cross_entropy=100.0),
     "painter 3 epochs": changed(painter__epochs=3),
-    "painter rate 3e-3": changed(painter__rate=3e-3),
     "100 components": changed(model__components=100),
-    "300 components": changed(model__components=300),
     # Sizes
     "40 experts of 8": changed(model__experts=((40, 8),)),
     "10 experts of 32": changed(model__experts=((10, 32),)),
-    "2 iterations": changed(model__iterations=2),
-    # From the paper's recipe on
+    # The paper's recipe, and what it leaves open
     "paper": of_paper(),
+    "paper, decoder rate 0.01": of_paper(decoder__rate=0.01),
+    "paper, decoder rate 1": of_paper(decoder__rate=1.0),
+    "paper, decoder rate 1, encoder rate 10": of_paper(decoder__rate=1.0, encoder__rate=10.0),
+    "paper, decoder rate 1, encoder rate 1000": of_paper(decoder__rate=1.0, encoder__rate=1000.0),
+    "paper, decoder rate 1, biases": of_paper(decoder__rate=1.0, model__bias=True),
     "paper, sharpness 20": of_paper(model__sharpness=20.0),
-    "paper, centred": of_paper(model__centre=True),
-    "paper, centred and scaled": of_paper(model__centre=True, model__scale=0.4),
-    "paper, 1 winner": of_paper(encoder__winners=1),
-    "paper, centred and scaled, 1 winner": of_paper(model__centre=True, model__scale=0.4, encoder__winners=1),
+    "paper, sharpness 20, decoder rate 0.01": of_paper(model__sharpness=20.0, decoder__rate=0.01),
+    "paper, sharpness 20, decoder rate 1": of_paper(model__sharpness=20.0, decoder__rate=1.0),
+    "paper, sharpness 20, l2 1e-4": of_paper(model__sharpness=20.0, decoder__l2=1e-4),
+    # From there on to the default, a step at a time; with features scaled the decoder takes a rate of 1
+    "paper, decoder rate 1, 1 winner": of_paper(decoder__rate=1.0, encoder__winners=1),
+    "paper, decoder rate 1, centred": of_paper(decoder__rate=1.0, model__centre=True),
+    "paper, scaled": of_paper(model__scale=0.4, decoder__rate=1.0),
+    "paper, scaled, sharpness 20": of_paper(model__scale=0.4, model__sharpness=20.0, decoder__rate=1.0),
+    "paper, scaled, sharpness 20, decoder rate 0.1": of_paper(model__scale=0.4, model__sharpness=20.0),
+    "paper, scaled, sharpness 20, decoder rate 10": of_paper(
+        model__scale=0.4, model__sharpness=20.0, decoder__rate=10.0
+    ),
+    "paper, scaled, sharpness 20, 1 winner": of_paper(
+        model__scale=0.4, model__sharpness=20.0, decoder__rate=1.0, encoder__winners=1
+    ),
+    "paper, centred and scaled": of_paper(**_SCALED),
+    "paper, centred and scaled, 1 winner": of_paper(**_SCALED, encoder__winners=1),
+    "paper, centred and scaled, sharpness 5": of_paper(**_SCALED, model__sharpness=5.0),
+    "paper, centred and scaled, sharpness 5, 1 winner": of_paper(**_SCALED, model__sharpness=5.0, encoder__winners=1),
+    "paper, whitened, over outputs": of_paper(**_WHITENED),
+    "paper, whitened, over outputs, encoder rate 1": of_paper(**_WHITENED, encoder__rate=1.0),
+    "paper, whitened, over outputs, 1 winner": of_paper(**_WHITENED, encoder__winners=1),
+    "paper, whitened, over outputs, 1 winner, alone 0.3": of_paper(**_WHITENED, encoder__winners=1, decoder__alone=0.3),
 }
 
 COLUMNS = {  # heading: where evaluation.json has the number, how to write it

@@ -235,7 +235,7 @@ def paper() -> Config:
         model=ModelOptions(bias=False, sharpness=1.0, centre=False, scale=None, whiten=False),
         autoencoder=Stage(epochs=10, rate=3e-3),
         encoder=EncoderStage(epochs=10, rate=100.0, **sgd),  # type: ignore[arg-type]
-        decoder=DecoderStage(epochs=10, rate=1.0, **sgd),  # type: ignore[arg-type]
+        decoder=DecoderStage(epochs=10, rate=0.1, **sgd),  # type: ignore[arg-type]
     )
 
 
