@@ -214,18 +214,20 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
         if not done:
             lines.append(f"| {name} | {len(own)} | {own[0]['failed']} |{' |' * (len(COLUMNS) - 1)}")
             continue
-        cells = [_cell([_find(each, where) for each in done], form) for where, form in COLUMNS.values()]
+        cells = [cell([find(each, where) for each in done], form) for where, form in COLUMNS.values()]
         lines.append(f"| {name} | {len(done)} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def _find(result: Any, where: str) -> float | None:
+def find(result: Any, where: str) -> float | None:
+    """Look up a number of an evaluation by its place, such as probe.test_accuracy."""
     for key in where.split("."):
         result = None if result is None else result.get(key)
     return None if result is None else float(result)
 
 
-def _cell(values: Sequence[float | None], form: str) -> str:
+def cell(values: Sequence[float | None], form: str) -> str:
+    """Write the mean of numbers and, of several, their standard deviation."""
     known = [value for value in values if value is not None]
     if not known:
         return "–"
