@@ -19,6 +19,8 @@ from poecaps.network import DOMAINS
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    Columns = Mapping[str, tuple[str, str]]  # heading: where an evaluation has the number, how to write it
+
 NUMBERS = Path(__file__).parents[1] / "docs" / "results"
 SETS = {"mnist": "MNIST", "fashion-mnist": "Fashion-MNIST"}
 MARK = re.compile(r"(<!-- table: ([a-z-]+(?: [a-z-]+)*) -->\n)(?:[^\n]+\n)*")
@@ -48,13 +50,17 @@ OF_SAMPLES = {
     "recognisable": ("recognisability.share", ".1%"),
     "classes": ("diversity.classes", ".2f"),
 }
-PEERS = {  # name in the numbers: (what it is called here, how its samples of each domain are called)
+_CHAINS = {"joint": "chains from coins", "from images": "chains from images"}
+_MIXTURE = {"joint": "mixture of Gaussians"}
+PEERS: dict[
+    str, tuple[str, dict[str, str]]
+] = {  # name in the numbers: (what it is called here, how its samples of each domain are called)
     "pixels": ("pixels", {}),
-    "pca": ("PCA", {"joint": "mixture of Gaussians"}),
-    "bernoulli-rbm": ("BernoulliRBM (scikit-learn)", {"joint": "chains from coins", "from images": "chains from images"}),
-    "gaussian-rbm": ("Gaussian–Bernoulli RBM", {"joint": "chains from coins", "from images": "chains from images"}),
+    "pca": ("PCA", _MIXTURE),
+    "bernoulli-rbm": ("BernoulliRBM (scikit-learn)", _CHAINS),
+    "gaussian-rbm": ("Gaussian–Bernoulli RBM", _CHAINS),
     "vae": ("VAE", {"joint": "prior", "density": "mixture of Gaussians"}),
-    "autoencoder": ("autoencoder alone, PCA", {"joint": "mixture of Gaussians"}),
+    "autoencoder": ("autoencoder alone, PCA", _MIXTURE),
     "autoencoder-all": ("autoencoder alone, all features", {}),
 }
 RBMS = ("bernoulli-rbm", "gaussian-rbm")
@@ -100,24 +106,25 @@ def _distances_to_beat(data: str, where: str) -> str:
     return f"< {rbm}, RBM ({cell([find(each, where) for each in peers_named(data, 'vae')], '.0f')}, VAE)"
 
 
+def mean_of(
+    results: Sequence[Mapping[str, Any]], columns: Mapping[str, tuple[str, str]], within: str = ""
+) -> list[str]:
+    """Write a cell for each column: mean and spread of a number over results."""
+    return [cell([find(each, within + where) for each in results], form) for where, form in columns.values()]
+
+
 def peers(data: str) -> str:
     """Set the default beside its baselines."""
     rows = []
-    models = [("poecaps, `default`", {"joint": "mixture of Gaussians"}, defaults(data))]
+    models = [("poecaps, `default`", _MIXTURE, defaults(data))]
     models += [(called, ways, peers_named(data, name)) for name, (called, ways) in PEERS.items()]
     for called, ways, results in models:
-        code = [cell([find(each, where) for each in results], form) for where, form in OF_CODES.values()]
+        code = mean_of(results, OF_CODES)
         code[0] = code[0].split(" ± ")[0]  # the size of a code has no spread
         for domain, way in ways.items() or [("none", "–")]:
-            sample = [
-                cell([find(each, f"domains.{domain}.{where}") for each in results], form)
-                for where, form in OF_SAMPLES.values()
-            ]
-            rows.append([called, way, *code, *sample])
+            rows.append([called, way, *code, *mean_of(results, OF_SAMPLES, f"domains.{domain}.")])
             called, code = "", [""] * len(code)
-    real = [
-        cell([find(each["training"], where) for each in defaults(data)[:1]], form) for where, form in OF_SAMPLES.values()
-    ]
+    real = mean_of(defaults(data)[:1], OF_SAMPLES, "training.")
     rows.append(["*training images*", "", *[""] * len(OF_CODES), *real])
     return lay_out(["", "samples from", *OF_CODES, *OF_SAMPLES], rows, texts=2)
 
@@ -144,23 +151,15 @@ def short() -> str:
 def domains(data: str) -> str:
     """Tell what the default draws in each domain."""
     columns = {**OF_SAMPLES, "negatives": ("negatives.share", ".1%")}
-    rows = [
-        [domain]
-        + [cell([find(each["domains"][domain], where) for each in defaults(data)], form) for where, form in columns.values()]
-        for domain in DOMAINS
-    ]
+    rows = [[domain, *mean_of(defaults(data), columns, f"domains.{domain}.")] for domain in DOMAINS]
     return lay_out(["domain", *columns], rows)
 
 
-def experts(_: str = "") -> str:
+def experts() -> str:
     """Tell how pure and how various the draws of one expert are, on both sets."""
     columns = {"purity": ("purity.mean", ".1%"), "variety": ("variety.mean", ".1%")}
     columns |= {name: (f"variation.{name}", ".0%") for name in ("thickness", "slant", "width", "height")}
-    rows = [
-        [called]
-        + [cell([find(each["experts"], where) for each in defaults(data)], form) for where, form in columns.values()]
-        for data, called in SETS.items()
-    ]
+    rows = [[called, *mean_of(defaults(data), columns, "experts.")] for data, called in SETS.items()]
     return lay_out(["", *columns], rows)
 
 

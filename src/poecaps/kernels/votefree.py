@@ -20,6 +20,8 @@ from torch.autograd.function import once_differentiable
 from poecaps import functional as F
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from poecaps.kernels.flash import Held
@@ -30,18 +32,30 @@ def routing_by_agreement(
     x: Tensor, weight: Tensor, *, iterations: int, sharpness: float, normalize: F.Axis, agreement: F.Agreement
 ) -> F.Routing:
     """Compute what `functional.routing_by_agreement` does, without a gradient."""
-    w, capsules = _by_expert(weight), _lying(x)
-    b = x.new_zeros(weight.shape[1], x.shape[0], x.shape[1])  # (J, B, I)
-    axis = 2 if normalize == "inputs" else 0
-    c = torch.softmax(b, dim=axis)
-    z = _mix(c, capsules, w)
-    if iterations > 1:
-        size = _inverse_vote_norms(x, weight) if agreement == "cosine" else None
-        speak = F.direction if agreement == "cosine" else F.squash
+    (batch, inputs, _), (_, experts, out_dim, _) = x.shape, weight.shape
+    w = _by_expert(weight)
+    gram = _gram(weight) if iterations > 1 and agreement == "cosine" else None
+    c, z = x.new_empty(experts, batch, inputs), x.new_empty(experts, batch, out_dim)
+    axis, even = (2, 1 / inputs) if normalize == "inputs" else (0, 1 / experts)
+    scratch = _scratch(x)
+    work = x.new_empty(3, experts, len(scratch), inputs)
+    for part in _blocks(batch):
+        capsules = _lying(x[part])
+        rows = scratch[: len(capsules)]
+        b, share, inner = work[:, :, : len(capsules)]
+        z[:, part] = even * _mix_evenly(capsules, w)
+        if iterations == 1:
+            c[:, part] = even
+            continue
+        size = None if gram is None else _inverse_vote_norms(capsules, gram)
+        b.zero_()
         for _ in range(iterations - 1):
-            b += sharpness * _inner(capsules, w, speak(z), size)
-            c = torch.softmax(b, dim=axis)
-            z = _mix(c, capsules, w)
+            speaking = F.direction(z[:, part]) if agreement == "cosine" else F.squash(z[:, part])
+            _inner(capsules, w, speaking, rows, out=inner)
+            b.add_(inner if size is None else inner.mul_(size), alpha=sharpness)
+            torch.softmax(b, dim=axis, out=share)
+            _mix(share, capsules, w, rows, out=z[:, part])
+        c[:, part] = share
     return F.Routing(c.permute(1, 2, 0), z.transpose(0, 1))
 
 
@@ -83,30 +97,33 @@ def reconstruction(y: Tensor, weight: Tensor, coefficients: Tensor) -> Tensor:
     (B, I, K)
     """
     inputs, _, _, dim = weight.shape
+    c, w = coefficients.permute(2, 0, 1), _by_expert(weight)
     total = y.new_zeros(len(y), dim, inputs)
-    c = coefficients.permute(2, 0, 1).contiguous()
-    for j, w in enumerate(_by_expert(weight)):
-        total.addcmul_((y[:, j] @ w.T).view_as(total), c[j].unsqueeze(1))
+    scratch = _scratch(total)
+    for part in _blocks(len(y)):
+        rows = scratch[: len(y[part])]
+        for j in range(len(w)):
+            torch.mm(y[part, j], w[j].T, out=rows)
+            total[part].addcmul_(rows.view_as(total[part]), c[j, part].unsqueeze(1))
     return F.squash(total.transpose(1, 2).contiguous())
 
 
 class _Preactivation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, coefficients: Tensor) -> Tensor:
-        capsules, c = _lying(x), coefficients.permute(2, 0, 1).contiguous()
-        ctx.save_for_backward(capsules, c)
-        return _mix(c, capsules, _by_expert(weight)).transpose(0, 1)
+        ctx.shape = weight.shape
+        ctx.save_for_backward(x, coefficients)
+        c, w = coefficients.permute(2, 0, 1), _by_expert(weight)
+        z, scratch = x.new_empty(len(w), len(x), w.shape[2]), _scratch(x)
+        for part in _blocks(len(x)):
+            capsules = _lying(x[part])
+            _mix(c[:, part], capsules, w, scratch[: len(capsules)], out=z[:, part])
+        return z.transpose(0, 1)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, None]:
-        capsules, c = ctx.saved_tensors
-        batch, dim, inputs = capsules.shape
-        _, experts, out_dim = gradient.shape
-        result = gradient.new_empty(experts, out_dim, dim, inputs)
-        for j in range(experts):
-            routed = (c[j].unsqueeze(1) * capsules).view(batch, -1)
-            torch.mm(gradient[:, j].T, routed, out=result[j].view(out_dim, -1))
-        return None, result.permute(3, 0, 1, 2).contiguous(), None
+        x, coefficients = ctx.saved_tensors
+        return None, _collected([(gradient, x, coefficients)], ctx.shape), None
 
 
 class _FreeEnergyGap(torch.autograd.Function):
@@ -123,15 +140,38 @@ class _FreeEnergyGap(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        inputs, experts, out_dim, dim = ctx.shape
-        total = gradient.new_zeros(experts, out_dim, dim * inputs)
+        pulls = []
         for held, x, sign in zip(ctx.held, ctx.saved_tensors, (-2, 2), strict=True):
             pull = held.z * (sign * gradient / (len(x) * (1 + held.z.square().sum(-1, keepdim=True))))
-            pull = pull if held.on is None else pull * held.on.unsqueeze(-1)
-            capsules, c = _lying(x), held.coefficients.permute(2, 0, 1).contiguous()
+            pulls.append((pull if held.on is None else pull * held.on.unsqueeze(-1), x, held.coefficients))
+        return _collected(pulls, ctx.shape), None, None
+
+
+BLOCK = 128  # images at a time, so that what one expert makes of them stays in the cache
+
+
+def _blocks(batch: int) -> list[slice]:
+    return [slice(start, start + BLOCK) for start in range(0, batch, BLOCK)]
+
+
+def _scratch(x: Tensor) -> Tensor:
+    """Room for what one expert makes of one block, used again and again: new memory is slow. (B', K·I)."""
+    return x.new_empty(min(BLOCK, len(x)), x[0].numel())
+
+
+def _collected(pulls: Sequence[tuple[Tensor, Tensor, Tensor]], shape: torch.Size) -> Tensor:
+    """Σ c_ij p_j x_iᵀ over all images: pulls p (B, J, D), x (B, I, K), c (B, I, J) → (I, J, D, K)."""
+    inputs, experts, out_dim, dim = shape
+    total = pulls[0][0].new_zeros(experts, out_dim, dim * inputs)
+    for pull, x, coefficients in pulls:
+        c, scratch = coefficients.permute(2, 0, 1), _scratch(x)
+        for part in _blocks(len(x)):
+            capsules = _lying(x[part])
+            rows = scratch[: len(capsules)]
             for j in range(experts):
-                total[j].addmm_(pull[:, j].T, (c[j].unsqueeze(1) * capsules).flatten(1))
-        return total.view(experts, out_dim, dim, inputs).permute(3, 0, 1, 2).contiguous(), None, None
+                torch.mul(c[j, part].unsqueeze(1), capsules, out=rows.view_as(capsules))
+                total[j].addmm_(pull[part, j].T, rows)
+    return total.view(experts, out_dim, dim, inputs).permute(3, 0, 1, 2).contiguous()
 
 
 def _lying(x: Tensor) -> Tensor:
@@ -144,26 +184,39 @@ def _by_expert(weight: Tensor) -> Tensor:
     return weight.permute(1, 3, 0, 2).flatten(1, 2).contiguous()
 
 
-def _mix(c: Tensor, capsules: Tensor, w: Tensor) -> Tensor:
-    """z_j = (c_·j ⊙ x) W_j: (J, B, I), (B, K, I), (J, K·I, D) → (J, B, D)."""
-    z = capsules.new_empty(len(w), len(capsules), w.shape[2])
+def _mix_evenly(capsules: Tensor, w: Tensor) -> Tensor:
+    """Σ_i W_ij x_i, for all experts in one product: (B, K, I), (J, K·I, D) → (J, B, D)."""
+    return torch.matmul(capsules.flatten(1), w)
+
+
+def _mix(c: Tensor, capsules: Tensor, w: Tensor, rows: Tensor, out: Tensor) -> None:
+    """z_j = (c_·j ⊙ x) W_j: (J, B, I), (B, K, I), (J, K·I, D) → (J, B, D), by way of `rows`."""
     for j in range(len(w)):
-        torch.mm((c[j].unsqueeze(1) * capsules).flatten(1), w[j], out=z[j])
-    return z
+        torch.mul(c[j].unsqueeze(1), capsules, out=rows.view_as(capsules))
+        torch.mm(rows, w[j], out=out[j])
 
 
-def _inner(capsules: Tensor, w: Tensor, v: Tensor, size: Tensor | None) -> Tensor:
-    """⟨W_ij x_i, v_j⟩, times `size`: (B, K, I), (J, K·I, D), (J, B, D), (J, B, I) → (J, B, I)."""
-    inner = capsules.new_empty(len(w), len(capsules), capsules.shape[2])
+def _inner(capsules: Tensor, w: Tensor, v: Tensor, rows: Tensor, out: Tensor) -> None:
+    """⟨W_ij x_i, v_j⟩: (B, K, I), (J, K·I, D), (J, B, D) → (J, B, I), by way of `rows`."""
     for j in range(len(w)):
-        torch.sum((v[j] @ w[j].T).view_as(capsules) * capsules, dim=1, out=inner[j])
-    return inner if size is None else inner.mul_(size)
+        torch.mm(v[j], w[j].T, out=rows)
+        torch.sum(rows.view_as(capsules).mul_(capsules), dim=1, out=out[j])
 
 
-def _inverse_vote_norms(x: Tensor, weight: Tensor) -> Tensor:
-    """1/‖W_ij x_i‖, and 0 for a zero vote: (B, I, K), (I, J, D, K) → (J, B, I)."""
-    k, m = torch.triu_indices(x.shape[2], x.shape[2], device=x.device)
-    gram = (weight.transpose(2, 3) @ weight)[..., k, m] * torch.where(k == m, 1, 2)  # (I, J, K(K+1)/2)
-    products = x.transpose(0, 1)  # (I, B, K)
-    square = torch.bmm(products[..., k] * products[..., m], gram.mT)  # (I, B, J)
-    return torch.where(square > 0, square.rsqrt(), 0).permute(2, 1, 0).contiguous()
+def _gram(weight: Tensor) -> Tensor:
+    """W_ijᵀ W_ij, its upper half with what is off the diagonal doubled: (I, J, D, K) → (I, J, K(K+1)/2)."""
+    k, m = torch.triu_indices(weight.shape[3], weight.shape[3], device=weight.device)
+    return (weight.transpose(2, 3) @ weight)[..., k, m] * torch.where(k == m, 1, 2)
+
+
+def _inverse_vote_norms(capsules: Tensor, gram: Tensor) -> Tensor:
+    """1/‖W_ij x_i‖, and 0 for a zero vote: (B, K, I), (I, J, K(K+1)/2) → (J, B, I)."""
+    x = capsules.permute(2, 1, 0).contiguous()  # (I, K, B)
+    products, first = x.new_empty(len(x), gram.shape[2], x.shape[2]), 0
+    for k in range(x.shape[1]):
+        pairs = x.shape[1] - k
+        torch.mul(x[:, k : k + 1], x[:, k:], out=products[:, first : first + pairs])
+        first += pairs
+    square = torch.bmm(gram, products)  # (I, J, B)
+    silent = square <= 0
+    return square.rsqrt_().masked_fill_(silent, 0).permute(1, 2, 0).contiguous()
