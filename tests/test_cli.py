@@ -101,8 +101,9 @@ def test_progress_is_plain_lines_where_there_is_no_terminal(source: Path, tmp_pa
     done = subprocess.run(arguments, capture_output=True, text=True, check=True, cwd=tmp_path)
     lines = [line for line in done.stderr.splitlines() if not line.startswith("warning")]
     assert "the autoencoder does no better than the mean image" in done.stderr  # after three steps
-    assert lines[0] == "trains in runs/digits"
-    assert [line.split()[1] for line in lines[1:]] == ["autoencoder"] * 2 + ["encoder"] * 2 + ["decoder"] * 2 + [
+    assert lines[0] == f"found 48 grey images of 28×28 in {source}, 10 classes"
+    assert lines[1] == "trains in runs/digits"
+    assert [line.split()[1] for line in lines[2:]] == ["autoencoder"] * 2 + ["encoder"] * 2 + ["decoder"] * 2 + [
         "painter"
     ] * 2
     assert all(line.isprintable() for line in lines)
@@ -138,8 +139,8 @@ def test_progress_is_one_live_line_for_each_stage_on_a_terminal(source: Path, tm
     seen = on_a_terminal(arguments, tmp_path)
     lines = [line for line in seen.split("\r\n") if line]
     lines = [line for line in lines if not line.startswith("warning")]
-    assert len(lines) == 5  # where it trains, and four stages
-    assert all("\r\x1b[K" in line and "100%" in line for line in lines[1:])
+    assert len(lines) == 6  # what was found, where it trains, and four stages
+    assert all("\r\x1b[K" in line and "100%" in line for line in lines[2:])
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs a pseudo-terminal")
@@ -269,6 +270,28 @@ def test_a_folder_of_pictures_trains_and_is_reconstructed(tmp_path: Path) -> Non
     data = ["--data", str(tmp_path / "pictures"), "--size", "20", "18", "--channels", "3"]
     assert main(["train", *data, "--out", str(tmp_path / "run"), "--quiet", *SMALL]) == 0
     assert arrays(tmp_path / "run" / "figures" / "reconstructions.npz")["originals"].shape == (4, 3, 20, 18)
+
+
+def test_one_line_says_what_was_found_and_what_was_skipped_and_why(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    random = np.random.default_rng(0)
+    for name, side in (("ant/a", 30), ("ant/b", 24), ("bee/c", 30), ("bee/tiny", 16)):
+        file = tmp_path / "pictures" / f"{name}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(random.integers(0, 256, (side, side, 3), dtype=np.uint8)).save(file)
+    whole = (tmp_path / "pictures" / "ant" / "a.png").read_bytes()
+    (tmp_path / "pictures" / "ant" / "cut.png").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "pictures" / "bee" / "empty.png").write_bytes(b"")
+    (tmp_path / "pictures" / "notes.txt").write_text("taken in May")
+    data = ["--data", str(tmp_path / "pictures"), "--size", "20", "18"]
+    assert main(["train", *data, "--out", str(tmp_path / "run"), *SMALL]) == 0
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("found")]
+    assert line == (
+        f"found 3 RGB images of 20×18 in {tmp_path / 'pictures'}, 2 classes (ant, bee); 4 files skipped: "
+        "1 no PNG, JPEG or WebP (notes.txt), 2 cannot be read (empty.png, …), 1 smaller than 17×17 (tiny.png)"
+    )
+    assert arrays(tmp_path / "run" / "figures" / "reconstructions.npz")["originals"].shape == (3, 3, 20, 18)
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from poecaps import __version__, evaluation, kernels, models, plotting
 from poecaps import _checks as checks
 from poecaps import data as datasets
 from poecaps._files import ModelError, write_json
+from poecaps.autoencoder import least_side
 from poecaps.data.idx import Split, find_images
 from poecaps.network import DOMAINS, CapsuleNetwork, Domain
 from poecaps.training import PRESETS, Config, Progress, TrainingError, record, resume, workers
@@ -156,7 +157,11 @@ def _train_with(preset_given: str) -> Callable[..., None]:
         shown: list[Any] = [] if quiet or not first else [display()]
         shown += [TensorBoard(folder)] if tensorboard and first else []
 
-        said = quiet or not first
+        said = silent = quiet or not first
+
+        def found(images: ImageSet) -> None:
+            if not silent:
+                print(f"found {images.describe()}", file=sys.stderr, flush=True)
 
         def report(progress: Progress) -> None:
             nonlocal said
@@ -169,7 +174,7 @@ def _train_with(preset_given: str) -> Callable[..., None]:
         done = resume is not None and is_finished(folder)
         began = time.perf_counter()
         try:
-            network = _train(config, folder, resume is not None, report)
+            network = _train(config, folder, resume is not None, report, found)
         finally:
             for each in shown:
                 each.close()
@@ -200,11 +205,18 @@ def _warn_of_failure(folder: Path) -> None:
             print(message, file=sys.stderr, flush=True)
 
 
-def _train(config: Config, folder: Path, go_on: bool, report: Callable[[Progress], None]) -> CapsuleNetwork:
+def _train(
+    config: Config,
+    folder: Path,
+    go_on: bool,
+    report: Callable[[Progress], None],
+    found: Callable[[ImageSet], None],
+) -> CapsuleNetwork:
     try:
         if go_on:
-            return resume(folder, device=None if config.device == "auto" else config.device, report=report)
-        return train_network(config, folder, report=report)
+            device = None if config.device == "auto" else config.device
+            return resume(folder, device=device, report=report, found=found)
+        return train_network(config, folder, report=report, found=found)
     except KeyboardInterrupt:
         if workers.expected().first and (folder / CHECKPOINT).is_file():
             print(f"saved; go on with: poecaps train --resume {shlex.quote(str(folder))}", file=sys.stderr)
@@ -685,7 +697,8 @@ def _load_images(
     shape: dict[str, Any] = {}
     where = Path(source).expanduser()
     if source not in datasets.named.NAMES and where.is_dir() and find_images(where, "train") is None:
-        shape = {"size": (height, width), "channels": channels}
+        least = least_side(network.architecture.kernel)
+        shape = {"size": (height, width), "channels": channels, "smallest": least}
     if split is None:
         try:
             found = datasets.load(source, split="test", path=path, **shape)
