@@ -423,6 +423,59 @@ def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"poecaps {poecaps.__version__}\n"
 
 
+COMPLETED = {  # a line that is being typed, and what it may become
+    "poecaps gen": ["generate"],
+    "poecaps generate --domain l": ["learned"],
+    "poecaps generate --do": ["--domain"],
+    "poecaps train --encoder.f": ["--encoder.final-rate", "--encoder.firing"],
+}
+
+
+def scripted(shell: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> Path:
+    if shutil.which(shell) is None:
+        pytest.skip(f"there is no {shell}")
+    capsys.readouterr()
+    assert main(["completion", shell]) == 0
+    path = folder / "_poecaps"
+    path.write_text(capsys.readouterr().out, encoding="utf-8")
+    return path
+
+
+def test_bash_completes_what_is_typed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = scripted("bash", tmp_path, capsys)
+    for line, wanted in COMPLETED.items():
+        words = f"COMP_WORDS=({line}); COMP_CWORD={len(line.split()) - 1}"
+        program = f'source {script}; {words}; _tyro_poecaps; printf "%s\\n" "${{COMPREPLY[@]}}"'
+        done = subprocess.run(["bash", "--norc", "-c", program], capture_output=True, text=True, check=True)
+        assert done.stdout.split("\n")[:-1] == wanted
+        assert done.stderr == ""
+    registered = ["bash", "--norc", "-c", f"source {script}; complete -p poecaps"]
+    assert "-o default" in subprocess.run(registered, capture_output=True, text=True, check=True).stdout  # files, too
+
+
+def test_fish_completes_what_is_typed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = scripted("fish", tmp_path, capsys)
+    (tmp_path / "runs").mkdir()
+    for line, wanted in {**COMPLETED, "poecaps generate ru": ["runs/"]}.items():
+        program = f"source {script}; complete -C '{line}'"
+        arguments = ["fish", "--no-config", "-c", program]
+        done = subprocess.run(arguments, capture_output=True, text=True, check=True, cwd=tmp_path)
+        assert sorted(each.split("\t")[0] for each in done.stdout.splitlines()) == wanted
+
+
+def test_zsh_completes_what_is_typed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its own functions work only while somebody types, so others stand in for them."""
+    script = scripted("zsh", tmp_path, capsys)
+    for line, wanted in COMPLETED.items():
+        program = (
+            "_describe() { print -rl -- ${(P)2%%:*} }; _files() { print files }; typeset -A compstate=(nmatches 1);"
+            f"words=({line}); CURRENT={len(line.split())}; source {script}"
+        )
+        done = subprocess.run(["zsh", "-f", "-c", program], capture_output=True, text=True, check=True)
+        assert done.stdout.split() == wanted
+    assert script.read_text(encoding="utf-8").startswith("#compdef poecaps\n")  # how zsh finds it
+
+
 # ---------------------------------------------------------------------------------------------------------
 # Mistakes
 
@@ -450,6 +503,7 @@ def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
         (["train", "--size", "9", "9"], "size and channels are for folders of images, and mnist-sample is none"),
         (["train", "--resume", "x", "--seed", "3"], "--resume goes on with the options of the run"),
         (["generate"], "RUN"),
+        (["completion", "csh"], "fish"),
         (["generate", "{run}", "--domain", "joined"], "joint"),
         (["generate", "{run}", "--domain", "learned", "--expert", "3"], "expert must be a whole number from 0 to 2"),
         (["generate", "{run}", "--expert", "1"], "add --domain learned"),

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from importlib.metadata import version
+from importlib.metadata import metadata, version
 from pathlib import Path
 
 import numpy as np
+import yaml
 
 import poecaps
 
@@ -59,3 +60,26 @@ def test_the_readme_example_runs_and_tells_the_truth() -> None:
     (claimed,) = re.findall(r"afterwards about (\d+) %", text)
     (lost,) = re.findall(r"(\d+)% of the variance is lost", result.stdout)
     assert abs(int(lost) - int(claimed)) <= 3
+
+
+def test_the_citation_is_of_this_version_and_names_the_paper() -> None:
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert cited["cff-version"] == "1.2.0"
+    assert cited["version"] == poecaps.__version__
+    licence = metadata("poecaps")["License-Expression"]
+    assert " AND ".join(cited["license"]) == licence
+    (paper,) = cited["references"]
+    assert paper["title"] in " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+
+
+def test_the_forms_for_issues_can_be_shown() -> None:
+    """GitHub drops a form without a word where it lacks a name, a description or a body of known parts."""
+    forms = [file for file in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml") if file.name != "config.yml"]
+    assert {file.stem for file in forms} == {"bug", "feature"}
+    for file in forms:
+        form = yaml.safe_load(file.read_text(encoding="utf-8"))
+        assert form["name"]
+        assert form["description"]
+        assert {part["type"] for part in form["body"]} <= {"markdown", "textarea", "input", "dropdown", "checkboxes"}
+        assert len({part["id"] for part in form["body"]}) == len(form["body"])
+        assert all(part["attributes"]["label"] for part in form["body"])

@@ -1,4 +1,4 @@
-"""The command line: `poecaps train`, `generate`, `reconstruct`, `traverse`, `encode`, `evaluate`, `explore`, `info`.
+"""The command line: `poecaps train`, `generate`, `reconstruct`, `evaluate` and others, which `main` lists.
 
 Results (paths and numbers) go to standard output, progress and errors to standard error. The exit status is 0 for
 success, 1 for a failure, 2 for a command that cannot be meant, 130 after Ctrl-C or SIGTERM.
@@ -6,10 +6,12 @@ success, 1 for a failure, 2 for a command that cannot be meant, 130 after Ctrl-C
 
 from __future__ import annotations
 
+import contextlib
 import io
 import itertools
 import json
 import os
+import re
 import shlex
 import sys
 import time
@@ -47,6 +49,11 @@ ROWS = 4  # draws of each expert, as in the paper's Figure 2
 COLUMNS = 20  # of a grid without experts
 SHOWN = "mnist"  # by the explorer, where no run is named
 BATCH = 250  # images that go through the network together
+ELSE_FILES = {  # what else a word may be: the folder of a run, the file to write
+    "bash": "complete -o default -F _tyro_poecaps poecaps",
+    "zsh": "(( compstate[nmatches] )) || _files",
+    "fish": "complete --command poecaps --force-files --condition 'not __fish_use_subcommand'",
+}
 FAILURES = (ModelError, TrainingError, datasets.DataError, OSError, torch.OutOfMemoryError, MemoryError)
 
 
@@ -57,22 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"poecaps {__version__}")
         return 0
     try:
-        tyro.extras.subcommand_cli_from_dict(
-            {
-                "train": _train_with(_preset(given)),
-                "generate": generate,
-                "reconstruct": reconstruct,
-                "traverse": traverse,
-                "encode": encode,
-                "evaluate": evaluate,
-                "explore": explore,
-                "info": info,
-            },
-            prog="poecaps",
-            description="Products of expert capsules: learn images without labels, and draw new ones.\n\n"
-            f"Version {__version__}. Begin with: poecaps train",
-            args=given or ["--help"],
-        )
+        _call(given or ["--help"])
     except KeyboardInterrupt:
         return _complain("interrupted", 130)
     except FAILURES as error:
@@ -84,6 +76,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, TypeError) as error:
         return _complain(str(error), 2)
     return 0
+
+
+def _call(arguments: Sequence[str]) -> None:
+    """Call the command that the arguments name."""
+    tyro.extras.subcommand_cli_from_dict(
+        {
+            "train": _train_with(_preset(arguments)),
+            "generate": generate,
+            "reconstruct": reconstruct,
+            "traverse": traverse,
+            "encode": encode,
+            "evaluate": evaluate,
+            "explore": explore,
+            "info": info,
+            "completion": completion,
+        },
+        prog="poecaps",
+        description="Products of expert capsules: learn images without labels, and draw new ones.\n\n"
+        f"Version {__version__}. Begin with: poecaps train",
+        args=arguments,
+    )
 
 
 def run() -> NoReturn:
@@ -633,6 +646,36 @@ def _about_run(given: str) -> Iterator[tuple[str, str]]:
         yield stage, ", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in numbers.items())
     for name, value in _changed(about["config"]):
         yield "option", f"{name} = {value}"
+
+
+def completion(shell: Positional[Literal["bash", "zsh", "fish"]]) -> None:
+    """Print a script with which a shell completes the commands, options and choices of poecaps.
+
+    Keep it where the shell looks for such scripts, so that it is made only once:
+
+    bash: poecaps completion bash > ~/.local/share/bash-completion/completions/poecaps
+
+    zsh: poecaps completion zsh > ~/.zfunc/_poecaps, with fpath+=~/.zfunc before compinit in ~/.zshrc
+
+    fish: poecaps completion fish > ~/.config/fish/completions/poecaps.fish
+
+    Parameters
+    ----------
+    shell
+        Which shell.
+    """
+    script = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(script):
+            _call(["--tyro-write-completion", shell, "-"])
+    except SystemExit as leave:  # how the writing of the script ends
+        if leave.code:
+            raise
+    # zsh counts words from 1, but the script that tyro writes from 0.
+    for line in script.getvalue().replace('"${words[@]}" "$CURRENT"', '"${words[@]}" "$((CURRENT - 1))"').splitlines():
+        # A description of two lines would be offered as two words.
+        print(re.sub(r"\\{1,2}n", " ", line) if line.startswith("COMPLETION_SPEC") else line)
+    print(ELSE_FILES[shell])
 
 
 def _changed(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
