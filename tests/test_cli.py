@@ -60,6 +60,7 @@ def test_training_leaves_a_model_its_record_and_pictures(run: Path) -> None:
     pictures = {*DOMAINS, "reconstructions", "curves"}
     assert names == {
         *("config.json", "model.safetensors", "checkpoint.safetensors", "run.json", "metrics.jsonl"),
+        *("README.md", "samples.png"),
         *(f"figures/{name}{suffix}" for name in pictures for suffix in (".png", ".npz")),
     }
     assert poecaps.load(run).architecture.experts == ((3, 5),)

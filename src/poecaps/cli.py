@@ -25,7 +25,7 @@ import torch
 import tyro
 from tyro.conf import Positional  # noqa: TC002 (tyro reads the annotations)
 
-from poecaps import __version__, evaluation, kernels, models, plotting
+from poecaps import __version__, card, evaluation, kernels, models, plotting
 from poecaps import _checks as checks
 from poecaps import data as datasets
 from poecaps._files import ModelError, write_json
@@ -197,15 +197,20 @@ def _train_with(preset_given: str) -> Callable[..., None]:
             how = "finished already" if done else f"trained in {time.perf_counter() - began:.0f} s"
             print(f"{how}; the model is in {folder}", flush=True)
             _warn_of_failure(folder)
-        if figures:
-            try:
-                for line in _draw_all(network, folder):
-                    if not quiet:
-                        print(line, flush=True)
-            except OSError as error:
-                raise TrainingError(f"the model in {folder} is whole, but a figure is not ({error})") from error
+        try:
+            for line in _draw_all(network, folder) if figures else ():
+                if not quiet:
+                    print(line, flush=True)
+            _write_card(network, folder, draw=figures)
+        except OSError as error:
+            raise TrainingError(f"the model in {folder} is whole, but a figure or the card is not ({error})") from error
 
     return train
+
+
+def _write_card(network: CapsuleNetwork, folder: Path, *, draw: bool) -> None:
+    if not card.write(folder, network, draw=draw):
+        print(f"{folder / card.CARD} was edited, so it is left as it is", file=sys.stderr)
 
 
 def _warn_of_failure(folder: Path) -> None:
@@ -495,7 +500,8 @@ def evaluate(
     """Measure a model by one fixed protocol, as a table and as JSON.
 
     How much of the labels a linear map reads off the codes, how near samples are to test images, how many of them are
-    recognisable, how much experts specialise. docs/evaluation.md defines each number.
+    recognisable, how much experts specialise. docs/evaluation.md defines each number. The model card of the run, its
+    README.md, shows them, too.
 
     Parameters
     ----------
@@ -530,6 +536,9 @@ def evaluate(
     print(result.table())
     write_json(out, json.loads(result.to_json()))
     print(f"written to {out}")
+    folder = models.find(run)
+    if out.resolve() == (folder / card.MEASURED).resolve():
+        _write_card(network, folder, draw=not (folder / card.PICTURE).is_file())
 
 
 def explore(
