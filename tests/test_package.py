@@ -99,7 +99,7 @@ def test_the_guide_to_own_images_runs_from_end_to_end(
     (program,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True)
     monkeypatch.chdir(tmp_path)
-    few = "--model.features 8 --model.capsule-dim 4 --device cpu " + " ".join(
+    few = "--batch-size 100 --model.features 8 --model.capsule-dim 4 --device cpu " + " ".join(
         f"--{stage}.epochs 1" for stage in ("autoencoder", "encoder", "decoder", "painter")
     )
     lines = [line for block in re.findall(r"```sh\n(.*?)```", text, re.DOTALL) for line in block.splitlines()]
