@@ -2,6 +2,7 @@
 # make test      install what is missing, run the tests; the explorer's need Chromium
 # make demo      train on the bundled digits and draw new ones, into runs/demo: about 4 minutes on two cores
 # make bench     a learning step of ours against einsum on this CPU, into docs/: some minutes, on a quiet machine
+# make build     wheel and sdist into dist/, each installed by itself in a new environment and tried out
 # make check     lint, formatting, types
 # make format    rewrite the code in the house format
 
@@ -16,7 +17,7 @@ export PIP_BUILD_CONSTRAINT := $(PIP_CONSTRAINT)
 
 DEMO := runs/demo
 
-.PHONY: install demo browser test bench check format clean
+.PHONY: install demo browser test bench build check format clean
 
 install: $(VENV)/.installed
 
@@ -47,6 +48,12 @@ test: install browser
 
 bench: install
 	$(BIN)/python -m benchmarks --device cpu --json docs/bench-cpu.json --plot docs/images/bench-cpu.png
+
+# The wheel is made from the sdist, as an installer would make it.
+build: install
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist .
+	$(BIN)/python tools/check_build.py dist
 
 check: install
 	$(BIN)/ruff check .

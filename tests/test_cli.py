@@ -60,6 +60,7 @@ def test_training_leaves_a_model_its_record_and_pictures(run: Path) -> None:
     pictures = {*DOMAINS, "reconstructions", "curves"}
     assert names == {
         *("config.json", "model.safetensors", "checkpoint.safetensors", "run.json", "metrics.jsonl"),
+        *("README.md", "samples.png"),
         *(f"figures/{name}{suffix}" for name in pictures for suffix in (".png", ".npz")),
     }
     assert poecaps.load(run).architecture.experts == ((3, 5),)
@@ -101,8 +102,9 @@ def test_progress_is_plain_lines_where_there_is_no_terminal(source: Path, tmp_pa
     done = subprocess.run(arguments, capture_output=True, text=True, check=True, cwd=tmp_path)
     lines = [line for line in done.stderr.splitlines() if not line.startswith("warning")]
     assert "the autoencoder does no better than the mean image" in done.stderr  # after three steps
-    assert lines[0] == "trains in runs/digits"
-    assert [line.split()[1] for line in lines[1:]] == ["autoencoder"] * 2 + ["encoder"] * 2 + ["decoder"] * 2 + [
+    assert lines[0] == f"found 48 grey images of 28×28 in {source}, 10 classes"
+    assert lines[1] == "trains in runs/digits"
+    assert [line.split()[1] for line in lines[2:]] == ["autoencoder"] * 2 + ["encoder"] * 2 + ["decoder"] * 2 + [
         "painter"
     ] * 2
     assert all(line.isprintable() for line in lines)
@@ -138,8 +140,8 @@ def test_progress_is_one_live_line_for_each_stage_on_a_terminal(source: Path, tm
     seen = on_a_terminal(arguments, tmp_path)
     lines = [line for line in seen.split("\r\n") if line]
     lines = [line for line in lines if not line.startswith("warning")]
-    assert len(lines) == 5  # where it trains, and four stages
-    assert all("\r\x1b[K" in line and "100%" in line for line in lines[1:])
+    assert len(lines) == 6  # what was found, where it trains, and four stages
+    assert all("\r\x1b[K" in line and "100%" in line for line in lines[2:])
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs a pseudo-terminal")
@@ -271,6 +273,28 @@ def test_a_folder_of_pictures_trains_and_is_reconstructed(tmp_path: Path) -> Non
     assert arrays(tmp_path / "run" / "figures" / "reconstructions.npz")["originals"].shape == (4, 3, 20, 18)
 
 
+def test_one_line_says_what_was_found_and_what_was_skipped_and_why(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    random = np.random.default_rng(0)
+    for name, side in (("ant/a", 30), ("ant/b", 24), ("bee/c", 30), ("bee/tiny", 16)):
+        file = tmp_path / "pictures" / f"{name}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(random.integers(0, 256, (side, side, 3), dtype=np.uint8)).save(file)
+    whole = (tmp_path / "pictures" / "ant" / "a.png").read_bytes()
+    (tmp_path / "pictures" / "ant" / "cut.png").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "pictures" / "bee" / "empty.png").write_bytes(b"")
+    (tmp_path / "pictures" / "notes.txt").write_text("taken in May")
+    data = ["--data", str(tmp_path / "pictures"), "--size", "20", "18"]
+    assert main(["train", *data, "--out", str(tmp_path / "run"), *SMALL]) == 0
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("found")]
+    assert line == (
+        f"found 3 RGB images of 20×18 in {tmp_path / 'pictures'}, 2 classes (ant, bee); 4 files skipped: "
+        "1 no PNG, JPEG or WebP (notes.txt), 2 cannot be read (empty.png, …), 1 smaller than 17×17 (tiny.png)"
+    )
+    assert arrays(tmp_path / "run" / "figures" / "reconstructions.npz")["originals"].shape == (3, 3, 20, 18)
+
+
 # ---------------------------------------------------------------------------------------------------------
 # What a trained model can do
 
@@ -400,6 +424,59 @@ def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"poecaps {poecaps.__version__}\n"
 
 
+COMPLETED = {  # a line that is being typed, and what it may become
+    "poecaps gen": ["generate"],
+    "poecaps generate --domain l": ["learned"],
+    "poecaps generate --do": ["--domain"],
+    "poecaps train --encoder.f": ["--encoder.final-rate", "--encoder.firing"],
+}
+
+
+def scripted(shell: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> Path:
+    if shutil.which(shell) is None:
+        pytest.skip(f"there is no {shell}")
+    capsys.readouterr()
+    assert main(["completion", shell]) == 0
+    path = folder / "_poecaps"
+    path.write_text(capsys.readouterr().out, encoding="utf-8")
+    return path
+
+
+def test_bash_completes_what_is_typed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = scripted("bash", tmp_path, capsys)
+    for line, wanted in COMPLETED.items():
+        words = f"COMP_WORDS=({line}); COMP_CWORD={len(line.split()) - 1}"
+        program = f'source {script}; {words}; _tyro_poecaps; printf "%s\\n" "${{COMPREPLY[@]}}"'
+        done = subprocess.run(["bash", "--norc", "-c", program], capture_output=True, text=True, check=True)
+        assert done.stdout.split("\n")[:-1] == wanted
+        assert done.stderr == ""
+    registered = ["bash", "--norc", "-c", f"source {script}; complete -p poecaps"]
+    assert "-o default" in subprocess.run(registered, capture_output=True, text=True, check=True).stdout  # files, too
+
+
+def test_fish_completes_what_is_typed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = scripted("fish", tmp_path, capsys)
+    (tmp_path / "runs").mkdir()
+    for line, wanted in {**COMPLETED, "poecaps generate ru": ["runs/"]}.items():
+        program = f"source {script}; complete -C '{line}'"
+        arguments = ["fish", "--no-config", "-c", program]
+        done = subprocess.run(arguments, capture_output=True, text=True, check=True, cwd=tmp_path)
+        assert sorted(each.split("\t")[0] for each in done.stdout.splitlines()) == wanted
+
+
+def test_zsh_completes_what_is_typed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its own functions work only while somebody types, so others stand in for them."""
+    script = scripted("zsh", tmp_path, capsys)
+    for line, wanted in COMPLETED.items():
+        program = (
+            "_describe() { print -rl -- ${(P)2%%:*} }; _files() { print files }; typeset -A compstate=(nmatches 1);"
+            f"words=({line}); CURRENT={len(line.split())}; source {script}"
+        )
+        done = subprocess.run(["zsh", "-f", "-c", program], capture_output=True, text=True, check=True)
+        assert done.stdout.split() == wanted
+    assert script.read_text(encoding="utf-8").startswith("#compdef poecaps\n")  # how zsh finds it
+
+
 # ---------------------------------------------------------------------------------------------------------
 # Mistakes
 
@@ -427,6 +504,7 @@ def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
         (["train", "--size", "9", "9"], "size and channels are for folders of images, and mnist-sample is none"),
         (["train", "--resume", "x", "--seed", "3"], "--resume goes on with the options of the run"),
         (["generate"], "RUN"),
+        (["completion", "csh"], "fish"),
         (["generate", "{run}", "--domain", "joined"], "joint"),
         (["generate", "{run}", "--domain", "learned", "--expert", "3"], "expert must be a whole number from 0 to 2"),
         (["generate", "{run}", "--expert", "1"], "add --domain learned"),

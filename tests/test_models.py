@@ -17,6 +17,7 @@ from PIL import Image
 
 import poecaps
 from poecaps import models
+from poecaps.card import is_ours
 from poecaps.cli import main
 from poecaps.data import named
 from poecaps.network import DOMAINS, Architecture, CapsuleNetwork
@@ -207,7 +208,7 @@ def test_info_tells_of_shipped_models(shipped: Path, capsys: pytest.CaptureFixtu
 
 def test_what_is_shipped_is_the_run_in_half_precision_without_its_machine(shipped: Path, run: Path) -> None:
     folder = shipped / "mnist"
-    assert written(folder) == {"README.md", "config.json", "model.safetensors", "run.json"}
+    assert written(folder) == {"README.md", "config.json", "model.safetensors", "run.json", "samples.png"}
     ours, theirs = poecaps.load(run), poecaps.load("mnist")
     assert ours.architecture == theirs.architecture
     for name, tensor in ours.state_dict().items():
@@ -314,5 +315,9 @@ def test_every_model_of_the_package_draws(name: str, tmp_path: Path, monkeypatch
     assert main(["generate", name, "--device", "cpu"]) == 0
     with Image.open(tmp_path / f"{name}-joint.png") as picture:
         assert picture.size[0] > 20 * 28
-    assert (models.FOLDER / name / "README.md").read_text(encoding="utf-8").startswith(f"# {name}\n")
+    text = (models.FOLDER / name / "README.md").read_text(encoding="utf-8")
+    assert is_ours(text)
+    assert f"\n# {name}\n" in text
+    assert "](samples.png)" in text
+    assert (models.FOLDER / name / "samples.png").stat().st_size < 60_000
     assert record.read(models.FOLDER / name)["config"]["data"] in named.NAMES

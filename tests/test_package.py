@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
-from importlib.metadata import version
+from importlib.metadata import metadata, version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
+import yaml
 
 import poecaps
+from poecaps.cli import main
+
+if TYPE_CHECKING:
+    import pytest
 
 ROOT = Path(__file__).parent.parent
 
@@ -59,3 +66,51 @@ def test_the_readme_example_runs_and_tells_the_truth() -> None:
     (claimed,) = re.findall(r"afterwards about (\d+) %", text)
     (lost,) = re.findall(r"(\d+)% of the variance is lost", result.stdout)
     assert abs(int(lost) - int(claimed)) <= 3
+
+
+def test_the_citation_is_of_this_version_and_names_the_paper() -> None:
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert cited["cff-version"] == "1.2.0"
+    assert cited["version"] == poecaps.__version__
+    licence = metadata("poecaps")["License-Expression"]
+    assert " AND ".join(cited["license"]) == licence
+    (paper,) = cited["references"]
+    assert paper["title"] in " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+
+
+def test_the_forms_for_issues_can_be_shown() -> None:
+    """GitHub drops a form without a word where it lacks a name, a description or a body of known parts."""
+    forms = [file for file in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml") if file.name != "config.yml"]
+    assert {file.stem for file in forms} == {"bug", "feature"}
+    for file in forms:
+        form = yaml.safe_load(file.read_text(encoding="utf-8"))
+        assert form["name"]
+        assert form["description"]
+        assert {part["type"] for part in form["body"]} <= {"markdown", "textarea", "input", "dropdown", "checkboxes"}
+        assert len({part["id"] for part in form["body"]}) == len(form["body"])
+        assert all(part["attributes"]["label"] for part in form["body"])
+
+
+def test_the_guide_to_own_images_runs_from_end_to_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its pictures and its commands, with one epoch and a small model in place of its minute."""
+    text = (ROOT / "docs" / "own-images.md").read_text(encoding="utf-8")
+    (program,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True)
+    monkeypatch.chdir(tmp_path)
+    few = "--batch-size 100 --model.features 8 --model.capsule-dim 4 --device cpu " + " ".join(
+        f"--{stage}.epochs 1" for stage in ("autoencoder", "encoder", "decoder", "painter")
+    )
+    lines = [line for block in re.findall(r"```sh\n(.*?)```", text, re.DOTALL) for line in block.splitlines()]
+    assert [line.split()[1] for line in lines] == [
+        "train", "generate", "generate", "reconstruct", "traverse", "evaluate", "info",
+    ]  # fmt: skip
+    for line in lines:
+        words = shlex.split(line, comments=True)[1:]
+        assert main([*words, *(few.split() if words[0] == "train" else [])]) == 0
+    (claimed,) = re.findall(r"```text\n(found .*)\n```", text)
+    assert claimed.replace("/home/me", str(tmp_path)) in capsys.readouterr().err.splitlines()
+    for name in ("joint", "learned", "reconstructions", "expert-2"):
+        assert (tmp_path / "runs" / "shapes" / "figures" / f"{name}.png").is_file()
+    assert "linear probe" in (tmp_path / "runs" / "shapes" / "README.md").read_text(encoding="utf-8")

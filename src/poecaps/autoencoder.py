@@ -207,10 +207,15 @@ class Painter(nn.Module):
         return _way_down(self, features, self.size) + CANVAS * self.canvas
 
 
+def least_side(kernel: int) -> int:
+    """Side of the smallest images that filters of this side can see, one after the other."""
+    return 2 * kernel - 1
+
+
 def _grid(kernel: int, size: tuple[int, int]) -> tuple[int, int]:
     height, width = ((side - kernel + 1 - kernel) // 2 + 1 for side in size)
     if height < 1 or width < 1:
-        least = 2 * kernel - 1
+        least = least_side(kernel)
         raise ValueError(
             f"images must be at least {least}×{least} for filters of {kernel}×{kernel}, "
             f"but are {size[0]}×{size[1]}; enlarge them, or use a smaller kernel"

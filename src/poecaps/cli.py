@@ -1,4 +1,4 @@
-"""The command line: `poecaps train`, `generate`, `reconstruct`, `traverse`, `encode`, `evaluate`, `explore`, `info`.
+"""The command line: `poecaps train`, `generate`, `reconstruct`, `evaluate` and others, which `main` lists.
 
 Results (paths and numbers) go to standard output, progress and errors to standard error. The exit status is 0 for
 success, 1 for a failure, 2 for a command that cannot be meant, 130 after Ctrl-C or SIGTERM.
@@ -6,10 +6,12 @@ success, 1 for a failure, 2 for a command that cannot be meant, 130 after Ctrl-C
 
 from __future__ import annotations
 
+import contextlib
 import io
 import itertools
 import json
 import os
+import re
 import shlex
 import sys
 import time
@@ -23,10 +25,11 @@ import torch
 import tyro
 from tyro.conf import Positional  # noqa: TC002 (tyro reads the annotations)
 
-from poecaps import __version__, evaluation, kernels, models, plotting
+from poecaps import __version__, card, evaluation, kernels, models, plotting
 from poecaps import _checks as checks
 from poecaps import data as datasets
 from poecaps._files import ModelError, write_json
+from poecaps.autoencoder import least_side
 from poecaps.data.idx import Split, find_images
 from poecaps.network import DOMAINS, CapsuleNetwork, Domain
 from poecaps.training import PRESETS, Config, Progress, TrainingError, record, resume, workers
@@ -46,6 +49,11 @@ ROWS = 4  # draws of each expert, as in the paper's Figure 2
 COLUMNS = 20  # of a grid without experts
 SHOWN = "mnist"  # by the explorer, where no run is named
 BATCH = 250  # images that go through the network together
+ELSE_FILES = {  # what else a word may be: the folder of a run, the file to write
+    "bash": "complete -o default -F _tyro_poecaps poecaps",
+    "zsh": "(( compstate[nmatches] )) || _files",
+    "fish": "complete --command poecaps --force-files --condition 'not __fish_use_subcommand'",
+}
 FAILURES = (ModelError, TrainingError, datasets.DataError, OSError, torch.OutOfMemoryError, MemoryError)
 
 
@@ -56,22 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"poecaps {__version__}")
         return 0
     try:
-        tyro.extras.subcommand_cli_from_dict(
-            {
-                "train": _train_with(_preset(given)),
-                "generate": generate,
-                "reconstruct": reconstruct,
-                "traverse": traverse,
-                "encode": encode,
-                "evaluate": evaluate,
-                "explore": explore,
-                "info": info,
-            },
-            prog="poecaps",
-            description="Products of expert capsules: learn images without labels, and draw new ones.\n\n"
-            f"Version {__version__}. Begin with: poecaps train",
-            args=given or ["--help"],
-        )
+        _call(given or ["--help"])
     except KeyboardInterrupt:
         return _complain("interrupted", 130)
     except FAILURES as error:
@@ -83,6 +76,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, TypeError) as error:
         return _complain(str(error), 2)
     return 0
+
+
+def _call(arguments: Sequence[str]) -> None:
+    """Call the command that the arguments name."""
+    tyro.extras.subcommand_cli_from_dict(
+        {
+            "train": _train_with(_preset(arguments)),
+            "generate": generate,
+            "reconstruct": reconstruct,
+            "traverse": traverse,
+            "encode": encode,
+            "evaluate": evaluate,
+            "explore": explore,
+            "info": info,
+            "completion": completion,
+        },
+        prog="poecaps",
+        description="Products of expert capsules: learn images without labels, and draw new ones.\n\n"
+        f"Version {__version__}. Begin with: poecaps train",
+        args=arguments,
+    )
 
 
 def run() -> NoReturn:
@@ -156,7 +170,11 @@ def _train_with(preset_given: str) -> Callable[..., None]:
         shown: list[Any] = [] if quiet or not first else [display()]
         shown += [TensorBoard(folder)] if tensorboard and first else []
 
-        said = quiet or not first
+        said = silent = quiet or not first
+
+        def found(images: ImageSet) -> None:
+            if not silent:
+                print(f"found {images.describe()}", file=sys.stderr, flush=True)
 
         def report(progress: Progress) -> None:
             nonlocal said
@@ -169,7 +187,7 @@ def _train_with(preset_given: str) -> Callable[..., None]:
         done = resume is not None and is_finished(folder)
         began = time.perf_counter()
         try:
-            network = _train(config, folder, resume is not None, report)
+            network = _train(config, folder, resume is not None, report, found)
         finally:
             for each in shown:
                 each.close()
@@ -179,15 +197,20 @@ def _train_with(preset_given: str) -> Callable[..., None]:
             how = "finished already" if done else f"trained in {time.perf_counter() - began:.0f} s"
             print(f"{how}; the model is in {folder}", flush=True)
             _warn_of_failure(folder)
-        if figures:
-            try:
-                for line in _draw_all(network, folder):
-                    if not quiet:
-                        print(line, flush=True)
-            except OSError as error:
-                raise TrainingError(f"the model in {folder} is whole, but a figure is not ({error})") from error
+        try:
+            for line in _draw_all(network, folder) if figures else ():
+                if not quiet:
+                    print(line, flush=True)
+            _write_card(network, folder, draw=figures)
+        except OSError as error:
+            raise TrainingError(f"the model in {folder} is whole, but a figure or the card is not ({error})") from error
 
     return train
+
+
+def _write_card(network: CapsuleNetwork, folder: Path, *, draw: bool) -> None:
+    if not card.write(folder, network, draw=draw):
+        print(f"{folder / card.CARD} was edited, so it is left as it is", file=sys.stderr)
 
 
 def _warn_of_failure(folder: Path) -> None:
@@ -200,11 +223,18 @@ def _warn_of_failure(folder: Path) -> None:
             print(message, file=sys.stderr, flush=True)
 
 
-def _train(config: Config, folder: Path, go_on: bool, report: Callable[[Progress], None]) -> CapsuleNetwork:
+def _train(
+    config: Config,
+    folder: Path,
+    go_on: bool,
+    report: Callable[[Progress], None],
+    found: Callable[[ImageSet], None],
+) -> CapsuleNetwork:
     try:
         if go_on:
-            return resume(folder, device=None if config.device == "auto" else config.device, report=report)
-        return train_network(config, folder, report=report)
+            device = None if config.device == "auto" else config.device
+            return resume(folder, device=device, report=report, found=found)
+        return train_network(config, folder, report=report, found=found)
     except KeyboardInterrupt:
         if workers.expected().first and (folder / CHECKPOINT).is_file():
             print(f"saved; go on with: poecaps train --resume {shlex.quote(str(folder))}", file=sys.stderr)
@@ -470,7 +500,8 @@ def evaluate(
     """Measure a model by one fixed protocol, as a table and as JSON.
 
     How much of the labels a linear map reads off the codes, how near samples are to test images, how many of them are
-    recognisable, how much experts specialise. docs/evaluation.md defines each number.
+    recognisable, how much experts specialise. docs/evaluation.md defines each number. The model card of the run, its
+    README.md, shows them, too.
 
     Parameters
     ----------
@@ -505,6 +536,9 @@ def evaluate(
     print(result.table())
     write_json(out, json.loads(result.to_json()))
     print(f"written to {out}")
+    folder = models.find(run)
+    if out.resolve() == (folder / card.MEASURED).resolve():
+        _write_card(network, folder, draw=not (folder / card.PICTURE).is_file())
 
 
 def explore(
@@ -623,6 +657,36 @@ def _about_run(given: str) -> Iterator[tuple[str, str]]:
         yield "option", f"{name} = {value}"
 
 
+def completion(shell: Positional[Literal["bash", "zsh", "fish"]]) -> None:
+    """Print a script with which a shell completes the commands, options and choices of poecaps.
+
+    Keep it where the shell looks for such scripts, so that it is made only once:
+
+    bash: poecaps completion bash > ~/.local/share/bash-completion/completions/poecaps
+
+    zsh: poecaps completion zsh > ~/.zfunc/_poecaps, with fpath+=~/.zfunc before compinit in ~/.zshrc
+
+    fish: poecaps completion fish > ~/.config/fish/completions/poecaps.fish
+
+    Parameters
+    ----------
+    shell
+        Which shell.
+    """
+    script = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(script):
+            _call(["--tyro-write-completion", shell, "-"])
+    except SystemExit as leave:  # how the writing of the script ends
+        if leave.code:
+            raise
+    # zsh counts words from 1, but the script that tyro writes from 0.
+    for line in script.getvalue().replace('"${words[@]}" "$CURRENT"', '"${words[@]}" "$((CURRENT - 1))"').splitlines():
+        # A description of two lines would be offered as two words.
+        print(re.sub(r"\\{1,2}n", " ", line) if line.startswith("COMPLETION_SPEC") else line)
+    print(ELSE_FILES[shell])
+
+
 def _changed(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """Name the options that are not those of the preset `default`."""
     usual = asdict(PRESETS["default"]())
@@ -685,7 +749,8 @@ def _load_images(
     shape: dict[str, Any] = {}
     where = Path(source).expanduser()
     if source not in datasets.named.NAMES and where.is_dir() and find_images(where, "train") is None:
-        shape = {"size": (height, width), "channels": channels}
+        least = least_side(network.architecture.kernel)
+        shape = {"size": (height, width), "channels": channels, "smallest": least}
     if split is None:
         try:
             found = datasets.load(source, split="test", path=path, **shape)

@@ -639,6 +639,71 @@ class CapsuleNetwork(nn.Module):
         network.load_tensors(tensors, folder / "model.safetensors")
         return network.to(device).eval()
 
+    @classmethod
+    def from_pretrained(
+        cls, model: str | os.PathLike[str], *, device: torch.device | str = "cpu", **options: Any
+    ) -> CapsuleNetwork:
+        """Open a network from a folder, or from the Hugging Face Hub.
+
+        Parameters
+        ----------
+        model
+            A folder that `save` or a run wrote, or the name of a repository on the Hub, such as ``"me/digits"``.
+        device
+            Where it goes.
+        options
+            For the Hub: `revision`, `cache_dir`, `force_download`, `local_files_only`, `token`.
+
+        Raises
+        ------
+        ModuleNotFoundError
+            If it is no folder and huggingface_hub is not installed.
+        ModelError
+            If its files are damaged, foreign, or of a newer version.
+        """
+        from poecaps import hub
+
+        return hub.from_pretrained(model, device=device, **options)
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        run: str | os.PathLike[str] | None = None,
+        half: bool = False,
+        licence: str = "unknown",
+        **options: Any,
+    ) -> str:
+        """Put the network on the Hugging Face Hub, with a model card and a picture of what it draws.
+
+        Parameters
+        ----------
+        repo_id
+            Name of the repository, such as ``"me/digits"``; it is made if need be.
+        run
+            Folder of the run that the network comes from. The card then says how it was trained and, after `poecaps
+            evaluate`, how good it is; paths and names of the machine are left out.
+        half
+            Whether the large tensors are rounded to float16; see `save`.
+        licence
+            Of the weights, as the Hub writes it, such as ``"mit"``.
+        options
+            For the Hub: `private`, `token`, `branch`, `create_pr`, `commit_message`.
+
+        Returns
+        -------
+        str
+            The address of the commit.
+
+        Raises
+        ------
+        ModuleNotFoundError
+            If huggingface_hub is not installed.
+        """
+        from poecaps import hub
+
+        return hub.push_to_hub(self, repo_id, run=run, half=half, licence=licence, **options)
+
     def load_tensors(self, tensors: Mapping[str, Tensor], source: Path) -> None:
         """Take over a state_dict read from a file, if it is one of this architecture."""
         wanted = {name: _describe(tensor) for name, tensor in self.state_dict().items()}

@@ -58,7 +58,14 @@ def expert_grid(images: Tensor | Array, path: PathLike, *, title: str | None = N
     return _draw_grid(list(array), path, {"images": array}, title, above=[str(j) for j in range(array.shape[1])])
 
 
-def image_grid(images: Tensor | Array, path: PathLike, *, columns: int | None = None, title: str | None = None) -> Path:
+def image_grid(
+    images: Tensor | Array,
+    path: PathLike,
+    *,
+    columns: int | None = None,
+    title: str | None = None,
+    raw: bool = True,
+) -> Path:
     """Draw images side by side, row after row.
 
     Parameters
@@ -69,13 +76,15 @@ def image_grid(images: Tensor | Array, path: PathLike, *, columns: int | None = 
         The PNG to write, and a line above the grid.
     columns
         Images in a row; by default as many as make the grid roughly square.
+    raw
+        Whether to write the ``.npz``, too.
     """
     array = _as_images("images", images, ("N", "C", "H", "W"))
     if columns is None:
         columns = math.ceil(math.sqrt(len(array) * array.shape[2] / array.shape[3]))
     checks.require_int("columns", columns, 1)
     rows = [array[start : start + columns] for start in range(0, len(array), columns)]
-    return _draw_grid(rows, path, {"images": array}, title)
+    return _draw_grid(rows, path, {"images": array} if raw else {}, title)
 
 
 def reconstructions(
@@ -285,16 +294,18 @@ def _as_ascii(text: str) -> str:
 
 
 def _write(path: PathLike, picture: bytes, arrays: Mapping[str, Array]) -> Path:
-    """Write both files under passing names first, so that whatever fails leaves the old ones whole."""
+    """Write both files, or without arrays the picture, under passing names first, so that old ones stay whole."""
     target = Path(path)
     if target.suffix.lower() != ".png":
         raise ValueError(f"path must name a PNG, but is {str(path)!r}; let it end in .png")
     target.parent.mkdir(parents=True, exist_ok=True)
     npz, png = (target.with_name(f".{target.stem}-{uuid.uuid4().hex}{suffix}") for suffix in (".npz", ".png"))
     try:
-        np.savez(npz, **arrays)  # type: ignore[arg-type]  # its stub takes the names for options
+        if arrays:
+            np.savez(npz, **arrays)  # type: ignore[arg-type]  # its stub takes the names for options
         png.write_bytes(picture)
-        npz.replace(target.with_suffix(".npz"))
+        if arrays:
+            npz.replace(target.with_suffix(".npz"))
         png.replace(target)
     except OSError as error:  # a full disk does not say which file it was
         raise OSError(error.errno, error.strerror, str(target)) from error

@@ -183,19 +183,47 @@ def test_other_files_are_skipped_and_named(digits: Array, tmp_path: Path) -> Non
     (tmp_path / "notes.txt").write_text("no picture")
     (tmp_path / ".DS_Store").write_bytes(b"")
     data = load(tmp_path)
-    assert data.skipped == (str(tmp_path / "notes.txt"),)
+    assert data.skipped == {str(tmp_path / "notes.txt"): "no PNG, JPEG or WebP"}
     assert "1 file skipped" in repr(data)
 
 
 @pytest.mark.parametrize("content", [b"", b"not a picture", b"\x89PNG\r\n\x1a\n" + b"\0" * 50])
-def test_a_broken_image_is_named(content: bytes, digits: Array, tmp_path: Path) -> None:
-    save(tmp_path / "a.png", digits[0])
-    (tmp_path / "b.png").write_bytes(content)
-    with pytest.raises(DataError, match=r"b.png is no sound image .*; mend or remove it"):
-        load(tmp_path)
+def test_a_broken_image_is_skipped_and_named(content: bytes, digits: Array, tmp_path: Path) -> None:
+    save(tmp_path / "ant" / "a.png", digits[0])
+    (tmp_path / "ant" / "b.png").write_bytes(content)
+    save(tmp_path / "bee" / "c.png", digits[1])
+    data = load(tmp_path)
+    np.testing.assert_array_equal(data.images[..., 0], digits[:2])
+    assert data.skipped == {str(tmp_path / "ant" / "b.png"): "cannot be read"}
+    assert data.labels is not None
+    assert data.labels.tolist() == [0, 1]
 
 
-def test_a_cut_image_is_named(tmp_path: Path) -> None:
+def test_a_cut_image_between_sound_ones_is_skipped(digits: Array, tmp_path: Path) -> None:
+    """Its header is whole, so that it is not found out before it is decoded."""
+    noise = np.random.default_rng(0).integers(0, 256, (5, 4), dtype=np.uint8)
+    for name, picture in (("a", noise), ("b", digits[0]), ("c", noise), ("d", digits[1])):
+        save(tmp_path / f"{name}.png", picture)
+    for name in ("a", "c"):
+        whole = (tmp_path / f"{name}.png").read_bytes()
+        (tmp_path / f"{name}.png").write_bytes(whole[: whole.index(b"IDAT") + 8])
+    data = load(tmp_path)
+    np.testing.assert_array_equal(data.images[..., 0], digits[:2])
+    assert data.skipped == {str(tmp_path / f"{name}.png"): "cannot be read" for name in ("a", "c")}
+
+
+def test_images_that_are_too_small_are_skipped_before_they_are_scaled(digits: Array, tmp_path: Path) -> None:
+    save(tmp_path / "a.png", digits[0])  # 5×4
+    save(tmp_path / "b.png", np.resize(digits[1], (5, 5)))
+    data = load(tmp_path, size=8, smallest=5)
+    assert (len(data), data.shape) == (1, (1, 8, 8))
+    assert data.skipped == {str(tmp_path / "a.png"): "smaller than 5×5"}
+    assert len(load(tmp_path, size=8, smallest=4)) == 2
+    with pytest.raises(DataError, match=r"no image to learn from; the first of 2: .*a.png has 5×4 pixels; give larger"):
+        load(tmp_path, smallest=6)
+
+
+def test_a_cut_image_is_named_where_there_is_no_other(tmp_path: Path) -> None:
     noise = np.random.default_rng(0).integers(0, 256, (40, 40), dtype=np.uint8)
     for name in ("a.png", "a.jpg", "a.webp"):
         folder = tmp_path / name[2:]

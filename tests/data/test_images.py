@@ -93,7 +93,7 @@ def test_a_dataloader_takes_it(digits: Array) -> None:
 
 
 def test_it_introduces_itself_in_one_line(digits: Array) -> None:
-    data = ImageSet(digits, np.arange(6) % 3, source="here", skipped=("a.txt",))
+    data = ImageSet(digits, np.arange(6) % 3, source="here", skipped={"a.txt": "no picture"})
     assert repr(data) == "ImageSet(6 grey images of 5×4, 3 labels, from here, 1 file skipped)"
 
 
@@ -120,3 +120,15 @@ def test_images_that_would_be_garbage_are_refused(images: Array, message: str, m
 def test_labels_must_be_one_whole_number_an_image(digits: Array, labels: Array) -> None:
     with pytest.raises(DataError, match="there must be one whole number for each of the 6 images"):
         ImageSet(digits, labels)
+
+
+def test_one_line_describes_a_set() -> None:
+    images = np.zeros((3, 5, 4, 3), np.uint8)
+    assert ImageSet(images[:1], source="here").describe() == "1 RGB image of 5×4 in here"
+    named = ImageSet(images, np.array([0, 2, 1]), label_names=("ant", "bee", "cat"), source="here")
+    assert named.describe() == "3 RGB images of 5×4 in here, 3 classes (ant, bee, cat)"
+    partly = ImageSet(images, np.array([0, 0, 0]), label_names=("ant", "bee"), source="here")
+    assert partly.describe() == "3 RGB images of 5×4 in here, 1 class"
+    skipped = {"x/a.gif": "no PNG", "x/b.png": "cannot be read", "y/c.gif": "no PNG"}
+    text = ImageSet(images, source="here", skipped=skipped).describe()
+    assert text == "3 RGB images of 5×4 in here; 3 files skipped: 2 no PNG (a.gif, …), 1 cannot be read (b.png)"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from poecaps import _checks as checks
 from poecaps.data import named
@@ -26,6 +26,7 @@ def load(
     path: str | os.PathLike[str] | None = None,
     size: int | tuple[int, int] | None = None,
     channels: int | None = None,
+    smallest: int = 1,
     download: bool = True,
 ) -> ImageSet:
     """Load images by the name of a set or by their path.
@@ -49,6 +50,8 @@ def load(
     size, channels
         For a folder of images: scale each to cover this (height, width) and crop its centre; bring all to grey (1) or
         RGB (3).
+    smallest
+        For a folder of images: pass over those with a side of fewer pixels.
     download
         Whether a full set may be downloaded.
 
@@ -77,7 +80,7 @@ def load(
     if not where.is_dir() and not where.is_file():
         raise DataError(f"{where} is neither a file nor a folder")
     if where.is_dir() and not any(find_images(where, each) for each in get_args(Split)):
-        return _load_folder(where, split, size, channels)
+        return _load_folder(where, split, size=size, channels=channels, smallest=smallest)
     _refuse("size and channels are", "folders of images", source, size, channels)
     images, labels = _read_arrays(where, split)
     return ImageSet(images, labels, source=str(where))
@@ -116,12 +119,12 @@ def _read_idx_pair(images: Path) -> tuple[Array, Array | None]:
     return read_idx(images), None if beside is None else read_idx(beside)
 
 
-def _load_folder(where: Path, split: Split, size: int | tuple[int, int] | None, channels: int | None) -> ImageSet:
+def _load_folder(where: Path, split: Split, **how: Any) -> ImageSet:
     """Images of a folder, or of its part for this split; both parts number their labels alike."""
     parts = [where / each for each in get_args(Split) if (where / each).is_dir()]
     if len(parts) == 2:
         names = sorted(set.union(*map(subfolders, parts)))
-        return read_folder(where / split, size=size, channels=channels, label_names=names)
+        return read_folder(where / split, label_names=names, **how)
     if parts:
         raise DataError(
             f"{where} has a subfolder {parts[0].name!r} but not its counterpart, so it is unclear what to learn from; "
@@ -129,7 +132,7 @@ def _load_folder(where: Path, split: Split, size: int | tuple[int, int] | None, 
         )
     if split == "test":
         raise DataError(f"{where} has no subfolder 'test'; make one, or name the folder of the test images instead")
-    return read_folder(where, size=size, channels=channels)
+    return read_folder(where, **how)
 
 
 def _refuse(what: str, whom: str, source: object, *values: object) -> None:

@@ -6,7 +6,7 @@ import os
 import warnings
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -15,13 +15,16 @@ from poecaps.data._storage import DataError, allocate
 from poecaps.data.images import ImageSet
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from PIL.Image import Image
 
+P = ParamSpec("P")
+T = TypeVar("T")
 MAX_SIDE = 16384  # pixels; more is a slip of the keyboard
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 FORMATS = ("PNG", "JPEG", "WEBP")  # and no other decoder, whatever a file is called
+OTHER, UNREADABLE = "no PNG, JPEG or WebP", "cannot be read"  # why a file is skipped
 GREY_MODES = ("1", "L", "LA", "I", "I;16", "I;16B", "I;16L")
 
 
@@ -31,8 +34,12 @@ def read_folder(
     size: int | tuple[int, int] | None = None,
     channels: int | None = None,
     label_names: Sequence[str] | None = None,
+    smallest: int = 1,
 ) -> ImageSet:
     """Read all PNG, JPEG and WebP images below a folder, in the order of their paths.
+
+    Other files, images that cannot be decoded and those that are too small are passed over; the attribute `skipped` of
+    the result names each, and why.
 
     Where all images lie in subfolders, two or more, the first-level subfolder is the label. One image outside them, and
     there are no labels.
@@ -48,11 +55,13 @@ def read_folder(
         1 for grey, 3 for RGB; by default grey if all images are grey. Transparency is laid on black.
     label_names
         The subfolders that there may be, in the order of their labels; by default those that there are, sorted.
+    smallest
+        Pass over images with a side of fewer pixels, before they are scaled.
 
     Raises
     ------
     DataError
-        If there is no image, one cannot be decoded, or sizes differ and no `size` is given.
+        If there is no image that can be decoded, or sizes differ and no `size` is given.
     """
     root = Path(path)
     if not root.is_dir():
@@ -60,30 +69,52 @@ def read_folder(
     size = _as_size(size)
     if channels is not None and (type(channels) is not int or channels not in (1, 3)):
         raise ValueError(f"channels must be 1 (grey) or 3 (RGB), but is {channels!r}")
+    checks.require_int("smallest", smallest, 1)
     files = sorted(_walk(root))
-    pictures = [file for file in files if file.suffix.lower() in SUFFIXES]
+    skipped = {str(file): OTHER for file in files if file.suffix.lower() not in SUFFIXES}
+    pictures = [file for file in files if str(file) not in skipped]
     if not pictures:
         there = ", ".join(file.name for file in files[:3]) + (", …" if len(files) > 3 else "")
         raise DataError(
             f"{root} holds no image ({', '.join(SUFFIXES)}), but {there or 'nothing'}; name a folder with images"
         )
-    if channels is None:
-        channels = 1 if all(map(_is_grey, pictures)) else 3
+    faults, grey, likely = [], True, []
+    for file in pictures:
+        seen = _attempt(_look, file)
+        if isinstance(seen, DataError):
+            skipped[str(file)] = UNREADABLE
+            faults.append(str(seen))
+        elif min(seen[1]) < smallest:
+            skipped[str(file)] = f"smaller than {smallest}×{smallest}"
+            faults.append(f"{file} has {_pixels(seen[1])} pixels; give larger images")
+        else:
+            grey = grey and seen[0] in GREY_MODES
+            likely.append(file)
+    channels = channels or (1 if grey else 3)
 
-    first = _decode(pictures[0], size, channels)
-    images = allocate((len(pictures), *first.shape), np.dtype(np.uint8))
-    for index, file in enumerate(pictures):
-        image = _decode(file, size, channels)
-        if image.shape != first.shape:
+    kept: list[Path] = []
+    images = np.empty(0, np.uint8)
+    for file in likely:
+        image = _attempt(_decode, file, size, channels)
+        if isinstance(image, DataError):
+            skipped[str(file)] = UNREADABLE
+            faults.append(str(image))
+            continue
+        if not kept:
+            images = allocate((len(likely), *image.shape), np.dtype(np.uint8))
+        if image.shape != images.shape[1:]:
             raise DataError(
-                f"{file} has {_pixels(image)} pixels, but {pictures[0]} has {_pixels(first)}; "
+                f"{file} has {_pixels(image.shape)} pixels, but {kept[0]} has {_pixels(images.shape[1:])}; "
                 "give a size=(height, width) to bring all images to"
             )
-        images[index] = image
+        images[len(kept)] = image
+        kept.append(file)
+    if not kept:
+        of = "its only image" if len(faults) == 1 else f"the first of {len(faults)}"
+        raise DataError(f"{root} holds no image to learn from; {of}: {faults[0]}")
 
-    labels, names = _labels(root, pictures, label_names)
-    skipped = tuple(str(file) for file in files if file.suffix.lower() not in SUFFIXES)
-    return ImageSet(images, labels, label_names=names, source=str(root), skipped=skipped)
+    labels, names = _labels(root, kept, label_names)
+    return ImageSet(images[: len(kept)], labels, label_names=names, source=str(root), skipped=skipped)
 
 
 @contextmanager
@@ -102,9 +133,18 @@ def _opened(file: Path) -> Iterator[Image]:
         raise DataError(f"{file} is no sound image ({error}); mend or remove it") from error
 
 
-def _is_grey(file: Path) -> bool:
+def _attempt(read: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | DataError:
+    """Call a function, and return the fault of the data where it finds one."""
+    try:
+        return read(*args, **kwargs)
+    except DataError as error:
+        return error
+
+
+def _look(file: Path) -> tuple[str, tuple[int, int]]:
+    """Read the mode of an image, and its height and width, from its header."""
     with _opened(file) as image:
-        return image.mode in GREY_MODES
+        return image.mode, (image.height, image.width)
 
 
 def _decode(file: Path, size: tuple[int, int] | None, channels: int) -> np.ndarray[Any, Any]:
@@ -168,5 +208,5 @@ def _labels(
     return np.array([names.index(parts[0]) for parts in parents]), tuple(names)
 
 
-def _pixels(image: np.ndarray[Any, Any]) -> str:
-    return f"{image.shape[0]}×{image.shape[1]}"
+def _pixels(shape: tuple[int, ...]) -> str:
+    return f"{shape[0]}×{shape[1]}"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import numbers
-from dataclasses import dataclass
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,11 +15,12 @@ from poecaps import _checks as checks
 from poecaps.data._storage import DataError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from torch import Tensor
 
 CHUNK = 1024  # images looked at together when a float array is checked
+NAMED = 6  # classes that are called by their names
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -36,14 +39,14 @@ class ImageSet:
     source
         Where the images came from.
     skipped
-        Files of the source that were passed over.
+        Files of the source that were passed over, and why.
     """
 
     images: np.ndarray[Any, Any]
     labels: np.ndarray[Any, Any] | None = None
     label_names: tuple[str, ...] = ()
     source: str = "an array"
-    skipped: tuple[str, ...] = ()
+    skipped: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "images", _as_nhwc(self.images, self.source))
@@ -51,13 +54,32 @@ class ImageSet:
             object.__setattr__(self, "labels", _as_labels(self.labels, len(self.images), self.source))
 
     def __repr__(self) -> str:
-        channels, height, width = self.shape
-        colour = "grey" if channels == 1 else "RGB"
-        noun = "image" if len(self) == 1 else "images"
         labelled = "unlabelled" if self.labels is None else f"{len(np.unique(self.labels))} labels"
-        files = "file" if len(self.skipped) == 1 else "files"
-        skipped = f", {len(self.skipped)} {files} skipped" if self.skipped else ""
-        return f"ImageSet({len(self):,} {colour} {noun} of {height}×{width}, {labelled}, from {self.source}{skipped})"
+        skipped = f", {self._count_skipped()}" if self.skipped else ""
+        return f"ImageSet({self._count_images()}, {labelled}, from {self.source}{skipped})"
+
+    def describe(self) -> str:
+        """Say in one line what was found where, in how many classes, and which files were skipped and why."""
+        line = f"{self._count_images()} in {self.source}"
+        if self.labels is not None:
+            count = len(np.unique(self.labels))
+            names = f" ({', '.join(self.label_names)})" if count == len(self.label_names) <= NAMED else ""
+            line += f", {count} {'class' if count == 1 else 'classes'}{names}"
+        if not self.skipped:
+            return line
+        files = defaultdict(list)
+        for file, reason in self.skipped.items():
+            files[reason].append(Path(file).name)
+        parts = (f"{len(each)} {why} ({each[0]}{', …' if len(each) > 1 else ''})" for why, each in files.items())
+        return f"{line}; {self._count_skipped()}: {', '.join(parts)}"
+
+    def _count_images(self) -> str:
+        channels, height, width = self.shape
+        colour, noun = "grey" if channels == 1 else "RGB", "image" if len(self) == 1 else "images"
+        return f"{len(self):,} {colour} {noun} of {height}×{width}"
+
+    def _count_skipped(self) -> str:
+        return f"{len(self.skipped):,} {'file' if len(self.skipped) == 1 else 'files'} skipped"
 
     def __len__(self) -> int:
         return len(self.images)

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from poecaps._files import ModelError, read_tensors, write_atomically, write_tensors
+from poecaps.autoencoder import least_side
 from poecaps.data import DataError, load
 from poecaps.data.named import NAMES
 from poecaps.network import FORMAT, VERSION, Architecture, CapsuleNetwork, check_version
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from poecaps.data import ImageSet
 
     Report = Callable[[Progress], None]
+    Found = Callable[[ImageSet], None]
 
 CHECKPOINT, METRICS = "checkpoint.safetensors", "metrics.jsonl"
 MEASURES_PER_EPOCH = 2
@@ -49,6 +51,7 @@ def train(
     *,
     data: ImageSet | None = None,
     report: Report | None = None,
+    found: Found | None = None,
 ) -> CapsuleNetwork:
     """Train a network and save it in a folder.
 
@@ -68,6 +71,8 @@ def train(
         Images in memory to learn from, in place of those that `config.data` names.
     report
         Called with a `poecaps.training.Progress` after every step.
+    found
+        Called once with the images, before anything is learned from them.
 
     Raises
     ------
@@ -85,8 +90,8 @@ def train(
         config = replace(config, data=data.source, data_path=None, size=None, channels=None)
     folder = Path(folder)
     if processes.attempt() > 0 and _was_launched_here(folder):
-        return resume(folder, data=data, report=report)
-    with _started(config, folder, report, data, new=True) as run:
+        return resume(folder, data=data, report=report, found=found)
+    with _started(config, folder, report, found, data, new=True) as run:
         return run.go(task=0, step=0)
 
 
@@ -106,6 +111,7 @@ def resume(
     device: str | None = None,
     data: ImageSet | None = None,
     report: Report | None = None,
+    found: Found | None = None,
 ) -> CapsuleNetwork:
     """Go on with a run from its last checkpoint; on a CPU the result is that of a run without a break, bit for bit.
 
@@ -121,6 +127,8 @@ def resume(
         The images, if the run was given them in memory.
     report
         Called with a `poecaps.training.Progress` after every step.
+    found
+        Called once with the images, before anything is learned from them.
 
     Raises
     ------
@@ -146,7 +154,7 @@ def resume(
         raise ModelError(f"{source} is no checkpoint of a run ({error})") from error
     if is_finished(folder):
         return CapsuleNetwork.load(folder, find_device(config.device))
-    with _started(config, folder, report, data) as run:
+    with _started(config, folder, report, found, data) as run:
         if not 0 <= task <= len(run.tasks) or not 0 <= step <= run.steps_of(task):
             raise ModelError(f"{source} is damaged: it stands at step {step} of stage {task + 1} of {len(run.tasks)}")
         model = {name.removeprefix("model."): value for name, value in tensors.items() if name.startswith("model.")}
@@ -164,14 +172,25 @@ def is_finished(folder: Path) -> bool:
 
 @contextmanager
 def _started(
-    config: Config, folder: Path, report: Report | None, data: ImageSet | None, *, new: bool = False
+    config: Config,
+    folder: Path,
+    report: Report | None,
+    found: Found | None,
+    data: ImageSet | None,
+    *,
+    new: bool = False,
 ) -> Iterator[_Run]:
     device, interrupts = find_device(config.device), Interrupts()
     with interrupts.watched(), processes.joined(device) as workers:
         if new and workers.any(workers.first and not _is_free(folder), device):
             raise FileExistsError(f"{folder} is not empty; name a new folder, or go on with the run in it by resume")
         if data is None:
-            data = load(config.data, path=config.data_path, size=config.size, channels=config.channels)
+            smallest = least_side(config.model.kernel)
+            data = load(
+                config.data, path=config.data_path, size=config.size, channels=config.channels, smallest=smallest
+            )
+        if found is not None:
+            found(data)
         yield _Run(config, data, folder, report, device, workers, interrupts)
 
 

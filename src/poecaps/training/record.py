@@ -6,7 +6,7 @@ import hashlib
 import platform
 import shlex
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,12 +15,17 @@ import numpy as np
 import torch
 
 from poecaps._files import ModelError, read_json, write_json
+from poecaps.data.named import NAMES
+from poecaps.training.config import OF_THE_MACHINE, Config, from_json
+from poecaps.training.config import command as training_command
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from poecaps.data import ImageSet
-    from poecaps.training.config import Config
 
 RECORD = "run.json"
+SHARED = ("time", "stage", "step", "device", "precision", "processes")  # of each start, what anybody may know
 HASHED = 2**30  # bytes; of a larger set, images at equal distances stand for all
 
 
@@ -102,3 +107,26 @@ def read(folder: Path) -> dict[str, Any]:
 def write(folder: Path, record: dict[str, Any]) -> None:
     """Write the record of a run."""
     write_json(folder / RECORD, record)
+
+
+def without_machine(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Keep of the record of a run what does not depend on whose machine it was.
+
+    Paths go: images of one's own are called by the name of their file or folder. Commands are made anew from the
+    options.
+    """
+    config, usual = from_json(Config, record["config"]), Config()
+    data = dict(record["data"])
+    if config.data not in NAMES:
+        config = replace(config, data=Path(config.data).name)
+        data["source"] = Path(str(data.get("source"))).name
+    shared = replace(config, **{name: getattr(usual, name) for name in OF_THE_MACHINE})
+    starts = [
+        {
+            "command": training_command(shared),
+            **{name: start[name] for name in SHARED if name in start},
+            "versions": {name: value for name, value in start.get("versions", {}).items() if name != "platform"},
+        }
+        for start in record["starts"]
+    ]
+    return begin(shared, data) | {"starts": starts, "finished": record.get("finished")}

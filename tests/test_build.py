@@ -1,0 +1,72 @@
+"""What `make build` looks for in a package. That the package installs and works, `make build` itself tells."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+import zipfile
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tools.check_build import PACKAGE, BuildError, check_sdist, check_wheel, main
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+FILES = sorted(
+    file.relative_to(PACKAGE.parent).as_posix()
+    for file in PACKAGE.rglob("*")
+    if file.is_file() and "__pycache__" not in file.parts
+)
+METADATA = "poecaps-1.0.dist-info/METADATA"
+
+
+def wheel_of(folder: Path, names: list[str]) -> Path:
+    with zipfile.ZipFile(folder / "poecaps-1.0-py3-none-any.whl", "w") as archive:
+        for name in names:
+            archive.writestr(name, b"")
+    return folder / "poecaps-1.0-py3-none-any.whl"
+
+
+def sdist_of(folder: Path, names: list[str]) -> Path:
+    with tarfile.open(folder / "poecaps-1.0.tar.gz", "w:gz") as archive:
+        for name in names:
+            archive.addfile(tarfile.TarInfo(f"poecaps-1.0/{name}"), io.BytesIO())
+    return folder / "poecaps-1.0.tar.gz"
+
+
+def test_a_wheel_holds_every_file_of_the_package(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    check_wheel(wheel_of(tmp_path, [*FILES, METADATA]))
+    assert f"{len(FILES)} files" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "part", ["models/mnist/model.safetensors", "models/mnist/samples.png", "py.typed", "explorer/static/index.html"]
+)
+def test_a_wheel_that_lacks_a_file_is_refused(part: str, tmp_path: Path) -> None:
+    assert f"poecaps/{part}" in FILES
+    with pytest.raises(BuildError, match=f"lacks poecaps/{part}"):
+        check_wheel(wheel_of(tmp_path, [name for name in FILES if name != f"poecaps/{part}"]))
+
+
+@pytest.mark.parametrize(
+    "name", ["tests/test_build.py", "poecaps/__pycache__/cli.cpython-311.pyc", "poecaps/notes.txt"]
+)
+def test_a_wheel_with_a_file_of_something_else_is_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(BuildError, match=f"has, for no reason, {name}"):
+        check_wheel(wheel_of(tmp_path, [*FILES, name]))
+
+
+def test_an_sdist_is_whole_and_without_data(tmp_path: Path) -> None:
+    whole = ["pyproject.toml", "README.md", "LICENSE", "src/poecaps/__init__.py"]
+    check_sdist(sdist_of(tmp_path, whole))
+    with pytest.raises(BuildError, match="lacks LICENSE"):
+        check_sdist(sdist_of(tmp_path, [name for name in whole if name != "LICENSE"]))
+    with pytest.raises(BuildError, match=r"has, for no reason, \.data/mnist/train-images-idx3-ubyte"):
+        check_sdist(sdist_of(tmp_path, [*whole, ".data/mnist/train-images-idx3-ubyte"]))
+
+
+def test_an_empty_folder_is_no_build(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path)]) == 1
+    assert "must hold one *.whl, but holds none" in capsys.readouterr().err

@@ -1,0 +1,244 @@
+"""The model card of a saved network, and the way to the Hub and back with the network part replaced."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import huggingface_hub
+import numpy as np
+import pytest
+import torch
+import yaml
+from PIL import Image
+
+import poecaps
+from poecaps import card, hub
+from poecaps.cli import main
+from poecaps.network import Architecture, CapsuleNetwork
+from poecaps.training import record
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SMALL = ["--model.features", "8", "--model.capsule-dim", "4", "--model.experts", "3", "5", "--model.components", "4",
+         "--batch-size", "16", "--autoencoder.epochs", "1", "--encoder.epochs", "1", "--decoder.epochs", "1",
+         "--painter.epochs", "1", "--device", "cpu"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on images of somebody's own."""
+    root = tmp_path_factory.mktemp("home-of-somebody")
+    train, test = poecaps.data.load("mnist-sample"), poecaps.data.load("mnist-sample", split="test")
+    assert train.labels is not None
+    assert test.labels is not None
+    np.savez(root / "shapes.npz", x_train=train.images[:48], y_train=train.labels[:48],
+             x_test=test.images[:20], y_test=test.labels[:20])  # fmt: skip
+    arguments = ["--data", str(root / "shapes.npz"), "--out", str(root / "run"), "--quiet", "--seed", "3"]
+    assert main(["train", *arguments, *SMALL]) == 0
+    return root / "run"
+
+
+@pytest.fixture
+def run(trained: Path, tmp_path: Path) -> Path:
+    shutil.copytree(trained, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def text_of(folder: Path) -> str:
+    return (folder / "README.md").read_text(encoding="utf-8")
+
+
+def head_of(folder: Path) -> dict[str, Any]:
+    _, head, _ = text_of(folder).split("---\n", 2)
+    found = yaml.safe_load(head)
+    assert isinstance(found, dict)
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The card
+
+
+def test_a_run_ends_with_a_card_that_tells_how_it_was_trained(run: Path) -> None:
+    head, text = head_of(run), text_of(run)
+    assert head["library_name"] == "poecaps"
+    assert head["pipeline_tag"] == "unconditional-image-generation"
+    assert head["license"] == "unknown"  # which is for the owner to choose
+    assert "capsule-networks" in head["tags"]
+    assert "datasets" not in head
+    assert "model-index" not in head
+    for fact in ("28×28, grey", "3 experts of 5 numbers", "| seed | 3 |", "| training images | 48,", "shapes.npz"):
+        assert fact in text
+    assert "Not yet. `poecaps evaluate run` measures it." in text
+    assert "![40 draws from all experts together, none picked](samples.png)" in text
+    with Image.open(run / "samples.png") as picture:
+        assert picture.size[0] > 10 * 28
+    assert not (run / "samples.npz").exists()
+
+
+def test_a_card_holds_no_path_of_the_machine(run: Path, trained: Path) -> None:
+    assert main(["evaluate", str(run), "--samples", "20", "--device", "cpu"]) == 0
+    text = text_of(run)
+    assert str(trained.parent) not in text
+    assert trained.parent.name not in text
+    assert record.describe_machine()["platform"] not in text
+
+
+def test_evaluation_completes_the_card(run: Path) -> None:
+    before = (run / "samples.png").read_bytes()
+    assert main(["evaluate", str(run), "--samples", "20", "--device", "cpu"]) == 0
+    measured = json.loads((run / "evaluation.json").read_text())
+    text, (model,) = text_of(run), head_of(run)["model-index"]
+    accuracy = measured["probe"]["test_accuracy"]
+    assert f"| linear probe on codes, test accuracy | {accuracy:.2%} |" in text
+    assert "on shapes.npz, 20 images, with 20 draws" in text
+    assert "Not yet" not in text
+    metrics = {each["type"]: each["value"] for each in model["results"][0]["metrics"]}
+    assert metrics["accuracy"] == pytest.approx(accuracy)
+    assert "recognisable-draws" not in metrics  # for which there is no classifier
+    assert (run / "samples.png").read_bytes() == before
+
+
+def test_the_hub_understands_the_head_of_a_card(run: Path) -> None:
+    assert main(["evaluate", str(run), "--samples", "20", "--device", "cpu"]) == 0
+    data = huggingface_hub.ModelCard.load(run / "README.md").data
+    assert data.library_name == "poecaps"  # type: ignore[attr-defined, unused-ignore]
+    results = data.eval_results  # type: ignore[attr-defined, unused-ignore]
+    assert {each.metric_type for each in results} >= {"accuracy"}
+    assert {each.task_type for each in results} == {"unconditional-image-generation"}
+
+
+def test_an_edited_card_is_left_alone(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mine = text_of(run).replace("To try poecaps", "To find broken parts")
+    (run / "README.md").write_text(mine, encoding="utf-8")
+    assert main(["evaluate", str(run), "--samples", "20", "--device", "cpu"]) == 0
+    assert text_of(run) == mine
+    assert f"{run / 'README.md'} was edited, so it is left as it is" in capsys.readouterr().err
+
+
+def test_a_card_without_figures_shows_none(trained: Path, tmp_path: Path) -> None:
+    data = str(trained.parent / "shapes.npz")
+    assert main(["train", "--data", data, "--out", str(tmp_path / "run"), "--quiet", "--no-figures", *SMALL]) == 0
+    assert "samples.png" not in text_of(tmp_path / "run")
+    assert not (tmp_path / "run" / "samples.png").exists()
+
+
+def test_a_bare_network_has_a_card_too(tmp_path: Path) -> None:
+    network = CapsuleNetwork(Architecture(features=8, experts=((2, 9),), image_shape=(3, 20, 18))).eval()
+    network.save(tmp_path / "bare", half=True)
+    assert card.write(tmp_path / "bare", network, name='odd: "name"', licence="mit")
+    head, text = head_of(tmp_path / "bare"), text_of(tmp_path / "bare")
+    assert head["license"] == "mit"
+    for fact in ("20×18, RGB", "2 experts of 9 numbers", "the large tensors in float16", "(20, 3, 20, 18)"):
+        assert fact in text
+    assert "run.json" not in text
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The Hub
+
+
+class Uploads:
+    """What stands in for the Hub: it keeps what would be sent there."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.asked = folder, []  # type: Path, list[dict[str, Any]]
+
+    def create_repo(self, _: Any, **options: Any) -> Any:
+        self.asked.append(options)
+        return huggingface_hub.RepoUrl(f"https://huggingface.co/{options['repo_id']}")
+
+    def upload_folder(self, _: Any, **options: Any) -> str:
+        self.asked.append(options)
+        shutil.copytree(options["folder_path"], self.folder)
+        return "https://huggingface.co/me/digits/commit/1"
+
+
+@pytest.fixture
+def uploads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Uploads:
+    stand_in = Uploads(tmp_path / "uploaded")
+    for name in ("create_repo", "upload_folder"):
+        each = getattr(stand_in, name)
+        monkeypatch.setattr(huggingface_hub.HfApi, name, lambda self, each=each, **options: each(self, **options))
+    return stand_in
+
+
+def test_a_network_goes_to_the_hub_with_card_and_picture_and_comes_back(
+    run: Path, trained: Path, uploads: Uploads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["evaluate", str(run), "--samples", "20", "--device", "cpu"]) == 0
+    network = poecaps.load(run)
+    address = network.push_to_hub("me/digits", run=run, licence="mit", private=True)
+    assert address == "https://huggingface.co/me/digits/commit/1"
+    assert uploads.asked[0]["repo_id"] == uploads.asked[1]["repo_id"] == "me/digits"
+    assert uploads.asked[0]["private"] is True
+    sent = {file.name for file in uploads.folder.iterdir()}
+    assert sent == {"config.json", "model.safetensors", "README.md", "samples.png", "run.json", "evaluation.json"}
+    for file in ("config.json", "README.md", "run.json", "evaluation.json"):
+        assert trained.parent.name not in (uploads.folder / file).read_text(encoding="utf-8")
+    assert head_of(uploads.folder)["license"] == "mit"
+    assert 'from_pretrained("me/digits")' in text_of(uploads.folder)
+    assert head_of(uploads.folder)["model-index"][0]["name"] == "me/digits"
+
+    asked: list[dict[str, Any]] = []
+
+    def download(**options: Any) -> str:
+        asked.append(options)
+        return str(uploads.folder)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr(huggingface_hub.hub_mixin, "hf_hub_download", lambda **_: str(uploads.folder / "config.json"))
+    hub._mixin.cache_clear()
+    again = CapsuleNetwork.from_pretrained("me/digits", revision="v1")
+    hub._mixin.cache_clear()
+    assert (asked[0]["repo_id"], asked[0]["revision"]) == ("me/digits", "v1")
+    assert again.architecture == network.architecture
+    for name, tensor in network.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor)
+
+
+def test_a_network_without_a_run_goes_to_the_hub_as_well(uploads: Uploads) -> None:
+    network = CapsuleNetwork(Architecture(features=8, experts=((2, 9),)))
+    network.push_to_hub("me/bare", half=True)
+    assert {file.name for file in uploads.folder.iterdir()} == {
+        *("config.json", "model.safetensors", "README.md", "samples.png"),
+    }
+    assert CapsuleNetwork.from_pretrained(uploads.folder).architecture == network.architecture
+
+
+def test_an_edited_card_goes_to_the_hub_as_it_is(run: Path, uploads: Uploads) -> None:
+    mine = text_of(run).replace("To try poecaps", "To find broken parts")
+    (run / "README.md").write_text(mine, encoding="utf-8")
+    poecaps.load(run).push_to_hub("me/digits", run=run)
+    assert text_of(uploads.folder) == mine
+
+
+def test_what_is_no_run_is_refused_before_anything_is_written(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"nowhere holds no run: there is no run.json in it"):
+        hub.lay_out(poecaps.load(run), tmp_path / "out", run=tmp_path / "nowhere")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_opens_without_the_hub_and_a_name_says_what_is_missing(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    hub._mixin.cache_clear()
+    network = CapsuleNetwork.from_pretrained(run)
+    assert not network.training
+    message = r"^the Hugging Face Hub needs huggingface_hub; pip install 'poecaps\[hub\]'$"
+    with pytest.raises(ModuleNotFoundError, match=message):
+        CapsuleNetwork.from_pretrained("me/digits")
+    with pytest.raises(ModuleNotFoundError, match=message):
+        network.push_to_hub("me/digits")
+
+
+def test_neither_the_library_nor_the_command_line_imports_the_hub() -> None:
+    program = "import sys, poecaps, poecaps.cli, poecaps.hub; print('huggingface_hub' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "False"

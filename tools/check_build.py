@@ -1,0 +1,150 @@
+"""Check the packages in a folder: that they hold what they should, and that what they install works by itself.
+
+Run as: python tools/check_build.py DIST
+
+The wheel goes, alone, into a new virtual environment in a temporary folder, where a user's first commands are run; then
+the sdist is installed over it. Versions are those of the constraints that pip is told by PIP_CONSTRAINT.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import subprocess
+import sys
+import tarfile
+import tempfile
+import venv
+import zipfile
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "src" / "poecaps"
+LARGEST = 100 * 2**20  # bytes that a package may have; what it holds has about 45 MB
+STRAY = {".data", ".git", ".venv", "__pycache__", "build", "dist", "runs", "shared", "tensorboard"}
+SMALL = shlex.split(
+    "--model.features 8 --model.capsule-dim 4 --model.experts 3 5 --model.components 4 --batch-size 500 --device cpu "
+    "--autoencoder.epochs 1 --encoder.epochs 1 --decoder.epochs 1 --painter.epochs 1"
+)
+
+
+class BuildError(Exception):
+    """A package is not as it should be."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Check a wheel and an sdist, say what was done, and return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("dist", type=Path, help="folder with one wheel and one sdist")
+    dist = parser.parse_args(arguments).dist
+    try:
+        wheel, sdist = _only(dist, "*.whl"), _only(dist, "*.tar.gz")
+        check_wheel(wheel)
+        check_sdist(sdist)
+        with tempfile.TemporaryDirectory(prefix="poecaps-build-") as folder:
+            try_out(wheel, sdist, Path(folder))
+    except (BuildError, OSError) as error:
+        print(f"check_build: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _only(dist: Path, pattern: str) -> Path:
+    found = sorted(dist.glob(pattern))
+    if len(found) != 1:
+        raise BuildError(
+            f"{dist} must hold one {pattern}, but holds {', '.join(each.name for each in found) or 'none'}"
+        )
+    return found[0].resolve()
+
+
+def check_wheel(wheel: Path) -> None:
+    """Compare a wheel with the source: every file of the package, and nothing else but its metadata."""
+    with zipfile.ZipFile(wheel) as archive:
+        sizes = {info.filename: info.file_size for info in archive.infolist() if not info.is_dir()}
+    _check_sizes(wheel, sizes)
+    there = {PurePosixPath(name) for name in sizes if not PurePosixPath(name).parts[0].endswith(".dist-info")}
+    files = (file for file in PACKAGE.rglob("*") if file.is_file() and "__pycache__" not in file.parts)
+    wanted = {PurePosixPath(file.relative_to(PACKAGE.parent).as_posix()) for file in files}
+    for what, names in (("lacks", wanted - there), ("has, for no reason,", there - wanted)):
+        if names:
+            raise BuildError(f"{wheel.name} {what} {', '.join(map(str, sorted(names)[:5]))}")
+    print(f"{wheel.name}: {len(there)} files, {wheel.stat().st_size / 1e6:.1f} MB")
+
+
+def check_sdist(sdist: Path) -> None:
+    """Look for files in an sdist that are nobody's business."""
+    with tarfile.open(sdist) as archive:
+        sizes = {member.name.partition("/")[2]: member.size for member in archive.getmembers() if member.isfile()}
+    _check_sizes(sdist, sizes)
+    missing = {"pyproject.toml", "README.md", "LICENSE", "src/poecaps/__init__.py"} - sizes.keys()
+    if missing:
+        raise BuildError(f"{sdist.name} lacks {', '.join(sorted(missing))}")
+    print(f"{sdist.name}: {len(sizes)} files, {sdist.stat().st_size / 1e6:.1f} MB")
+
+
+def _check_sizes(package: Path, sizes: Mapping[str, int]) -> None:
+    stray = sorted(name for name in sizes if STRAY & set(PurePosixPath(name).parts))
+    if stray:
+        raise BuildError(f"{package.name} has, for no reason, {', '.join(stray[:5])}")
+    if sum(sizes.values()) > LARGEST:
+        largest = sorted(sizes, key=lambda name: -sizes[name])[:3]
+        raise BuildError(
+            f"{package.name} must hold at most {LARGEST:,} bytes, but holds {sum(sizes.values()):,}; "
+            f"the largest are {', '.join(largest)}"
+        )
+
+
+def try_out(wheel: Path, sdist: Path, folder: Path) -> None:
+    """Install a wheel where nothing else is, run what a user would run first, and install the sdist over it."""
+    venv.create(folder / "venv", with_pip=True)
+    bin_ = folder / "venv" / ("Scripts" if os.name == "nt" else "bin")
+    python, poecaps = str(bin_ / "python"), str(bin_ / "poecaps")
+    pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+    version = wheel.name.split("-")[1]
+    print("installs the wheel in a new environment", flush=True)
+    run([*pip, str(wheel)], folder)
+
+    place = run([python, "-c", "import poecaps; print(poecaps.__file__)"], folder)
+    if folder.resolve() not in Path(place.strip()).resolve().parents:
+        raise BuildError(f"poecaps must be imported from {folder}, but is from {place.strip()}")
+    _expect(run([poecaps, "--version"], folder), [f"poecaps {version}"])
+    _expect(run([poecaps, "info"], folder), ["fashion-mnist, mnist", "mnist-sample"])
+    run([poecaps, "generate", "mnist", "--device", "cpu"], folder)
+    run([poecaps, "train", "--out", "run", *SMALL], folder)
+    run([poecaps, "generate", "run", "--domain", "learned", "--out", "grid.png"], folder)
+    run([python, "-c", "from poecaps import evaluation as e; [e.load_classifier(n) for n in e.CLASSIFIERS]"], folder)
+    for file in ("mnist-joint.png", "grid.png", "grid.npz", "run/README.md", "run/samples.png"):
+        if not (folder / file).is_file():
+            raise BuildError(f"{file} must have been written, but is not there")
+
+    print("installs the sdist over it", flush=True)
+    run([*pip, "--no-deps", "--force-reinstall", str(sdist)], folder)
+    _expect(run([poecaps, "--version"], folder), [f"poecaps {version}"])
+    run([poecaps, "generate", "fashion-mnist", "--device", "cpu"], folder)
+    print(f"poecaps {version} installs and works by itself")
+
+
+def run(command: Sequence[str], folder: Path) -> str:
+    """Run a command in a folder, away from the source, and return what it prints."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    print("  " + " ".join([Path(command[0]).name, *command[1:]])[:110], flush=True)
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)  # noqa: S603
+    if done.returncode:
+        raise BuildError(f"{Path(command[0]).name} ended with status {done.returncode}: {done.stderr.strip()[-2000:]}")
+    return done.stdout
+
+
+def _expect(text: str, facts: Iterable[str]) -> None:
+    for fact in facts:
+        if fact not in text:
+            raise BuildError(f"{fact!r} must be printed, but there is {text!r}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
