@@ -15,14 +15,14 @@ from markdown.inlinepatterns import InlineProcessor
 if TYPE_CHECKING:
     from markdown import Markdown
 
-BARS = "<mo>&#x02016;</mo>"  # of a norm
-PLAIN_BARS = BARS.replace("<mo>", '<mo stretchy="false">')  # without a font for mathematics, stretched ones sit askew
+BAR = re.compile(r"<mo>(&#x02016;|&#x0007C;)</mo>")  # of a norm, or of an absolute value
+PLAIN_BAR = r'<mo stretchy="false" lspace="0" rspace="0">\1</mo>'  # a stretched one sits askew in an ordinary font
 NAME = re.compile(r"<mo>([a-z]{2,})</mo>")  # of a function; as an operator it would stand apart from what follows
 
 
 def mathml(source: str, display: str) -> str:
     """Turn LaTeX into MathML."""
-    return NAME.sub(r"<mi>\1</mi>", convert(source, display=display).replace(BARS, PLAIN_BARS))
+    return NAME.sub(r"<mi>\1</mi>", BAR.sub(PLAIN_BAR, convert(source, display=display)))
 
 
 def equation(source: str, _language: str, css_class: str, *_: Any, **__: Any) -> str:
