@@ -316,6 +316,12 @@ def test_no_block_escapes(page: str) -> None:
     assert len(marks) == len(re.findall("<!-- *not run", text))  # none is anywhere but above a block
 
 
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
+def test_what_a_file_beside_the_site_links_to_is_there(name: str) -> None:
+    for link in re.findall(r"\]\(([^)#]+)[^)]*\)", (ROOT / name).read_text(encoding="utf-8")):
+        assert link.startswith("https://") or (ROOT / link).exists(), link
+
+
 # ---------------------------------------------------------------------------------------------------------
 # The site
 
