@@ -1,6 +1,7 @@
 # make install   a virtual environment in .venv with the exact versions of constraints.txt
 # make test      install what is missing, run the tests; the explorer's need Chromium
 # make demo      train on the bundled digits and draw new ones, into runs/demo: about 4 minutes on two cores
+# make docs      the documentation site, into site/; a broken link is an error
 # make bench     a learning step of ours against einsum on this CPU, into docs/: some minutes, on a quiet machine
 # make build     wheel and sdist into dist/, each installed by itself in a new environment and tried out
 # make check     lint, formatting, types
@@ -17,7 +18,7 @@ export PIP_BUILD_CONSTRAINT := $(PIP_CONSTRAINT)
 
 DEMO := runs/demo
 
-.PHONY: install demo browser test bench build check format clean
+.PHONY: install demo docs browser test bench build check format clean
 
 install: $(VENV)/.installed
 
@@ -34,6 +35,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 demo: install
 	rm -rf $(DEMO)
 	$(BIN)/poecaps train --out $(DEMO) --autoencoder.epochs 3 --encoder.epochs 3 --decoder.epochs 1 --painter.epochs 3
+
+docs: install
+	$(BIN)/python -m zensical build --clean --strict
+	$(BIN)/python tools/check_site.py site
 
 # Without Chromium the tests in a browser are skipped, and pytest says so; POECAPS_BROWSER=required makes them fail.
 browser:
@@ -65,4 +70,4 @@ format: install
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) dist build site .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -10,7 +10,6 @@ from importlib.metadata import metadata, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 import yaml
 
 import poecaps
@@ -43,29 +42,6 @@ def test_importing_is_light() -> None:
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "{'poecaps'}"
-
-
-def test_the_documented_way_to_train_runs(tmp_path: Path) -> None:
-    """The example of docs/training.md, with one epoch of 64 images in place of its minutes."""
-    text = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
-    (example,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    np.save(tmp_path / "few.npy", poecaps.data.load("mnist-sample").images[:64])
-    stages = "autoencoder=Stage(epochs=1), encoder=EncoderStage(epochs=1), decoder=DecoderStage(epochs=1)"
-    short = f', data="few.npy", {stages})'
-    example = example.replace(', data="mnist-sample")', short)
-    example = example.replace("PRESETS\n", "PRESETS, DecoderStage, EncoderStage, Stage\n")
-    subprocess.run([sys.executable, "-c", example], cwd=tmp_path, check=True)
-    assert (tmp_path / "runs" / "digits" / "model.safetensors").exists()
-
-
-def test_the_readme_example_runs_and_tells_the_truth() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    (example,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    result = subprocess.run([sys.executable, "-c", example], capture_output=True, text=True, check=True)
-    assert len([line for line in example.splitlines() if line.strip()]) == 10
-    (claimed,) = re.findall(r"afterwards about (\d+) %", text)
-    (lost,) = re.findall(r"(\d+)% of the variance is lost", result.stdout)
-    assert abs(int(lost) - int(claimed)) <= 3
 
 
 def test_the_citation_is_of_this_version_and_names_the_paper() -> None:

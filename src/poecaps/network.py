@@ -415,7 +415,15 @@ def _clusters(z: Tensor, count: int, generator: torch.Generator | None, rounds: 
 
 
 class CapsuleNetwork(nn.Module):
-    """Autoencoder, capsule encoder and capsule decoder, joined."""
+    """Autoencoder, capsule encoder and capsule decoder, joined.
+
+    Parameters
+    ----------
+    architecture
+        Sizes and options; by default those of `Architecture()`.
+    generator
+        Source of the initial weights.
+    """
 
     def __init__(self, architecture: Architecture | None = None, *, generator: torch.Generator | None = None) -> None:
         super().__init__()

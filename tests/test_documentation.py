@@ -1,0 +1,437 @@
+"""What the documentation shows runs, and its site can be built.
+
+Every block of Python and every block of commands in README.md and docs/ is run as it stands. The blocks of Python of a
+page follow each other, and so do its commands, each in a folder of their own. To take seconds in place of minutes, they
+find a smaller world, made by the fixture `world`: smaller presets, fewer bundled images, and a trained model in
+runs/demo.
+
+A block that cannot be run here says why, in a comment on the line above it: ``<!-- not run: needs a GPU -->``. It must
+at least compile, and its options must exist.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import inspect
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import zlib
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+import tyro
+from PIL import Image
+
+import poecaps
+from poecaps import evaluation, export, plotting, sklearn, training, uses
+from poecaps.cli import main
+from poecaps.data import named
+from poecaps.data.idx import PREFIX
+from poecaps.explorer import server
+from poecaps.explorer.render import Explored
+from poecaps.training import PRESETS, Config
+from tests.explorer.conftest import serving
+from tools.check_site import faults
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+ROOT = Path(__file__).parent.parent
+PAGES = {str(file.relative_to(ROOT)): file for file in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))}
+FENCE = re.compile(r"^(?:<!-- (?P<mark>[^\n]*) -->\n)?```(?P<language>[^\n]*)\n(?P<body>.*?)^```$", re.M | re.S)
+MARK = re.compile(r"not run: \w+( \S+)+")
+LANGUAGES = {"python", "sh", "text", "math"}  # another name for one of the first two would not be run
+IMAGES = {"python": {"train": 2000, "test": 500}, "sh": {"train": 300, "test": 100}}  # of each bundled set
+PICTURES = ("my/pictures",)  # folders of pictures that commands name
+MADE = {"docs/explorer.md": "runs/clothes"}  # runs that a command of another page has made
+EXPLORER = "http://127.0.0.1:8000"  # where the documentation has the explorer
+# What a page says that a block prints, and how that is printed; both are percentages.
+CLAIMS = {
+    "README.md": (r"afterwards about (\d+) %", r"(\d+)% of the variance is lost"),
+    "docs/index.md": (r"It prints (\d+) %", r"(\d+)% of 500 test images"),
+}
+
+
+@dataclass(frozen=True)
+class Block:
+    page: str
+    line: int
+    language: str
+    body: str
+    mark: str | None
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}"
+
+    def code(self) -> Any:
+        """Compile Python with the lines of the page, so that an error is shown where it is."""
+        return compile("\n" * (self.line - 1) + self.body, PAGES[self.page], "exec", dont_inherit=True)
+
+    def commands(self) -> Iterator[list[str]]:
+        for line in self.body.replace("\\\n", " ").splitlines():
+            words = shlex.split(line, comments=True)
+            if words:
+                yield words
+
+
+def blocks_of(page: str, text: str) -> list[Block]:
+    return [
+        Block(page, text.count("\n", 0, found.start("body")) + 1, found["language"], found["body"], found["mark"])
+        for found in FENCE.finditer(text)
+    ]
+
+
+BLOCKS = [block for page, file in PAGES.items() for block in blocks_of(page, file.read_text(encoding="utf-8"))]
+MARKED = [block for block in BLOCKS if block.mark is not None]
+
+
+def to_run(language: str) -> dict[str, list[Block]]:
+    found: dict[str, list[Block]] = {}
+    for block in BLOCKS:
+        if block.language == language and block.mark is None:
+            found.setdefault(block.page, []).append(block)
+    return found
+
+
+PYTHON, COMMANDS = to_run("python"), to_run("sh")
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The smaller world
+
+
+def small(config: Config) -> Config:
+    model = replace(config.model, features=8, capsule_dim=4, experts=((5, 6),), components=4, parts=2)
+    stages = ("autoencoder", "encoder", "decoder", *(("painter",) if config.model.painter else ()))
+    return replace(config, model=model, **{name: replace(getattr(config, name), epochs=1) for name in stages})
+
+
+@pytest.fixture(scope="module")
+def bundled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Like the folder of bundled sets, but with fewer images in it: for Python, and still fewer for commands."""
+    return {
+        language: some_of_the_bundled(tmp_path_factory.mktemp(language), count) for language, count in IMAGES.items()
+    }
+
+
+def some_of_the_bundled(folder: Path, counts: dict[str, int]) -> Path:
+    for name in named.PUBLISHED:
+        (folder / name).mkdir()
+        for split, count in counts.items():
+            data = poecaps.data.load(f"{name}-sample", split=split)  # type: ignore[arg-type]
+            assert data.labels is not None
+            for kind, array in (("images-idx3", data.images[:count, :, :, 0]), ("labels-idx1", data.labels[:count])):
+                head = np.array([0x800 + array.ndim, *array.shape], ">u4").tobytes()
+                file = folder / name / f"{PREFIX[split]}-{kind}-ubyte"  # type: ignore[index]
+                file.write_bytes(head + array.astype(np.uint8).tobytes())
+    return folder
+
+
+@pytest.fixture
+def presets(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, preset in list(PRESETS.items()):
+        monkeypatch.setitem(PRESETS, name, functools.partial(lambda made: small(made()), preset))
+
+
+@pytest.fixture(scope="module")
+def demo(bundled: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `make demo` would leave, only smaller."""
+    folder = tmp_path_factory.mktemp("runs") / "demo"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(named, "BUNDLED", bundled["sh"])
+        poecaps.train(replace(small(PRESETS["default"]()), device="cpu"), folder)
+    return folder
+
+
+@pytest.fixture
+def world(
+    bundled: dict[str, Path], demo: Path, presets: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    monkeypatch.setattr(named, "BUNDLED", bundled["python"])
+    shutil.copytree(demo, tmp_path / "runs" / "demo")
+    numbers = np.random.default_rng(0)
+    for name in PICTURES:
+        (tmp_path / name).mkdir(parents=True)
+        for index in range(40):
+            Image.fromarray(numbers.integers(256, size=(40, 36), dtype=np.uint8)).save(tmp_path / name / f"{index}.png")
+    monkeypatch.chdir(tmp_path)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        yield
+
+
+@pytest.fixture
+def commands(world: None, bundled: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give commands fewer images still, and let `poecaps explore` print where it is and end at once."""
+    monkeypatch.setattr(named, "BUNDLED", bundled["sh"])
+    monkeypatch.setattr(server, "serve", lambda *_, ready, **__: ready(f"{EXPLORER}/"))
+    monkeypatch.setattr("webbrowser.open", lambda _: True)
+
+
+@pytest.fixture
+def explorer(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Serve the model mnist on a free port, and let clients that ask where the documentation has it find it there."""
+    with serving(server.create_app([Explored("mnist", "mnist", poecaps.load("mnist"))])) as address:
+        clients: list[httpx.Client] = []
+
+        def client(*, base_url: str, **options: Any) -> httpx.Client:
+            clients.append(plain(base_url=base_url.replace(EXPLORER, address), trust_env=False, **options))
+            return clients[-1]
+
+        plain = httpx.Client
+        monkeypatch.setattr(httpx, "Client", client)
+        yield
+        for each in clients:
+            each.close()
+
+
+# ---------------------------------------------------------------------------------------------------------
+# What is shown runs
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")  # torch's exporter uses what torch has deprecated
+@pytest.mark.parametrize("page", PYTHON)
+def test_python_runs(
+    page: str, world: None, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if any(EXPLORER in block.body for block in PYTHON[page]):
+        request.getfixturevalue("explorer")
+    names: dict[str, Any] = {"__name__": "__main__"}
+    for block in PYTHON[page]:
+        exec(block.code(), names)
+    if page in CLAIMS:
+        said, printed = CLAIMS[page]
+        (claim,) = re.findall(said, PAGES[page].read_text(encoding="utf-8"))
+        (truth,) = re.findall(printed, capsys.readouterr().out)
+        assert abs(int(truth) - int(claim)) <= 3
+
+
+@pytest.mark.parametrize("page", COMMANDS)
+def test_commands_run(page: str, commands: None, demo: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if page in MADE:
+        shutil.copytree(demo, MADE[page])
+    for block in COMMANDS[page]:
+        for program, *arguments in block.commands():
+            if program == "poecaps":
+                status = main(arguments)
+                assert status == 0, f"{block}: poecaps {shlex.join(arguments)}: {capsys.readouterr().err}"
+            else:
+                check_command(program, arguments)
+
+
+def check_command(program: str, arguments: list[str]) -> None:
+    """Check what a command names, where it is none of ours and would change the machine."""
+    if program == "make":
+        targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
+        assert set(arguments) <= set(targets)
+    elif program == "pip":
+        what = arguments[-1]
+        given = re.fullmatch(r"(?:\.|poecaps)(?:\[([\w,]+)\])?", what)
+        assert given, f"pip install {what}"
+        extras = re.findall(r"^(\w+) = \[", extras_table(), re.M)
+        assert set((given[1] or extras[0]).split(",")) <= set(extras)
+    else:
+        pytest.fail(f"{program} is none of poecaps, make and pip: mark the block as not run, and say why")
+
+
+def extras_table() -> str:
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    return text.split("[project.optional-dependencies]")[1].split("\n[")[0]
+
+
+def test_ten_lines_are_ten() -> None:
+    text = PAGES["README.md"].read_text(encoding="utf-8").split("## Ten lines of Python")[1]
+    (example,) = [block for block in blocks_of("README.md", text) if block.language == "python"]
+    assert len([line for line in example.body.splitlines() if line.strip()]) == 10
+
+
+# ---------------------------------------------------------------------------------------------------------
+# What is not run
+
+
+def parse(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
+    """Read a command line without doing what it says; return the exit status."""
+    read = tyro.extras.subcommand_cli_from_dict
+
+    def without_effect(function: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(function)
+        def nothing(*_: Any, **__: Any) -> None:
+            pass
+
+        return nothing
+
+    def parsed(commands: dict[str, Callable[..., None]], **options: Any) -> Any:
+        return read({name: without_effect(each) for name, each in commands.items()}, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tyro.extras, "subcommand_cli_from_dict", parsed)
+        try:
+            return main(arguments)
+        except SystemExit as end:
+            return int(end.code or 0)
+
+
+@pytest.mark.parametrize("block", MARKED, ids=str)
+def test_what_is_not_run_says_why_and_could_be(block: Block, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert MARK.fullmatch(block.mark or ""), f"{block}: write <!-- not run: and the reason -->"
+    if block.language == "python":
+        block.code()
+        return
+    assert block.language == "sh"
+    for words in block.commands():
+        ours = next((index for index, word in enumerate(words) if word == "poecaps"), None)
+        if ours is not None:
+            assert parse(words[ours + 1 :], monkeypatch) == 0, shlex.join(words)
+
+
+def test_options_that_do_not_exist_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert parse(["train", "--encoder.epochs", "3"], monkeypatch) == 0
+    assert parse(["train", "--encoder.epoch", "3"], monkeypatch) != 0
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_within_a_line_could_be_run(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = FENCE.sub("", PAGES[page].read_text(encoding="utf-8"))
+    for command in sorted(set(re.findall(r"`poecaps ([a-z][^`…]*)`", text))):
+        assert parse(shlex.split(command), monkeypatch) == 0, command
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_no_block_escapes(page: str) -> None:
+    """Every fence is one of the blocks above, in a language that is run or is no program."""
+    text = PAGES[page].read_text(encoding="utf-8")
+    blocks = [block for block in BLOCKS if block.page == page]
+    assert 2 * len(blocks) == len(re.findall(r"^\s*(?:```|~~~)", text, re.M))
+    assert {block.language for block in blocks} <= LANGUAGES
+    marks = [block for block in blocks if block.mark is not None]
+    assert len(marks) == len(re.findall("<!-- *not run", text))  # none is anywhere but above a block
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
+def test_what_a_file_beside_the_site_links_to_is_there(name: str) -> None:
+    for link in re.findall(r"\]\(([^)#]+)[^)]*\)", (ROOT / name).read_text(encoding="utf-8")):
+        assert link.startswith("https://") or (ROOT / link).exists(), link
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The site
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Everything that the site is made of, in a folder of its own."""
+    if importlib.util.find_spec("zensical") is None or importlib.util.find_spec("mkdocstrings_handlers") is None:
+        pytest.skip("the extra docs is not installed")
+    folder = tmp_path_factory.mktemp("project")
+    shutil.copy(ROOT / "zensical.toml", folder)
+    shutil.copytree(ROOT / "docs", folder / "docs")
+    for name in ("src", "tools"):
+        shutil.copytree(
+            ROOT / name, folder / name, ignore=shutil.ignore_patterns("*.safetensors", "*.gz", "__pycache__")
+        )
+    return folder
+
+
+def build(project: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "zensical", "build", "--clean", "--strict"]
+    return subprocess.run(command, cwd=project, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def site(project: Path) -> Path:
+    result = build(project)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return project / "site"
+
+
+def test_the_site_is_whole_and_fetches_nothing(site: Path) -> None:
+    assert faults(site) == []
+
+
+def test_every_page_is_in_the_site_and_in_its_navigation(site: Path) -> None:
+    pages = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
+    named_there = re.findall(r'= "([^"]+\.md)"', (ROOT / "zensical.toml").read_text(encoding="utf-8"))
+    assert sorted(named_there) == sorted(pages)
+    for page in pages:
+        assert (site / page).with_suffix(".html").is_file()
+
+
+def test_equations_are_drawn(site: Path) -> None:
+    page = (site / "mathematics.html").read_text(encoding="utf-8")
+    source = PAGES["docs/mathematics.md"].read_text(encoding="utf-8")
+    assert page.count("<math") == source.count("```math") + len(re.findall(r"\$`.+?`\$", source))
+    assert "$<code>" not in page
+    assert not any("\\" in each for each in re.findall(r"<math.*?</math>", page, re.S))  # commands that are not known
+
+
+def test_the_reference_has_every_public_name(site: Path) -> None:
+    inventory = (site / "objects.inv").read_bytes().split(b"\n", 4)[4]
+    known = {line.split()[0] for line in zlib.decompress(inventory).decode().splitlines()}
+    modules = [poecaps, poecaps.data, poecaps.functional, evaluation, export, sklearn, training, uses]
+    public = {f"{each.__name__}.{name}" for each in modules for name in getattr(each, "__all__", ())}
+    public -= {"poecaps.data", "poecaps.functional", "poecaps.models"}  # which have pages of their own
+    public |= {"poecaps.sklearn.CapsuleExpertsTransformer", "poecaps.models.names", "poecaps.CapsuleNetwork.generate"}
+    drawing = inspect.getmembers(plotting, inspect.isfunction)
+    public |= {f"poecaps.plotting.{name}" for name, _ in drawing if not name.startswith("_")}
+    assert public <= known
+
+
+def test_parameters_that_share_a_description_have_types_of_their_own(site: Path) -> None:
+    text = re.sub(r"<[^>]+>", "", (site / "reference" / "layer.html").read_text(encoding="utf-8"))
+    assert re.search(r"iterations\s+\(\s*int, default:\s+3", text)
+    assert re.search(r"sharpness\s+\(\s*float, default:\s+1\.0", text)
+
+
+@pytest.mark.parametrize(
+    ("faulty", "found"),
+    [
+        (
+            "[a](gone.md) [b](mathematics.md#gone) [c][poecaps.gone]",
+            ("page does not exist", "anchor does not exist", "unresolved autoref"),
+        ),
+        ("::: poecaps.gone", ("poecaps.gone",)),
+    ],
+    ids=["links", "names"],
+)
+def test_faults_stop_the_build(site: Path, project: Path, faulty: str, found: tuple[str, ...]) -> None:
+    page = project / "docs" / "results.md"
+    whole = page.read_text(encoding="utf-8")
+    page.write_text(f"{whole}\n\n{faulty}\n", encoding="utf-8")
+    try:
+        result = build(project)
+    finally:
+        page.write_text(whole, encoding="utf-8")
+    assert result.returncode != 0
+    for each in found:
+        assert each in result.stdout + result.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "fault"),
+    [
+        ('<a href="gone.html">', "not there"),
+        ('<a href="../gone.html">', "not there"),
+        ('<a href="#gone">', "no such place"),
+        ('<img src="gone.png">', "not there"),
+        ('<script src="https://example.org/x.js"></script>', "fetches"),
+        ('<link rel="stylesheet" href="//example.org/x.css">', "fetches"),
+    ],
+)
+def test_faults_of_a_page_are_found(line: str, fault: str, tmp_path: Path) -> None:
+    (tmp_path / "index.html").write_text(
+        '<a href="#here">here</a><a href="https://example.org/">there</a><p id="here">'
+    )
+    assert faults(tmp_path) == []
+    with (tmp_path / "index.html").open("a") as page:
+        page.write(line)
+    (found,) = faults(tmp_path)
+    assert fault in found
