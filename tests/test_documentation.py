@@ -233,6 +233,8 @@ def check_command(program: str, arguments: list[str]) -> None:
     if program == "make":
         targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
         assert set(arguments) <= set(targets)
+    elif program == ".":
+        assert arguments == [".venv/bin/activate"]
     elif program == "pip":
         what = arguments[-1]
         given = re.fullmatch(r"(?:\.|poecaps)(?:\[([\w,]+)\])?", what)
@@ -240,7 +242,7 @@ def check_command(program: str, arguments: list[str]) -> None:
         extras = re.findall(r"^(\w+) = \[", extras_table(), re.M)
         assert set((given[1] or extras[0]).split(",")) <= set(extras)
     else:
-        pytest.fail(f"{program} is none of poecaps, make and pip: mark the block as not run, and say why")
+        pytest.fail(f"{program} is none of those above: mark the block as not run, and say why")
 
 
 def extras_table() -> str:
