@@ -16,8 +16,14 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 OPTIONS = [(axis, agreement) for axis in F.AXES for agreement in F.AGREEMENTS]
-SIZES = [(1, 1, 1, 1, 1), (2, 7, 3, 5, 4), (3, 40, 8, 6, 16), (5, 13, 2, 1, 9), (4, 3, 6, 11, 2)]
+SIZES = [(1, 1, 1, 1, 1), (2, 7, 3, 5, 4), (3, 40, 8, 6, 16), (5, 13, 2, 1, 9), (4, 3, 6, 11, 2), (5, 40, 8, 3, 1)]
 VERSIONS = [votefree, fanout]
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let most batches here have several blocks, and the last be a smaller one."""
+    monkeypatch.setattr(votefree, "BLOCK", 2)
 
 
 def problem(sizes: tuple[int, ...], generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -92,6 +98,49 @@ def test_zero_capsules_and_zero_weights(
     exact = F.routing_by_agreement(x.double(), weight.double(), **options)  # type: ignore[arg-type]
     assert relative_error(ours.coefficients, exact.coefficients) < 1e-5
     assert relative_error(ours.preactivation, exact.preactivation) < 1e-5
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("normalize", F.AXES)
+def test_maps_that_forget_almost_everything(
+    version: ModuleType, normalize: F.Axis, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Maps of rank 1, whose votes are often much shorter than capsule and map could make them."""
+    monkeypatch.setattr(votefree, "MANY", 7)
+    x, weight = problem((5, 40, 8, 6, 16), generator)
+    weight = weight[:, :, :1] * torch.randn(40, 6, 16, 1, generator=generator)
+    options = {"iterations": 3, "sharpness": 5.0, "normalize": normalize, "agreement": "cosine"}
+    ours = version.routing_by_agreement(x, weight, **options)
+    exact = F.routing_by_agreement(x.double(), weight.double(), **options)  # type: ignore[arg-type]
+    assert relative_error(ours.coefficients, exact.coefficients) < 1e-5
+    assert relative_error(ours.preactivation, exact.preactivation) < 1e-5
+
+
+@pytest.mark.parametrize("winners", [None, 2])
+@pytest.mark.parametrize("outputs", [5, 9])
+def test_the_learning_rule(outputs: int, winners: int | None, generator: torch.Generator) -> None:
+    layer = CapsuleExperts(7, 3, outputs, 4, winners=winners, sharpness=5.0, generator=generator)
+    exact = CapsuleExperts(7, 3, outputs, 4, winners=winners, sharpness=5.0, backend="reference", dtype=torch.float64)
+    exact.load_state_dict(layer.state_dict())
+    x, _ = problem((5, 7, 3, 1, 1), generator)
+    loss = layer.contrastive_divergence(x, 2)
+    loss.backward()
+    expected = exact.contrastive_divergence(x.double(), 2)
+    expected.backward()
+    assert layer.weight.grad is not None
+    assert exact.weight.grad is not None
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-4, abs=1e-6)
+    assert relative_error(layer.weight.grad, exact.weight.grad) < 1e-5
+
+
+@pytest.mark.parametrize("outputs", [5, 9])
+@torch.no_grad()
+def test_no_images_at_all(outputs: int) -> None:
+    layer = CapsuleExperts(7, 3, outputs, 4)
+    x = torch.zeros(0, 7, 3)
+    assert layer(x).shape == (0, outputs, 4)
+    assert layer.reconstruct(x).shape == (0, 7, 3)
+    assert layer.free_energy(x).shape == (0,)
 
 
 @pytest.mark.parametrize("outputs", [5, 9])

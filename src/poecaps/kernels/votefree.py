@@ -5,9 +5,9 @@ as one matrix W_j of shape (K·I, D),
 
     z_j = (c_·j ⊙ x) W_j          ⟨u_ij, v_j⟩ = Σ_k x_ik (W_j v_j)_ik          ‖u_ij‖² = x_iᵀ (W_ijᵀ W_ij) x_i
 
-so one expert at a time, with B×K×I numbers that stay in the cache, is enough. Capsules lie here as (B, K, I), so that
-every inner loop runs along I. No gradient flows through the routing; `preactivation` has the gradient in the weight
-that learning needs.
+so one expert at a time is enough, for a block of images whose B×K×I numbers stay in the cache. Capsules lie here as
+(B, K, I), so that every inner loop runs along I. No gradient flows through the routing; `preactivation` has the
+gradient in the weight that learning needs.
 """
 
 from __future__ import annotations
@@ -34,25 +34,26 @@ def routing_by_agreement(
     """Compute what `functional.routing_by_agreement` does, without a gradient."""
     (batch, inputs, _), (_, experts, out_dim, _) = x.shape, weight.shape
     w = _by_expert(weight)
-    gram = _gram(weight) if iterations > 1 and agreement == "cosine" else None
+    cosine = agreement == "cosine" and iterations > 1
+    gram = _gram(weight) if cosine and out_dim >= x.shape[2] else None
     c, z = x.new_empty(experts, batch, inputs), x.new_empty(experts, batch, out_dim)
     axis, even = (2, 1 / inputs) if normalize == "inputs" else (0, 1 / experts)
     scratch = _scratch(x)
-    work = x.new_empty(3, experts, len(scratch), inputs)
-    for part in _blocks(batch):
+    work = x.new_empty(2, experts, len(scratch), inputs)
+    for part in _blocks(x):
         capsules = _lying(x[part])
         rows = scratch[: len(capsules)]
-        b, share, inner = work[:, :, : len(capsules)]
+        b, share = work[:, :, : len(capsules)]
         z[:, part] = even * _mix_evenly(capsules, w)
         if iterations == 1:
             c[:, part] = even
             continue
-        size = None if gram is None else _inverse_vote_norms(capsules, gram)
+        size = _inverse_vote_norms(x[part], weight, gram) if cosine else None
         b.zero_()
         for _ in range(iterations - 1):
             speaking = F.direction(z[:, part]) if agreement == "cosine" else F.squash(z[:, part])
-            _inner(capsules, w, speaking, rows, out=inner)
-            b.add_(inner if size is None else inner.mul_(size), alpha=sharpness)
+            _inner(capsules, w, speaking, rows, out=share)
+            b.add_(share if size is None else share.mul_(size), alpha=sharpness)
             torch.softmax(b, dim=axis, out=share)
             _mix(share, capsules, w, rows, out=z[:, part])
         c[:, part] = share
@@ -100,7 +101,7 @@ def reconstruction(y: Tensor, weight: Tensor, coefficients: Tensor) -> Tensor:
     c, w = coefficients.permute(2, 0, 1), _by_expert(weight)
     total = y.new_zeros(len(y), dim, inputs)
     scratch = _scratch(total)
-    for part in _blocks(len(y)):
+    for part in _blocks(y):
         rows = scratch[: len(y[part])]
         for j in range(len(w)):
             torch.mm(y[part, j], w[j].T, out=rows)
@@ -115,12 +116,13 @@ class _Preactivation(torch.autograd.Function):
         ctx.save_for_backward(x, coefficients)
         c, w = coefficients.permute(2, 0, 1), _by_expert(weight)
         z, scratch = x.new_empty(len(w), len(x), w.shape[2]), _scratch(x)
-        for part in _blocks(len(x)):
+        for part in _blocks(x):
             capsules = _lying(x[part])
             _mix(c[:, part], capsules, w, scratch[: len(capsules)], out=z[:, part])
         return z.transpose(0, 1)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, None]:
         x, coefficients = ctx.saved_tensors
         return None, _collected([(gradient, x, coefficients)], ctx.shape), None
@@ -147,16 +149,22 @@ class _FreeEnergyGap(torch.autograd.Function):
         return _collected(pulls, ctx.shape), None, None
 
 
-BLOCK = 128  # images at a time, so that what one expert makes of them stays in the cache
+SHORT = 0.01  # of a vote's greatest possible square: below this it is not got from the Gram matrix
+MANY = 2**16  # votes made at once, at most, where that is
+BLOCK = 128  # images at a time on a CPU, so that what one expert makes of them stays in the cache
 
 
-def _blocks(batch: int) -> list[slice]:
-    return [slice(start, start + BLOCK) for start in range(0, batch, BLOCK)]
+def _block(x: Tensor) -> int:
+    return min(BLOCK, len(x)) if x.device.type == "cpu" else len(x)
+
+
+def _blocks(x: Tensor) -> list[slice]:
+    return [slice(start, start + _block(x)) for start in range(0, len(x), max(1, _block(x)))]
 
 
 def _scratch(x: Tensor) -> Tensor:
     """Room for what one expert makes of one block, used again and again: new memory is slow. (B', K·I)."""
-    return x.new_empty(min(BLOCK, len(x)), x[0].numel())
+    return x.new_empty(_block(x), x.shape[1] * x.shape[2])
 
 
 def _collected(pulls: Sequence[tuple[Tensor, Tensor, Tensor]], shape: torch.Size) -> Tensor:
@@ -165,7 +173,7 @@ def _collected(pulls: Sequence[tuple[Tensor, Tensor, Tensor]], shape: torch.Size
     total = pulls[0][0].new_zeros(experts, out_dim, dim * inputs)
     for pull, x, coefficients in pulls:
         c, scratch = coefficients.permute(2, 0, 1), _scratch(x)
-        for part in _blocks(len(x)):
+        for part in _blocks(x):
             capsules = _lying(x[part])
             rows = scratch[: len(capsules)]
             for j in range(experts):
@@ -209,14 +217,27 @@ def _gram(weight: Tensor) -> Tensor:
     return (weight.transpose(2, 3) @ weight)[..., k, m] * torch.where(k == m, 1, 2)
 
 
-def _inverse_vote_norms(capsules: Tensor, gram: Tensor) -> Tensor:
-    """1/‖W_ij x_i‖, and 0 for a zero vote: (B, K, I), (I, J, K(K+1)/2) → (J, B, I)."""
-    x = capsules.permute(2, 1, 0).contiguous()  # (I, K, B)
-    products, first = x.new_empty(len(x), gram.shape[2], x.shape[2]), 0
-    for k in range(x.shape[1]):
-        pairs = x.shape[1] - k
-        torch.mul(x[:, k : k + 1], x[:, k:], out=products[:, first : first + pairs])
-        first += pairs
-    square = torch.bmm(gram, products)  # (I, J, B)
+def _inverse_vote_norms(x: Tensor, weight: Tensor, gram: Tensor | None) -> Tensor:
+    """1/‖W_ij x_i‖, and 0 for a zero vote: (B, I, K), (I, J, D, K), (I, J, K(K+1)/2) → (J, B, I).
+
+    xᵀ(WᵀW)x takes a third of the work of the votes, but where a vote is short for its map and its capsule that sum
+    cancels. There, and where votes have so few components that they cost less (gram is None), the votes are made.
+    """
+    lying = x.permute(1, 2, 0).contiguous()  # (I, K, B)
+    inputs, experts, out_dim, dim = weight.shape
+    if gram is None:
+        votes = weight.reshape(inputs, experts * out_dim, dim) @ lying
+        square = votes.view(inputs, experts, out_dim, -1).square_().sum(2)  # (I, J, B)
+    else:
+        products, first = lying.new_empty(inputs, gram.shape[2], lying.shape[2]), 0
+        for k in range(dim):
+            pairs = dim - k
+            torch.mul(lying[:, k : k + 1], lying[:, k:], out=products[:, first : first + pairs])
+            first += pairs
+        square = torch.bmm(gram, products)
+        most = SHORT * weight.square().sum((2, 3)).unsqueeze(2) * lying.square().sum(1, keepdim=True)
+        for some in ((square <= most) & (most > 0)).nonzero().split(MANY):
+            i, j, b = some.unbind(1)
+            square[i, j, b] = (weight[i, j] @ x[b, i].unsqueeze(2)).square_().sum((1, 2))
     silent = square <= 0
     return square.rsqrt_().masked_fill_(silent, 0).permute(1, 2, 0).contiguous()
