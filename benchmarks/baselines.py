@@ -7,6 +7,7 @@ that is trained by passes over the images makes as many as the preset `default` 
 are recorded. Samples that use the whole code are called "joint" for all of them:
 
 pixels            the images themselves; the linear probe's starting point
+k-means           20 clusters of the images, as many as there are experts; code: which one, 20 numbers. No samples
 pca               the leading principal components; samples from the density that poecaps fits to its codes, a mixture
                   of Gaussians of low rank
 bernoulli-rbm     scikit-learn's BernoulliRBM; code: P(h | v); samples by long Gibbs chains, started from coins, and
@@ -20,7 +21,7 @@ vae               a convolutional variational autoencoder; code: the mean of the
                   once more, "density", from the same density as for pca, fitted to its codes
 
 The hidden units of the RBMs fire or not, so they are asked for their specialisation too; with 320 units in place of 20
-experts that is not like for like.
+experts that is not like for like, as it is with the clusters.
 """
 
 from __future__ import annotations
@@ -106,6 +107,32 @@ class Pixels:
     def reconstruct(self, images: Tensor) -> Tensor:
         """Return what was given."""
         return images
+
+
+class Clusters:
+    """As many clusters of the images as there are experts; code: 1 for the nearest, 0 for the others."""
+
+    name = "k-means"
+    COUNT = 20
+
+    def __init__(self, data: ImageSet, budget: Budget) -> None:
+        from sklearn.cluster import KMeans
+
+        found = KMeans(self.COUNT, n_init=1, random_state=budget.seed).fit(data.batch(slice(None)).flatten(1).numpy())
+        self.centres = torch.from_numpy(found.cluster_centers_).float().to(budget.device)
+
+    def encode(self, images: Tensor) -> Tensor:
+        """Find the nearest centre: (B, C, H, W) → (B, 20)."""
+        nearest = torch.cdist(images.flatten(1), self.centres).argmin(1)
+        return nn.functional.one_hot(nearest, self.COUNT).float()
+
+    def firing(self, codes: Tensor) -> Tensor:
+        """Return the code, which says which cluster it is."""
+        return codes
+
+    def reconstruct(self, images: Tensor) -> Tensor:
+        """Return the nearest centre."""
+        return (self.encode(images) @ self.centres).view_as(images)
 
 
 class PrincipalComponents:
@@ -553,6 +580,7 @@ def _step(loss: Tensor, optimizer: torch.optim.Optimizer, schedule: torch.optim.
 
 BASELINES: dict[str, Callable[[ImageSet, Budget], Encoder]] = {
     "pixels": lambda *_: Pixels(),
+    "k-means": Clusters,
     "pca": PCA,
     "gaussian-rbm": GaussianMachine,
     "autoencoder": FeatureComponents,
@@ -587,7 +615,7 @@ def compare(
             trained = time.perf_counter()
             result = evaluate(encoder, train, test, classifier, seed=budget.seed, samples=samples, device=budget.device)
             yield result.with_about(
-                epochs=0 if name in ("pixels", "pca") else budget.epochs,
+                epochs=0 if name in ("pixels", "k-means", "pca") else budget.epochs,
                 training_seconds=round(getattr(encoder, "seconds", trained - started), 3),
                 evaluation_seconds=round(time.perf_counter() - trained, 1),
                 gibbs_steps=budget.gibbs if isinstance(encoder, Machine) else 0,

@@ -1,7 +1,7 @@
 """The claims of the paper, one number each, measured on a trained run; and its Figure 2, not picked.
 
 `poecaps train --preset paper --data mnist --data-path FOLDER --out RUN`, then
-`python -m benchmarks.claims RUN --path FOLDER --json FILE --figures FOLDER`.
+`python -m benchmarks.claims RUN --path FOLDER --json FILE --figures PICTURES`. FILE is a list, to which the run is added.
 
 Figure 2 is 20 columns (experts) of 4 draws, in the complete domain (2a, 2c) and in the restricted one (2b, 2d).
 """
@@ -19,6 +19,7 @@ import torch
 
 from poecaps import CapsuleNetwork, plotting
 from poecaps import functional as F
+from poecaps._files import write_atomically
 from poecaps.data import load
 from poecaps.evaluation import Background, background, load_classifier, measures
 from poecaps.evaluation.protocol import without_nan
@@ -147,7 +148,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(default: a GPU)")
     parser.add_argument("--draws", type=int, default=DRAWS, help=f"of each expert (default: {DRAWS})")
     parser.add_argument("--seed", type=int, default=0, help="of the draws (default: 0)")
-    parser.add_argument("--json", type=Path, help="file for the numbers")
+    parser.add_argument("--name", help="what the run is called in the file (default: as its folder)")
+    parser.add_argument("--json", type=Path, help="file that the numbers are added to")
     parser.add_argument("--figures", type=Path, help="folder for the two panels of Figure 2")
     options = parser.parse_args(arguments)
 
@@ -165,7 +167,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     generator = torch.Generator(options.device).manual_seed(options.seed)
     domains: tuple[Domain, ...] = ("complete", "restricted", "learned")
     found: dict[str, Any] = {
-        "run": options.run.name,
+        "run": options.name or options.run.name,
         "data": config["data"],
         "draws": options.draws,
         "seed": options.seed,
@@ -180,7 +182,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     text = json.dumps(without_nan(found), indent=2)
     print(text)
     if options.json is not None:
-        options.json.write_text(text + "\n")
+        others = json.loads(options.json.read_text()) if options.json.is_file() else []
+        others = [each for each in others if each["run"] != found["run"]]
+        write_atomically(options.json, (json.dumps([*others, without_nan(found)], indent=1) + "\n").encode())
     if options.figures is not None:
         for domain in domains:
             print(figure(network, domain, options.figures / f"{options.run.name}-{domain}.png", options.seed))

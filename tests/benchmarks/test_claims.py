@@ -58,8 +58,10 @@ def test_a_run_is_measured_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixtu
     config = replace(paper, **none, model=small, data="mnist-sample", device="cpu")
     train(config, tmp_path / "run")
     files = ["--json", str(tmp_path / "claims.json"), "--figures", str(tmp_path)]
-    main([str(tmp_path / "run"), "--draws", "6", "--device", "cpu", *files])
-    found = json.loads((tmp_path / "claims.json").read_text())
+    for name in ("first", "second", "first"):
+        main([str(tmp_path / "run"), "--name", name, "--draws", "6", "--device", "cpu", *files])
+    other, found = json.loads((tmp_path / "claims.json").read_text())
+    assert (other["run"], found["run"]) == ("second", "first")
     assert found["objects"].keys() == {"complete", "restricted", "learned"}
     assert found["training_seconds"] >= 0
     assert found["objects"]["complete"]["variation"].keys() == {"thickness", "slant", "width", "height"}
