@@ -1,7 +1,7 @@
 """The claims of the paper, one number each, measured on a trained run; and its Figure 2, not picked.
 
 `poecaps train --preset paper --data mnist --data-path FOLDER --out RUN`, then
-`python -m benchmarks.claims RUN --path FOLDER --json FILE --figures PICTURES`. FILE is a list, to which the run is added.
+`python -m benchmarks.claims RUN --path FOLDER --json FILE --figures PICTURES`, which adds the run to FILE.
 
 Figure 2 is 20 columns (experts) of 4 draws, in the complete domain (2a, 2c) and in the restricted one (2b, 2d).
 """
