@@ -11,7 +11,9 @@ at least compile, and its options must exist.
 
 from __future__ import annotations
 
+import argparse
 import functools
+import importlib
 import importlib.util
 import inspect
 import re
@@ -32,6 +34,7 @@ import tyro
 from PIL import Image
 
 import poecaps
+from benchmarks.study import STUDY
 from poecaps import evaluation, export, plotting, sklearn, training, uses
 from poecaps.cli import main
 from poecaps.data import named
@@ -282,6 +285,39 @@ def parse(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
             return int(end.code or 0)
 
 
+class _ParsedError(Exception):
+    """The options were read, and nothing was done."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+
+
+def parse_benchmark(module: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> argparse.Namespace:
+    """Read the command line of a benchmark, without doing what it says."""
+    read = argparse.ArgumentParser.parse_args
+
+    def parsed(*given: Any, **options: Any) -> None:
+        raise _ParsedError(read(*given, **options))
+
+    program = importlib.import_module(module).main
+    with monkeypatch.context() as patch:
+        patch.setattr(argparse.ArgumentParser, "parse_args", parsed)
+        with pytest.raises(_ParsedError) as found:
+            program(arguments)
+    return found.value.options
+
+
+def check_benchmark(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that a benchmark has the options that a command gives it, if it is the command of one."""
+    module = next((index for index, word in enumerate(words) if word.startswith("benchmarks.")), None)
+    if module is None:
+        return
+    assert words[module - 2 : module] == ["python", "-m"], shlex.join(words)
+    options = parse_benchmark(words[module], words[module + 1 :], monkeypatch)
+    if words[module] == "benchmarks.study" and options.only:
+        assert set(options.only.split(";")) <= STUDY.keys(), options.only
+
+
 @pytest.mark.parametrize("block", MARKED, ids=str)
 def test_what_is_not_run_says_why_and_could_be(block: Block, monkeypatch: pytest.MonkeyPatch) -> None:
     assert MARK.fullmatch(block.mark or ""), f"{block}: write <!-- not run: and the reason -->"
@@ -293,6 +329,26 @@ def test_what_is_not_run_says_why_and_could_be(block: Block, monkeypatch: pytest
         ours = next((index for index, word in enumerate(words) if word == "poecaps"), None)
         if ours is not None:
             assert parse(words[ours + 1 :], monkeypatch) == 0, shlex.join(words)
+        else:
+            check_benchmark(words, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("command", "error"),
+    [
+        ('python -m benchmarks.study --onlyy "level 0"', SystemExit),
+        ("python -m benchmarks.baselines --samples many", SystemExit),
+        ("python -m benchmarks.gone --json FILE", ModuleNotFoundError),
+        ('python -m benchmarks.study --only "level 0;level 99"', AssertionError),
+        ("python benchmarks.study", AssertionError),
+    ],
+)
+def test_benchmarks_and_options_that_do_not_exist_are_noticed(
+    command: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_benchmark(shlex.split('python -m benchmarks.study --only "level 0;level 8" --json FILE'), monkeypatch)
+    with pytest.raises(error):
+        check_benchmark(shlex.split(command), monkeypatch)
 
 
 def test_options_that_do_not_exist_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
