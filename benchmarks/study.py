@@ -26,7 +26,7 @@ import torch
 from poecaps._files import write_atomically
 from poecaps.data import load
 from poecaps.evaluation import CLASSIFIERS, evaluate, load_classifier
-from poecaps.training import PRESETS, Config, Progress, train
+from poecaps.training import PRESETS, Config, Progress, TrainingError, train
 from poecaps.training.config import command
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ class Job:
 
 
 def do(job: Job) -> dict[str, Any]:
-    """Train and measure, and return the row."""
+    """Train and measure, and return the row; that training diverges is a result, that it fails otherwise is none."""
     torch.set_num_threads(job.threads)
     config = STUDY[job.name].config(data=job.data, data_path=job.path, seed=job.seed, device=job.device)
     ends: dict[str, float] = {}
@@ -186,7 +186,9 @@ def do(job: Job) -> dict[str, Any]:
         row: dict[str, Any] = {"variant": job.name, "seed": job.seed, "command": command(config)}
         try:
             network = train(config, folder, report=report)
-        except RuntimeError as error:  # what diverges is a result too
+        except TrainingError as error:
+            if " diverged at step " not in str(error):
+                raise
             return row | {"failed": str(error).split(";")[0]}
         trained = time.perf_counter()
         starts = [began, *ends.values()]

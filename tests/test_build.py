@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import io
+import sys
 import tarfile
 import zipfile
 from typing import TYPE_CHECKING
 
 import pytest
 
-from tools.check_build import PACKAGE, BuildError, check_sdist, check_wheel, main
+from tools import check_build
+from tools.check_build import PACKAGE, BuildError, check_sdist, check_wheel, main, run
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -70,3 +72,15 @@ def test_an_sdist_is_whole_and_without_data(tmp_path: Path) -> None:
 def test_an_empty_folder_is_no_build(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path)]) == 1
     assert "must hold one *.whl, but holds none" in capsys.readouterr().err
+
+
+def test_a_command_that_does_not_end_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run([sys.executable, "-c", "print(3)"], tmp_path) == "3\n"
+    monkeypatch.setattr(check_build, "LONGEST", 0.5)
+    with pytest.raises(BuildError, match=r"must end within 0.5 seconds, but was still running: .*sleep"):
+        run([sys.executable, "-c", "import time; time.sleep(60)"], tmp_path)
+
+
+def test_a_command_that_fails_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(BuildError, match="ended with status 3: no luck"):
+        run([sys.executable, "-c", "import sys; print('no luck', file=sys.stderr); sys.exit(3)"], tmp_path)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import re
+import shlex
 import shutil
 import subprocess
 import sys
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import huggingface_hub
@@ -19,9 +23,10 @@ import poecaps
 from poecaps import card, hub
 from poecaps.cli import main
 from poecaps.network import Architecture, CapsuleNetwork
-from poecaps.training import record
+from poecaps.training import PRESETS, record
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 SMALL = ["--model.features", "8", "--model.capsule-dim", "4", "--model.experts", "3", "5", "--model.components", "4",
@@ -74,7 +79,8 @@ def test_a_run_ends_with_a_card_that_tells_how_it_was_trained(run: Path) -> None
     assert "model-index" not in head
     for fact in ("28×28, grey", "3 experts of 5 numbers", "| seed | 3 |", "| training images | 48,", "shapes.npz"):
         assert fact in text
-    assert "Not yet. `poecaps evaluate run` measures it." in text
+    assert "Not yet. `poecaps evaluate FOLDER` measures it." in text
+    assert "| preset | default, with the changes below |" in text
     assert "![40 draws from all experts together, none picked](samples.png)" in text
     with Image.open(run / "samples.png") as picture:
         assert picture.size[0] > 10 * 28
@@ -137,10 +143,114 @@ def test_a_bare_network_has_a_card_too(tmp_path: Path) -> None:
     for fact in ("20×18, RGB", "2 experts of 9 numbers", "the large tensors in float16", "(20, 3, 20, 18)"):
         assert fact in text
     assert "run.json" not in text
+    assert card.write(tmp_path / "bare", network, name="no UTF-8: \udcff")
+    assert text_of(tmp_path / "bare").count("no UTF-8: ?") == 2
+
+
+ODD = "ev|il `code` <b>\n# [two](x) \u2028__lines__"
+SHOWN = "ev\\|il \\`code\\` &lt;b&gt; # \\[two\\](x)  \\_\\_lines\\_\\_"  # on one line, and as it is
+
+
+def rename(run: Path, data: str) -> None:
+    """Let a run say that it has learned other images, and was measured on such."""
+    about = record.read(run)
+    config, starts = about["config"] | {"data": data}, about["starts"]
+    record.write(run, about | {"config": config, "data": about["data"] | {"source": data}, "starts": starts})
+    if (run / "evaluation.json").is_file():
+        measured = json.loads((run / "evaluation.json").read_text())
+        (run / "evaluation.json").write_text(json.dumps(measured | {"data": data}))
+
+
+@pytest.fixture(scope="module")
+def measured(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("measured") / "run"
+    shutil.copytree(trained, folder)
+    assert main(["evaluate", str(folder), "--samples", "20", "--device", "cpu"]) == 0
+    return folder
+
+
+def test_odd_names_are_shown_as_they_are(measured: Path, tmp_path: Path) -> None:
+    run = tmp_path / ODD
+    shutil.copytree(measured, run)
+    rename(run, f"/home/me/{ODD}")
+    assert card.write(run, poecaps.load(run), licence=ODD)
+    head, text = head_of(run), text_of(run)
+    assert head["license"] == head["model-index"][0]["name"] == ODD
+    dataset = head["model-index"][0]["results"][0]["dataset"]
+    assert dataset == {"type": "ev-il-code-b-two-x-lines", "name": ODD}
+    body = text.split("---\n", 2)[2]
+    assert body.startswith(f"\n# {SHOWN}\n\nA product of expert capsules that has learned {SHOWN} without labels.\n")
+    assert f"\n| data | {SHOWN}, images of the one who trained it |\n" in body
+    assert f"\n| licence | of the weights {SHOWN}; " in body
+    assert f"\nBy `poecaps evaluate` on {SHOWN}, 20 images, " in body
+    prose = re.sub(r"^(`{3,})\w+\n.*?^\1$|<!-- written.*", "", body, flags=re.M | re.S)
+    assert "<" not in prose
+    (program,) = re.findall(r"^```python\n(.*?)^```$", body, re.M | re.S)
+    name, _ = (each.value for each in ast.walk(ast.parse(program)) if isinstance(each, ast.Constant))
+    assert name == ODD
+
+
+def test_a_block_of_code_ends_where_it_should(measured: Path, tmp_path: Path) -> None:
+    run, data = tmp_path / "run", "a\n````\n<b>"
+    shutil.copytree(measured, run)
+    rename(run, data)
+    assert card.write(run, poecaps.load(run))
+    (line,) = re.findall(r"^`````sh\n(.*?)^`````$", text_of(run), re.M | re.S)
+    assert shlex.split(line)[:4] == ["poecaps", "train", "--data", data]
+
+
+@pytest.mark.parametrize(
+    ("data", "name", "kind"),
+    [
+        ("/home/me/pictures/test", "pictures", "pictures"),
+        ("/home/me/pictures/train", "pictures", "pictures"),
+        ("test", "test", "test"),
+        ("/home/me/写真", "写真", "images"),
+        ("/home/me/123", "123", "123"),
+        ("/home/me/null", "null", "null"),
+        ("/", "images", "images"),
+    ],
+)
+def test_images_are_called_by_their_folder(data: str, name: str, kind: str, measured: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(measured, run)
+    rename(run, data)
+    assert card.write(run, poecaps.load(run))
+    assert head_of(run)["model-index"][0]["results"][0]["dataset"] == {"type": kind, "name": name}
+    assert f"that has learned {name} without labels" in text_of(run)
+    assert f"\n| data | {name}, images of" in text_of(run)
+    assert f"\nBy `poecaps evaluate` on {name}, 20 images" in text_of(run)
+
+
+def test_a_preset_has_changes_only_where_something_was_changed(run: Path) -> None:
+    about, usual = record.read(run), asdict(PRESETS["paper"]())
+    record.write(run, about | {"config": usual | {"data": about["config"]["data"], "seed": 5}})
+    assert card.write(run, poecaps.load(run))
+    assert "\n| preset | paper |\n| seed | 5 |\n" in text_of(run)
+    record.write(run, about | {"config": usual | {"batch_size": 7}})
+    assert card.write(run, poecaps.load(run))
+    assert "\n| preset | paper, with the changes below |\n" in text_of(run)
+
+
+def test_a_card_that_is_no_utf8_is_somebodys_own(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mine = "für mich".encode("latin-1")
+    (run / "README.md").write_bytes(mine)
+    assert not card.write(run, poecaps.load(run))
+    assert main(["evaluate", str(run), "--samples", "20", "--device", "cpu"]) == 0
+    assert (run / "README.md").read_bytes() == mine
+    assert "was edited, so it is left as it is" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------------------------------------------------
 # The Hub
+
+
+@pytest.fixture
+def fresh_mixin() -> Iterator[None]:
+    """Make the class for the Hub anew, and forget it however the test ends: it keeps what was replaced."""
+    hub._mixin.cache_clear()
+    yield
+    hub._mixin.cache_clear()
 
 
 class Uploads:
@@ -169,7 +279,7 @@ def uploads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Uploads:
 
 
 def test_a_network_goes_to_the_hub_with_card_and_picture_and_comes_back(
-    run: Path, trained: Path, uploads: Uploads, monkeypatch: pytest.MonkeyPatch
+    run: Path, trained: Path, uploads: Uploads, fresh_mixin: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert main(["evaluate", str(run), "--samples", "20", "--device", "cpu"]) == 0
     network = poecaps.load(run)
@@ -183,6 +293,7 @@ def test_a_network_goes_to_the_hub_with_card_and_picture_and_comes_back(
         assert trained.parent.name not in (uploads.folder / file).read_text(encoding="utf-8")
     assert head_of(uploads.folder)["license"] == "mit"
     assert 'from_pretrained("me/digits")' in text_of(uploads.folder)
+    assert "evaluate me/digits" not in text_of(uploads.folder)  # which opens folders
     assert head_of(uploads.folder)["model-index"][0]["name"] == "me/digits"
 
     asked: list[dict[str, Any]] = []
@@ -193,9 +304,8 @@ def test_a_network_goes_to_the_hub_with_card_and_picture_and_comes_back(
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     monkeypatch.setattr(huggingface_hub.hub_mixin, "hf_hub_download", lambda **_: str(uploads.folder / "config.json"))
-    hub._mixin.cache_clear()
+    hub._mixin.cache_clear()  # which has the true download, from the way there
     again = CapsuleNetwork.from_pretrained("me/digits", revision="v1")
-    hub._mixin.cache_clear()
     assert (asked[0]["repo_id"], asked[0]["revision"]) == ("me/digits", "v1")
     assert again.architecture == network.architecture
     for name, tensor in network.state_dict().items():
@@ -205,6 +315,7 @@ def test_a_network_goes_to_the_hub_with_card_and_picture_and_comes_back(
 def test_a_network_without_a_run_goes_to_the_hub_as_well(uploads: Uploads) -> None:
     network = CapsuleNetwork(Architecture(features=8, experts=((2, 9),)))
     network.push_to_hub("me/bare", half=True)
+    assert "Not yet. `poecaps evaluate FOLDER` measures it." in text_of(uploads.folder)
     assert {file.name for file in uploads.folder.iterdir()} == {
         *("config.json", "model.safetensors", "README.md", "samples.png"),
     }
@@ -225,10 +336,9 @@ def test_what_is_no_run_is_refused_before_anything_is_written(run: Path, tmp_pat
 
 
 def test_a_folder_opens_without_the_hub_and_a_name_says_what_is_missing(
-    run: Path, monkeypatch: pytest.MonkeyPatch
+    run: Path, fresh_mixin: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    hub._mixin.cache_clear()
     network = CapsuleNetwork.from_pretrained(run)
     assert not network.training
     message = r"^the Hugging Face Hub needs huggingface_hub; pip install 'poecaps\[hub\]'$"

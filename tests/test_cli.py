@@ -287,12 +287,24 @@ def test_one_line_says_what_was_found_and_what_was_skipped_and_why(
     (tmp_path / "pictures" / "notes.txt").write_text("taken in May")
     data = ["--data", str(tmp_path / "pictures"), "--size", "20", "18"]
     assert main(["train", *data, "--out", str(tmp_path / "run"), *SMALL]) == 0
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("found")]
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "skipped" in line]
     assert line == (
         f"found 3 RGB images of 20×18 in {tmp_path / 'pictures'}, 2 classes (ant, bee); 4 files skipped: "
         "1 no PNG, JPEG or WebP (notes.txt), 2 cannot be read (empty.png, …), 1 smaller than 17×17 (tiny.png)"
     )
     assert arrays(tmp_path / "run" / "figures" / "reconstructions.npz")["originals"].shape == (3, 3, 20, 18)
+
+    assert main(["reconstruct", str(tmp_path / "run"), "--device", "cpu"]) == 0
+    assert [each for each in capsys.readouterr().err.splitlines() if "skipped" in each] == [line]
+
+    config = from_json(Config, json.loads((tmp_path / "run" / "run.json").read_text())["config"])
+    with pytest.warns(UserWarning, match="4 files skipped") as told:
+        poecaps.train(config, tmp_path / "again")
+    assert [(str(each.message), each.filename) for each in told] == [(line, __file__)]
+
+    seen: list[str] = []
+    poecaps.train(config, tmp_path / "told", found=lambda images: seen.append(f"found {images.describe()}"))
+    assert seen == [line]
 
 
 # ---------------------------------------------------------------------------------------------------------

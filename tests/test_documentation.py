@@ -11,7 +11,9 @@ at least compile, and its options must exist.
 
 from __future__ import annotations
 
+import argparse
 import functools
+import importlib
 import importlib.util
 import inspect
 import re
@@ -32,6 +34,7 @@ import tyro
 from PIL import Image
 
 import poecaps
+from benchmarks.study import STUDY
 from poecaps import evaluation, export, plotting, sklearn, training, uses
 from poecaps.cli import main
 from poecaps.data import named
@@ -282,6 +285,39 @@ def parse(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
             return int(end.code or 0)
 
 
+class _ParsedError(Exception):
+    """The options were read, and nothing was done."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+
+
+def parse_benchmark(module: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> argparse.Namespace:
+    """Read the command line of a benchmark, without doing what it says."""
+    read = argparse.ArgumentParser.parse_args
+
+    def parsed(*given: Any, **options: Any) -> None:
+        raise _ParsedError(read(*given, **options))
+
+    program = importlib.import_module(module).main
+    with monkeypatch.context() as patch:
+        patch.setattr(argparse.ArgumentParser, "parse_args", parsed)
+        with pytest.raises(_ParsedError) as found:
+            program(arguments)
+    return found.value.options
+
+
+def check_benchmark(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that a benchmark has the options that a command gives it, if it is the command of one."""
+    module = next((index for index, word in enumerate(words) if word.startswith("benchmarks.")), None)
+    if module is None:
+        return
+    assert words[module - 2 : module] == ["python", "-m"], shlex.join(words)
+    options = parse_benchmark(words[module], words[module + 1 :], monkeypatch)
+    if words[module] == "benchmarks.study" and options.only:
+        assert set(options.only.split(";")) <= STUDY.keys(), options.only
+
+
 @pytest.mark.parametrize("block", MARKED, ids=str)
 def test_what_is_not_run_says_why_and_could_be(block: Block, monkeypatch: pytest.MonkeyPatch) -> None:
     assert MARK.fullmatch(block.mark or ""), f"{block}: write <!-- not run: and the reason -->"
@@ -293,6 +329,26 @@ def test_what_is_not_run_says_why_and_could_be(block: Block, monkeypatch: pytest
         ours = next((index for index, word in enumerate(words) if word == "poecaps"), None)
         if ours is not None:
             assert parse(words[ours + 1 :], monkeypatch) == 0, shlex.join(words)
+        else:
+            check_benchmark(words, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("command", "error"),
+    [
+        ('python -m benchmarks.study --onlyy "level 0"', SystemExit),
+        ("python -m benchmarks.baselines --samples many", SystemExit),
+        ("python -m benchmarks.gone --json FILE", ModuleNotFoundError),
+        ('python -m benchmarks.study --only "level 0;level 99"', AssertionError),
+        ("python benchmarks.study", AssertionError),
+    ],
+)
+def test_benchmarks_and_options_that_do_not_exist_are_noticed(
+    command: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_benchmark(shlex.split('python -m benchmarks.study --only "level 0;level 8" --json FILE'), monkeypatch)
+    with pytest.raises(error):
+        check_benchmark(shlex.split(command), monkeypatch)
 
 
 def test_options_that_do_not_exist_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -426,14 +482,66 @@ def test_faults_stop_the_build(site: Path, project: Path, faulty: str, found: tu
         ('<img src="gone.png">', "not there"),
         ('<script src="https://example.org/x.js"></script>', "fetches"),
         ('<link rel="stylesheet" href="//example.org/x.css">', "fetches"),
+        ('<img srcset="here.png 1x,https://example.org/x.png 2x">', "fetches https://example.org/x.png"),
+        ('<img srcset="here.png, gone.png 2x">', "links to gone.png, which is not there"),
+        ('<video src="https://example.org/x.webm"></video>', "fetches"),
+        ('<video poster="https://example.org/x.png"></video>', "fetches"),
+        ('<video><source src="https://example.org/x.webm"></video>', "fetches"),
+        ('<picture><source srcset="https://example.org/x.png"></picture>', "fetches"),
+        ('<object data="https://example.org/x.svg"></object>', "fetches"),
+        ('<svg><use href="https://example.org/x.svg#a"/></svg>', "fetches"),
+        ('<base href="https://example.org/">', "fetches"),
+        ('<style>p {} @import "https://example.org/x.css";</style>', "fetches https://example.org/x.css"),
+        ("<style>p { background: url(//example.org/x.png) }</style>", "fetches //example.org/x.png"),
+        ("""<p style="background: url('https://example.org/x.png')">""", "fetches"),
     ],
 )
-def test_faults_of_a_page_are_found(line: str, fault: str, tmp_path: Path) -> None:
-    (tmp_path / "index.html").write_text(
-        '<a href="#here">here</a><a href="https://example.org/">there</a><p id="here">'
+@pytest.mark.parametrize("name", ["index.html", "404.html"])
+def test_faults_of_a_page_are_found(name: str, line: str, fault: str, tmp_path: Path) -> None:
+    (tmp_path / "here.png").touch()
+    (tmp_path / name).write_text(
+        '<a href="#here">here</a><a href="https://example.org/">there</a><p id="here">url(https://example.org/)'
+        '<img srcset="here.png, here.png 2x,data:image/png;base64,AA== 3x"><style>p { fill: url(#here) }</style>'
     )
     assert faults(tmp_path) == []
-    with (tmp_path / "index.html").open("a") as page:
+    with (tmp_path / name).open("a") as page:
         page.write(line)
     (found,) = faults(tmp_path)
     assert fault in found
+
+
+@pytest.mark.parametrize(
+    ("line", "fault"),
+    [
+        ('@import "https://example.org/x.css";', "fetches https://example.org/x.css"),
+        ("@import url(//example.org/x.css);", "fetches //example.org/x.css"),
+        ("p { background: URL( 'https://example.org/x.png' ) }", "fetches https://example.org/x.png"),
+        ("@font-face { src: url(gone.woff2) }", "links to gone.woff2, which is not there"),
+        ("p { background: url(/here.png) }", "links to /here.png, which is not there"),
+    ],
+)
+def test_faults_of_a_style_sheet_are_found(line: str, fault: str, tmp_path: Path) -> None:
+    (tmp_path / "index.html").write_text("<p>")
+    (tmp_path / "here.png").touch()
+    sheet = tmp_path / "assets" / "site.css"
+    sheet.parent.mkdir()
+    sheet.write_text(
+        """/* url(https://example.org/) */ p { background: url(../here.png), url("data:,<svg fill='url(x)'>") }"""
+    )
+    assert faults(tmp_path) == []
+    with sheet.open("a") as file:
+        file.write(line)
+    (found,) = faults(tmp_path)
+    assert fault in found
+    assert "site.css" in found
+
+
+def test_the_page_for_what_is_not_there_begins_at_the_root(tmp_path: Path) -> None:
+    (tmp_path / "index.html").write_text('<p id="here">')
+    (tmp_path / "404.html").write_text('<a href="/"></a><a href="/index.html#here"></a>')
+    assert faults(tmp_path) == []
+    (tmp_path / "404.html").write_text('<img src="/gone.png"><a href="/index.html#gone"></a><a href="/../x"></a>')
+    assert len(faults(tmp_path)) == 3
+    (tmp_path / "404.html").unlink()
+    (tmp_path / "index.html").write_text('<a href="/index.html"></a>')  # where the site lies is not known
+    assert len(faults(tmp_path)) == 1

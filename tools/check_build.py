@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "poecaps"
+LONGEST = 1800  # seconds that a command may take; to install torch is the longest
 LARGEST = 100 * 2**20  # bytes that a package may have; what it holds has about 45 MB
 STRAY = {".data", ".git", ".venv", "__pycache__", "build", "dist", "runs", "shared", "tensorboard"}
 SMALL = shlex.split(
@@ -134,7 +135,13 @@ def run(command: Sequence[str], folder: Path) -> str:
     """Run a command in a folder, away from the source, and return what it prints."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     print("  " + " ".join([Path(command[0]).name, *command[1:]])[:110], flush=True)
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)  # noqa: S603
+    try:
+        done = subprocess.run(  # noqa: S603
+            command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=LONGEST
+        )
+    except subprocess.TimeoutExpired as error:
+        name = Path(command[0]).name
+        raise BuildError(f"{name} must end within {LONGEST} seconds, but was still running: {command[1:]}") from error
     if done.returncode:
         raise BuildError(f"{Path(command[0]).name} ended with status {done.returncode}: {done.stderr.strip()[-2000:]}")
     return done.stdout

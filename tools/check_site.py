@@ -8,12 +8,38 @@ of docstrings.
 
 from __future__ import annotations
 
+import re
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-FETCHED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "link": "href"}
+FETCHED = {  # tags, and the attributes whose addresses a browser fetches by itself
+    "script": ("src",),
+    "img": ("src",),
+    "iframe": ("src",),
+    "embed": ("src",),
+    "input": ("src",),
+    "source": ("src",),
+    "audio": ("src",),
+    "track": ("src",),
+    "video": ("src", "poster"),
+    "object": ("data",),
+    "image": ("href", "xlink:href"),
+    "use": ("href", "xlink:href"),
+    "link": ("href",),
+    "base": ("href",),
+}
+SETS = ("srcset", "imagesrcset")  # attributes with several addresses
+CANDIDATE = re.compile(r"[\s,]*(\S+?)(?:,(?=\s|$)|\s[^,]*(?:,|$)|$)")  # of such a set: an address, and for whom it is
+COMMENT = re.compile(r"/\*.*?\*/", re.S)
+IN_STYLES = re.compile(r"""url\(\s*(?:"([^"]*)"|'([^']*)'|([^)"'\s]*))\s*\)|@import\s*(?:"([^"]*)"|'([^']*)')""", re.I)
+
+
+def fetched_by(styles: str) -> set[str]:
+    """Tell which addresses a style sheet fetches."""
+    found = {"".join(groups) for groups in IN_STYLES.findall(COMMENT.sub(" ", styles))}
+    return {each for each in found if each and not each.startswith("#")}
 
 
 class _Page(HTMLParser):
@@ -24,36 +50,60 @@ class _Page(HTMLParser):
         self.links: set[str] = set()
         self.fetched: set[str] = set()
         self.anchors: set[str] = set()
+        self.in_styles = False
         self.feed(file.read_text(encoding="utf-8"))
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.in_styles = tag == "style"
         given = {name: value for name, value in attrs if value}
         self.anchors |= {given[name] for name in ("id", "name") if name in given}
         if tag == "a" and "href" in given:
             self.links.add(given["href"])
-        if tag in FETCHED and FETCHED[tag] in given and given.get("rel") != "canonical":
-            self.fetched.add(given[FETCHED[tag]])
+        if given.get("rel") != "canonical":
+            self.fetched |= {given[name] for name in FETCHED.get(tag, ()) if name in given}
+        for name in SETS:
+            self.fetched |= set(CANDIDATE.findall(given.get(name, "")))
+        self.fetched |= fetched_by(given.get("style", ""))
+
+    def handle_endtag(self, tag: str) -> None:
+        self.in_styles = self.in_styles and tag != "style"
+
+    def handle_data(self, data: str) -> None:
+        if self.in_styles:
+            self.fetched |= fetched_by(data)
 
 
 def faults(site: Path) -> list[str]:
-    """Tell what is broken in the pages of a folder, in words."""
+    """Tell what is broken in the pages and style sheets of a folder, in words."""
     pages = {file.resolve(): _Page(file) for file in sorted(site.rglob("*.html"))}
     found = [] if pages else [f"{site} holds no pages"]
+    anchors = {file: page.anchors for file, page in pages.items()}
     for file, page in pages.items():
-        if file.name == "404.html":  # its links begin at the root of a server
+        found += _faults_of(file, page.links, page.fetched, site.resolve(), anchors)
+    for file in sorted(site.resolve().rglob("*.css")):
+        found += _faults_of(file, set(), fetched_by(file.read_text(encoding="utf-8")), site.resolve(), anchors)
+    return found
+
+
+def _faults_of(file: Path, links: set[str], fetched: set[str], site: Path, anchors: dict[Path, set[str]]) -> list[str]:
+    found, name = [], file.relative_to(site)
+    for link in sorted(links | fetched):
+        if link.startswith("data:"):
             continue
-        name = file.relative_to(site.resolve())
-        for link in sorted(page.links | page.fetched):
-            parts = urlsplit(link)
-            if parts.scheme or parts.netloc:
-                found += [f"{name} fetches {link}"] if link in page.fetched and parts.scheme != "data" else []
-                continue
-            target = (file.parent / unquote(parts.path)).resolve() if parts.path else file
-            target = target / "index.html" if target.is_dir() else target
-            if not target.is_file() or not target.is_relative_to(site.resolve()):
-                found.append(f"{name} links to {link}, which is not there")
-            elif parts.fragment and target in pages and unquote(parts.fragment) not in pages[target].anchors:
-                found.append(f"{name} links to {link}, but there is no such place on that page")
+        parts = urlsplit(link)
+        if parts.scheme or parts.netloc:
+            found += [f"{name} fetches {link}"] if link in fetched else []
+            continue
+        path = unquote(parts.path)
+        if file.name == "404.html" and path.startswith("/"):  # shown for any address, it begins at the root of a server
+            target = (site / path.lstrip("/")).resolve()
+        else:
+            target = (file.parent / path).resolve() if path else file
+        target = target / "index.html" if target.is_dir() else target
+        if not target.is_file() or not target.is_relative_to(site):
+            found.append(f"{name} links to {link}, which is not there")
+        elif parts.fragment and target in anchors and unquote(parts.fragment) not in anchors[target]:
+            found.append(f"{name} links to {link}, but there is no such place on that page")
     return found
 
 

@@ -2,14 +2,17 @@
 
 A folder that holds a network (`config.json`, `model.safetensors`) is whole with it: what is known of the training
 comes from `run.json`, what was measured from `evaluation.json`, where these are there. No path of the machine gets into
-a card: images of one's own are called by the name of their file or folder.
+a card: images of one's own are called by the name of their file or folder. Names are shown as they are, whatever
+Markdown, HTML or YAML would make of them.
 """
 
 from __future__ import annotations
 
 import hashlib
+import html
 import json
 import re
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,9 +21,10 @@ import torch
 
 from poecaps import plotting
 from poecaps._files import read_json, read_tensors, write_atomically
+from poecaps.data.named import NAMES
 from poecaps.network import DOMAINS
 from poecaps.training import record
-from poecaps.training.config import Config, command, from_json, nearest_preset
+from poecaps.training.config import Config, changes, command, from_json, nearest_preset
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -31,6 +35,7 @@ CARD, PICTURE, MEASURED = "README.md", "samples.png", "evaluation.json"
 ROWS, COLUMNS = 4, 10  # of the picture
 TAGS = ("capsule-networks", "product-of-experts", "contrastive-divergence", "energy-based-model", "unsupervised")
 TASK = "unconditional-image-generation"
+WITH_ROWS = {"data", "seed"}  # options that the card shows beside the preset
 MARK = "<!-- written by poecaps, sha256 {}; once edited, it is left alone -->"
 
 
@@ -110,16 +115,18 @@ def write(
         False if the card was left alone because it is not as it was written.
     """
     path = folder / CARD
-    if path.is_file() and not is_ours(path.read_text(encoding="utf-8")):
+    if path.is_file() and not _is_as_written(path):
         return False
     if draw:
         _draw(network, folder / PICTURE)
-    about = record.without_machine(record.read(folder)) if (folder / record.RECORD).is_file() else None
+    full = record.read(folder) if (folder / record.RECORD).is_file() else None
+    about = None if full is None else record.without_machine(full)
+    data = None if full is None else _name_of(str(full["config"]["data"]))
     measured = read_json(folder / MEASURED) if (folder / MEASURED).is_file() else None
     half = read_tensors(folder / "model.safetensors")[1].get("half") is True
     name, picture = name or folder.resolve().name, (folder / PICTURE).is_file()
-    lines = _lines(name, network, about, measured, licence, half=half, shipped=shipped, picture=picture)
-    text = "\n".join(lines) + "\n"
+    lines = _lines(name, network, data, about, measured, licence, half=half, shipped=shipped, picture=picture)
+    text = _valid("\n".join(lines) + "\n")
     write_atomically(path, f"{text}\n{MARK.format(_digest(text))}\n".encode())
     return True
 
@@ -128,6 +135,13 @@ def is_ours(text: str) -> bool:
     """Tell whether a card is as `write` left it."""
     body, _, last = text.rstrip("\n").rpartition("\n\n")
     return last == MARK.format(_digest(f"{body}\n"))
+
+
+def _is_as_written(path: Path) -> bool:
+    try:
+        return is_ours(path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError:  # which is not what `write` leaves
+        return False
 
 
 def _digest(text: str) -> str:
@@ -144,6 +158,7 @@ def _draw(network: CapsuleNetwork, path: Path) -> None:
 def _lines(
     name: str,
     network: CapsuleNetwork,
+    data_name: str | None,
     about: Mapping[str, Any] | None,
     measured: Mapping[str, Any] | None,
     licence: str,
@@ -156,12 +171,12 @@ def _lines(
     config = None if about is None else from_json(Config, about["config"])
     known = None if config is None else SETS.get(config.data.removesuffix("-sample"))
     yield from _head(name, known, measured, licence)
-    learned = "" if config is None else f" that has learned {config.data} without labels"
-    yield f"# {name}\n\nA product of expert capsules{learned}.\n"
+    learned = "" if data_name is None else f" that has learned {_plain(data_name)} without labels"
+    yield f"# {_plain(name)}\n\nA product of expert capsules{learned}.\n"
     if picture:
         yield f"![{ROWS * COLUMNS} draws from all experts together, none picked]({PICTURE})\n"
     if shipped:
-        yield f"It comes with poecaps:\n\n```sh\npoecaps generate {name}\n```\n"
+        yield f"It comes with poecaps:\n\n{_fenced('sh', f'poecaps generate {shlex.quote(name)}')}\n"
     else:
         yield "`poecaps generate FOLDER` draws from the folder that holds it, or in Python:\n"
         yield "```python\nfrom poecaps import CapsuleNetwork\n"
@@ -174,22 +189,25 @@ def _lines(
     layers = (f"{count} experts of {dim} numbers" for count, dim in network.architecture.experts)
     yield f"| code | {', then '.join(layers)} |"
     yield f"| weights | {weights}{', the large tensors in float16' if half else ''} |"
-    if about is not None and config is not None:
+    if about is not None and config is not None and data_name is not None:
         data, last = about["data"], (about["starts"] or [{}])[-1]
-        yield f"| data | {known.about if known else f'{config.data}, images of the one who trained it'} |"
+        yield f"| data | {known.about if known else f'{_plain(data_name)}, images of the one who trained it'} |"
         yield f"| training images | {data['images']:,}, sha256 of the array `{data.get('sha256')}` |"
-        yield f"| preset | {nearest_preset(config)}, with the changes below |"
+        preset = nearest_preset(config)
+        changed = changes(config, preset).keys() - WITH_ROWS
+        yield f"| preset | {preset}{', with the changes below' if changed else ''} |"
         yield f"| seed | {config.seed} |"
         torch_version = last.get("versions", {}).get("torch")
-        yield f"| trained on | {last.get('device')}, {last.get('precision')}, torch {torch_version} |"
+        yield f"| trained on | {_plain(str(last.get('device')))}, {last.get('precision')}, torch {torch_version} |"
         yield f"| finished | {about['finished']} |"
     theirs = "the images keep that of their makers"
-    yield f"| licence | of the weights {'for the owner to choose' if licence == 'unknown' else licence}; {theirs} |"
+    choice = "for the owner to choose" if licence == "unknown" else _plain(licence)
+    yield f"| licence | of the weights {choice}; {theirs} |"
     if config is not None:
         yield "\nTrained by this command; all options are in `run.json`:\n"
-        yield f"```sh\n{command(config)}\n```"
+        yield _fenced("sh", command(config))
     yield "\n## Measured\n"
-    yield from _table(name, measured, half)
+    yield from _table(shlex.quote(name) if shipped else "FOLDER", measured, half)
     yield "\n## What it is for\n"
     yield "To try poecaps, to compare with, to teach. It knows images of this one kind, centred and scaled as in its"
     yield "data; what it says of others means nothing."
@@ -206,29 +224,55 @@ def _head(name: str, known: Published | None, measured: Mapping[str, Any] | None
     values = {row: value for row, value in values.items() if value is not None}
     if measured is not None and values:
         yield "metrics:\n" + "\n".join(f"- {TYPES[row]}" for row in values)
-        kind = known.hub if known else re.sub(r"[^a-z0-9]+", "-", _last_part(measured["data"]).lower()).strip("-")
+        data = _name_of(measured["data"])
+        kind = known.hub if known else _quoted(re.sub(r"[^a-z0-9]+", "-", data.lower()).strip("-") or "images")
         yield f"model-index:\n- name: {_quoted(name)}\n  results:\n  - task:\n      type: {TASK}"
-        yield f"    dataset:\n      type: {kind}\n      name: {_quoted(_last_part(measured['data']))}\n    metrics:"
+        yield f"    dataset:\n      type: {kind}\n      name: {_quoted(data)}\n    metrics:"
         for row, value in values.items():
             yield f"    - type: {TYPES[row]}\n      name: {_quoted(row)}\n      value: {value:.6g}"
     yield "---\n"
 
 
+def _valid(text: str) -> str:
+    """Put a question mark for what UTF-8 cannot hold, as names of files may have it."""
+    return text.encode("utf-8", "replace").decode()
+
+
 def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+    """Write a string on one line as JSON, YAML and Python have it."""
+    return "".join(
+        each if each.isprintable() else f"\\U{ord(each):08x}" for each in json.dumps(_valid(text), ensure_ascii=False)
+    )
 
 
-def _last_part(source: str) -> str:
-    return Path(source).name
+def _plain(text: str) -> str:
+    """Write a name so that Markdown shows it as it is, on one line, in a table too."""
+    line = "".join(each if each.isprintable() else " " for each in _valid(text)).strip()
+    return re.sub(r"[\\`*\[\]|]|(?<![^\W_])_|_(?![^\W_])", r"\\\g<0>", html.escape(line, quote=False))
 
 
-def _table(name: str, measured: Mapping[str, Any] | None, half: bool) -> Iterator[str]:
+def _fenced(language: str, text: str) -> str:
+    """Make a block of code that ends where it should, whatever is in it."""
+    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
+    return f"{fence}{language}\n{text}\n{fence}"
+
+
+def _name_of(source: str) -> str:
+    """Call images by their file or folder; one that is only a split, by the folder around it."""
+    path = Path(source)
+    if source in NAMES:
+        return source
+    return (path.parent.name if path.name in ("train", "test") else "") or path.name or "images"
+
+
+def _table(which: str, measured: Mapping[str, Any] | None, half: bool) -> Iterator[str]:
     """Yield the numbers of `poecaps evaluate`."""
     if measured is None:
-        yield f"Not yet. `poecaps evaluate {name}` measures it."
+        yield f"Not yet. `poecaps evaluate {which}` measures it."
         return
     images, draws = f"{measured['test_images']:,} images", f"{measured['samples']:,} draws"
-    yield f"By `poecaps evaluate` on {_last_part(measured['data'])}, {images}, with {draws} from each domain and seed"
+    data = _plain(_name_of(measured["data"]))
+    yield f"By `poecaps evaluate` on {data}, {images}, with {draws} from each domain and seed"
     rounded = ", before the weights were rounded" if half else ""
     yield f"{measured['seed']}{rounded}. `docs/evaluation.md` of poecaps defines each number.\n"
     yield "| | |\n| --- | ---: |"

@@ -30,6 +30,7 @@ from poecaps import _checks as checks
 from poecaps import data as datasets
 from poecaps._files import ModelError, write_json
 from poecaps.autoencoder import least_side
+from poecaps.data.folder import without_warning
 from poecaps.data.idx import Split, find_images
 from poecaps.network import DOMAINS, CapsuleNetwork, Domain
 from poecaps.training import PRESETS, Config, Progress, TrainingError, record, resume, workers
@@ -251,7 +252,7 @@ def _free_folder(source: str) -> Path:
 
 def _draw_all(network: CapsuleNetwork, run: Path) -> Iterator[str]:
     """Draw the pictures of a finished run, and say where they are."""
-    images = _load_images(network, run, None, None, None)
+    images = _load_images(network, run, None, None, None, tell=False)  # which training has told
     path = run / FIGURES / "reconstructions.png"
     yield f"originals above reconstructions: {_draw_reconstructions(network, images, path, 40)}"
     for domain in DOMAINS:
@@ -740,9 +741,18 @@ def _device_of(network: CapsuleNetwork) -> torch.device:
 
 
 def _load_images(
-    network: CapsuleNetwork, run: str | Path, source: str | None, path: str | None, split: Split | None
+    network: CapsuleNetwork,
+    run: str | Path,
+    source: str | None,
+    path: str | None,
+    split: Split | None,
+    *,
+    tell: bool = True,
 ) -> ImageSet:
-    """Load images that the model can see; by default those it was trained on, and of these the test images."""
+    """Load images that the model can see; by default those it was trained on, and of these the test images.
+
+    Tell which files were skipped, if asked to.
+    """
     channels, height, width = network.architecture.image_shape
     if source is None:
         source, path = _own_images(run, path)
@@ -751,13 +761,16 @@ def _load_images(
     if source not in datasets.named.NAMES and where.is_dir() and find_images(where, "train") is None:
         least = least_side(network.architecture.kernel)
         shape = {"size": (height, width), "channels": channels, "smallest": least}
-    if split is None:
-        try:
-            found = datasets.load(source, split="test", path=path, **shape)
-        except datasets.DataError:  # not divided into training and test images
-            found = datasets.load(source, split="train", path=path, **shape)
-    else:
-        found = datasets.load(source, split=split, path=path, **shape)
+    with without_warning():
+        if split is None:
+            try:
+                found = datasets.load(source, split="test", path=path, **shape)
+            except datasets.DataError:  # not divided into training and test images
+                found = datasets.load(source, split="train", path=path, **shape)
+        else:
+            found = datasets.load(source, split=split, path=path, **shape)
+    if tell and found.skipped:
+        print(f"found {found.describe()}", file=sys.stderr, flush=True)
     if found.shape != (channels, height, width):
         kind = "grey" if channels == 1 else "RGB"
         raise datasets.DataError(f"the model sees {kind} images of {height}×{width}, but there are {found}")

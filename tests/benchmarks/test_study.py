@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+import torch
 
 from benchmarks import study
 from benchmarks.study import STUDY, Variant, changed, main, table
-from poecaps.training import PRESETS
+from poecaps.training import PRESETS, TrainingError
 from poecaps.training.config import changes, command
 
 if TYPE_CHECKING:
@@ -78,6 +80,42 @@ def test_a_variant_is_trained_and_measured_once(
     assert json.loads(rows.read_text()) == found
     main(["--table", str(rows)])
     assert "| small | 2 |" in capsys.readouterr().out
+
+
+def job(tmp_path: Path) -> study.Job:
+    return study.Job("small", str(tmp_path / "bars.npy"), None, 0, "cpu", samples=20, threads=1, keep=None)
+
+
+def test_what_diverges_is_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    images = np.random.default_rng(0).integers(0, 256, (32, 20, 19), dtype=np.uint8)
+    np.save(tmp_path / "bars.npy", images)
+    small = {"model__features": 8, "model__capsule_dim": 4, "model__experts": ((3, 5),), "model__level": 2}
+    monkeypatch.setitem(STUDY, "small", changed(**small, autoencoder__rate=1e30, batch_size=16))
+    row = study.do(job(tmp_path))
+    assert re.fullmatch(r"autoencoder diverged at step \d+ with a learning rate of \S+", row["failed"])
+    assert "evaluation" not in row
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("CUDA error: unspecified launch failure"),
+        TrainingError("cannot write into runs (no space left on device)"),
+        TrainingError("another process has stopped (connection closed)"),
+    ],
+    ids=str,
+)
+def test_what_fails_otherwise_is_no_result(
+    error: RuntimeError, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setitem(STUDY, "small", Variant())
+    monkeypatch.setattr(study, "train", fail)
+    with pytest.raises(type(error), match=re.escape(str(error))):
+        study.do(job(tmp_path))
 
 
 def test_a_table_has_the_mean_and_the_spread(monkeypatch: pytest.MonkeyPatch) -> None:

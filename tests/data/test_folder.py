@@ -57,6 +57,13 @@ def test_one_colour_image_makes_the_set_rgb_and_channels_decides_otherwise(digit
     np.testing.assert_array_equal(grey.images[1, ..., 0], digits[1])
 
 
+@pytest.mark.parametrize("grey", ["a", "b", "c"])
+def test_no_single_image_decides_that_a_set_is_grey(grey: str, digits: Array, tmp_path: Path) -> None:
+    for name, digit in zip("abc", digits, strict=False):
+        save(tmp_path / f"{name}.png", digit if name == grey else np.stack([digit] * 3, -1))
+    assert load(tmp_path).shape == (3, 5, 4)
+
+
 def test_images_are_scaled_and_cropped_on_request(tmp_path: Path) -> None:
     wide = np.zeros((20, 60), np.uint8)
     wide[:, 20:40] = 255
@@ -182,7 +189,8 @@ def test_other_files_are_skipped_and_named(digits: Array, tmp_path: Path) -> Non
     save(tmp_path / "a.png", digits[0])
     (tmp_path / "notes.txt").write_text("no picture")
     (tmp_path / ".DS_Store").write_bytes(b"")
-    data = load(tmp_path)
+    with pytest.warns(UserWarning, match="1 file skipped"):
+        data = load(tmp_path)
     assert data.skipped == {str(tmp_path / "notes.txt"): "no PNG, JPEG or WebP"}
     assert "1 file skipped" in repr(data)
 
@@ -192,11 +200,25 @@ def test_a_broken_image_is_skipped_and_named(content: bytes, digits: Array, tmp_
     save(tmp_path / "ant" / "a.png", digits[0])
     (tmp_path / "ant" / "b.png").write_bytes(content)
     save(tmp_path / "bee" / "c.png", digits[1])
-    data = load(tmp_path)
+    with pytest.warns(UserWarning, match="1 file skipped"):
+        data = load(tmp_path)
     np.testing.assert_array_equal(data.images[..., 0], digits[:2])
     assert data.skipped == {str(tmp_path / "ant" / "b.png"): "cannot be read"}
     assert data.labels is not None
     assert data.labels.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("read", [load, read_folder])
+def test_a_warning_tells_the_caller_once_what_was_skipped(read: Any, digits: Array, tmp_path: Path) -> None:
+    save(tmp_path / "a.png", digits[0])
+    (tmp_path / "cut.png").write_bytes(b"")
+    (tmp_path / "notes.txt").write_text("no picture")
+    with pytest.warns(UserWarning, match="skipped") as told:
+        data = read(tmp_path)
+    (warning,) = told
+    skipped = "2 files skipped: 1 no PNG, JPEG or WebP (notes.txt), 1 cannot be read (cut.png)"
+    assert str(warning.message) == f"found {data.describe()}" == f"found 1 grey image of 5×4 in {tmp_path}; {skipped}"
+    assert warning.filename == __file__  # the line that asked for the images
 
 
 def test_a_cut_image_between_sound_ones_is_skipped(digits: Array, tmp_path: Path) -> None:
@@ -207,7 +229,8 @@ def test_a_cut_image_between_sound_ones_is_skipped(digits: Array, tmp_path: Path
     for name in ("a", "c"):
         whole = (tmp_path / f"{name}.png").read_bytes()
         (tmp_path / f"{name}.png").write_bytes(whole[: whole.index(b"IDAT") + 8])
-    data = load(tmp_path)
+    with pytest.warns(UserWarning, match="2 files skipped"):
+        data = load(tmp_path)
     np.testing.assert_array_equal(data.images[..., 0], digits[:2])
     assert data.skipped == {str(tmp_path / f"{name}.png"): "cannot be read" for name in ("a", "c")}
 
@@ -215,7 +238,8 @@ def test_a_cut_image_between_sound_ones_is_skipped(digits: Array, tmp_path: Path
 def test_images_that_are_too_small_are_skipped_before_they_are_scaled(digits: Array, tmp_path: Path) -> None:
     save(tmp_path / "a.png", digits[0])  # 5×4
     save(tmp_path / "b.png", np.resize(digits[1], (5, 5)))
-    data = load(tmp_path, size=8, smallest=5)
+    with pytest.warns(UserWarning, match="1 file skipped"):
+        data = load(tmp_path, size=8, smallest=5)
     assert (len(data), data.shape) == (1, (1, 8, 8))
     assert data.skipped == {str(tmp_path / "a.png"): "smaller than 5×5"}
     assert len(load(tmp_path, size=8, smallest=4)) == 2

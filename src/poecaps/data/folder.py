@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import itertools
 import os
 import warnings
 from contextlib import contextmanager
@@ -28,6 +30,10 @@ OTHER, UNREADABLE = "no PNG, JPEG or WebP", "cannot be read"  # why a file is sk
 GREY_MODES = ("1", "L", "LA", "I", "I;16", "I;16B", "I;16L")
 
 
+class SkippedWarning(UserWarning):
+    """Some files of a folder were passed over."""
+
+
 def read_folder(
     path: str | os.PathLike[str],
     *,
@@ -38,8 +44,8 @@ def read_folder(
 ) -> ImageSet:
     """Read all PNG, JPEG and WebP images below a folder, in the order of their paths.
 
-    Other files, images that cannot be decoded and those that are too small are passed over; the attribute `skipped` of
-    the result names each, and why.
+    Other files, images that cannot be decoded and those that are too small are passed over; a warning says how many,
+    and the attribute `skipped` of the result names each, and why.
 
     Where all images lie in subfolders, two or more, the first-level subfolder is the label. One image outside them, and
     there are no labels.
@@ -114,7 +120,28 @@ def read_folder(
         raise DataError(f"{root} holds no image to learn from; {of}: {faults[0]}")
 
     labels, names = _labels(root, kept, label_names)
-    return ImageSet(images[: len(kept)], labels, label_names=names, source=str(root), skipped=skipped)
+    found = ImageSet(images[: len(kept)], labels, label_names=names, source=str(root), skipped=skipped)
+    if skipped:
+        warnings.warn(f"found {found.describe()}", SkippedWarning, stacklevel=_level_of_caller())
+    return found
+
+
+@contextmanager
+def without_warning() -> Iterator[None]:
+    """Say nothing of files that are passed over, where the caller does."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SkippedWarning)
+        yield
+
+
+def _level_of_caller() -> int:
+    """Count the calls from the function that asks up to the line that called poecaps, as a warning counts them."""
+    frame = inspect.currentframe()
+    for level in itertools.count():
+        if frame is None or frame.f_globals.get("__name__", "").split(".")[0] not in ("poecaps", "contextlib"):
+            return level
+        frame = frame.f_back
+    raise AssertionError
 
 
 @contextmanager

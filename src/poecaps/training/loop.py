@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ import torch
 from poecaps._files import ModelError, read_tensors, write_atomically, write_tensors
 from poecaps.autoencoder import least_side
 from poecaps.data import DataError, load
+from poecaps.data.folder import without_warning
 from poecaps.data.named import NAMES
 from poecaps.network import FORMAT, VERSION, Architecture, CapsuleNetwork, check_version
 from poecaps.training import record as records
@@ -72,7 +73,8 @@ def train(
     report
         Called with a `poecaps.training.Progress` after every step.
     found
-        Called once with the images, before anything is learned from them.
+        Called once with the images, before anything is learned from them. Without it, a warning tells which files of
+        a folder were skipped.
 
     Raises
     ------
@@ -128,7 +130,8 @@ def resume(
     report
         Called with a `poecaps.training.Progress` after every step.
     found
-        Called once with the images, before anything is learned from them.
+        Called once with the images, before anything is learned from them. Without it, a warning tells which files of
+        a folder were skipped.
 
     Raises
     ------
@@ -186,9 +189,10 @@ def _started(
             raise FileExistsError(f"{folder} is not empty; name a new folder, or go on with the run in it by resume")
         if data is None:
             smallest = least_side(config.model.kernel)
-            data = load(
-                config.data, path=config.data_path, size=config.size, channels=config.channels, smallest=smallest
-            )
+            with nullcontext() if found is None and workers.first else without_warning():
+                data = load(
+                    config.data, path=config.data_path, size=config.size, channels=config.channels, smallest=smallest
+                )
         if found is not None:
             found(data)
         yield _Run(config, data, folder, report, device, workers, interrupts)
