@@ -144,7 +144,7 @@ def test_a_shipped_model_sees_the_bundled_sample_where_its_own_set_is_missing(
     shipped: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["reconstruct", "mnist", "--count", "5"]) == 0
-    assert "mnist is not on this machine; takes mnist-sample" in capsys.readouterr().err
+    assert "the full set mnist is not on this machine; takes the bundled mnist-sample" in capsys.readouterr().err
     with np.load("mnist-reconstructions.npz") as drawn:
         sample = poecaps.data.load("mnist-sample", split="test").batch(range(5))
         np.testing.assert_array_equal(drawn["originals"], sample.numpy())
@@ -164,7 +164,7 @@ def test_a_shipped_model_sees_its_own_set_where_it_is(
         np.testing.assert_array_equal(drawn["originals"], clothes.numpy())
     (tmp_path / "mnist" / "t10k-images-idx3-ubyte.gz").unlink()
     assert main(["encode", "mnist", "--out", "b.npz"]) == 0
-    assert "takes mnist-sample" in capsys.readouterr().err
+    assert "takes the bundled mnist-sample" in capsys.readouterr().err
 
 
 def test_a_shipped_model_is_measured_on_one_set_and_by_its_judge(
@@ -183,7 +183,7 @@ def test_a_shipped_model_is_measured_on_one_set_and_by_its_judge(
     assert main(["evaluate", "mnist", "--samples", "20"]) == 0
     assert asked == [("mnist-sample", "train", None), ("mnist-sample", "test", None)]
     said = capsys.readouterr()
-    assert said.err.count("takes mnist-sample") == 1
+    assert said.err.count("takes the bundled mnist-sample") == 1
     assert "written to mnist-evaluation.json" in said.out
     assert json.loads((tmp_path / "mnist-evaluation.json").read_text())["classifier"]["data"] == "mnist"
 

@@ -788,7 +788,7 @@ def _own_images(run: str | Path, path: str | None) -> tuple[str, str | None]:
     config = record.read(folder)["config"]
     source, path = str(config.get("data")), path or config.get("data_path")
     if models.is_shipped(run) and path is None and source in datasets.named.PUBLISHED and not _is_here(source):
-        message = f"{source} is not on this machine; takes {source}-sample (--data {source} downloads the full set)"
+        message = f"the full set {source} is not on this machine; takes the bundled {source}-sample (--data {source} downloads it)"
         print(message, file=sys.stderr)
         source = f"{source}-sample"
     return source, path

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 NOTHING = "–"  # where there is no result
 BATCH = 250  # images that go through a model together
+FEW = 2000  # samples, of which Fréchet distances are noticeably too large
 CACHED = 50  # of them that a CPU takes at a time: what a network makes of more does not fit into its caches
 
 
@@ -291,6 +292,11 @@ class _Measurement:
         encoder = self.encoder
         if self.classifier is None:
             self.notes.append("no classifier for this set: samples are judged by their background alone")
+        elif self.samples < FEW:
+            self.notes.append(
+                f"Fréchet distances of {self.samples:,} samples, fewer than {FEW:,}, are too large; compare them only "
+                "with those of as many"
+            )
         if len(self.data_train) < self.samples:
             self.notes.append(
                 f"only {len(self.data_train):,} training images in place of {self.samples:,} samples: their Fréchet "
