@@ -277,6 +277,13 @@ def test_the_same_seed_gives_the_same_images(network: CapsuleNetwork) -> None:
     assert not torch.equal(first, other)
 
 
+def test_drawing_has_no_gradient(network: CapsuleNetwork) -> None:
+    assert all(parameter.requires_grad for parameter in network.parameters())
+    assert not network.generate(2).requires_grad
+    assert not network.traverse(0, torch.zeros(1)).requires_grad
+    assert network.decode(network.sample(2)).requires_grad
+
+
 def test_mistakes_are_named(network: CapsuleNetwork) -> None:
     with pytest.raises(ValueError, match=r"domain must be one of .*, but is 'joined'; did you mean 'joint'"):
         network.generate(1, "joined")  # type: ignore[arg-type]
@@ -298,6 +305,10 @@ def test_what_was_saved_is_loaded(network: CapsuleNetwork, tmp_path: Path, gener
     assert loaded.architecture == network.architecture
     images = torch.rand(2, 1, 20, 19, generator=generator)
     assert torch.equal(loaded.reconstruct(images), network.reconstruct(images))
+    assert not any(parameter.requires_grad for parameter in loaded.parameters())
+    loaded.reconstruct(images).numpy()  # at once: nothing has a gradient
+    loaded.requires_grad_().reconstruct(images).sum().backward()
+    assert loaded.encoders[0].weight.grad is not None
     assert not loaded.training
 
 

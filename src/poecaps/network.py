@@ -526,6 +526,7 @@ class CapsuleNetwork(nn.Module):
             checks.require_int("expert", expert, 0, self.architecture.experts[-1][0] - 1)
         return F.squash(self.density.sample(count, domain, expert, generator))
 
+    @torch.no_grad()
     def generate(
         self,
         count: int,
@@ -534,7 +535,7 @@ class CapsuleNetwork(nn.Module):
         expert: int | None = None,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """Draw images from the model.
+        """Draw images from the model, without gradients; for these decode what `sample` draws.
 
         Parameters
         ----------
@@ -560,8 +561,9 @@ class CapsuleNetwork(nn.Module):
         """
         return self.decode(self.sample(count, domain, expert=expert, generator=generator))
 
+    @torch.no_grad()
     def traverse(self, expert: int, offsets: Tensor, *, start: Tensor | None = None) -> Tensor:
-        """Vary the instantiation parameters of an expert one at a time, before squashing.
+        """Vary the instantiation parameters of an expert one at a time, before squashing, without gradients.
 
         Parameters
         ----------
@@ -620,7 +622,9 @@ class CapsuleNetwork(nn.Module):
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str], device: torch.device | str = "cpu") -> CapsuleNetwork:
-        """Read what `save` wrote, in evaluation mode and float32.
+        """Read what `save` wrote, in evaluation mode, float32 and frozen.
+
+        No parameter asks for a gradient, so that results can be used at once; `network.requires_grad_()` unfreezes all.
 
         Raises
         ------
@@ -645,13 +649,13 @@ class CapsuleNetwork(nn.Module):
         except (TypeError, ValueError, RuntimeError) as error:
             raise ModelError(f"{folder / 'config.json'} describes no possible architecture ({error})") from error
         network.load_tensors(tensors, folder / "model.safetensors")
-        return network.to(device).eval()
+        return network.to(device).eval().requires_grad_(False)
 
     @classmethod
     def from_pretrained(
         cls, model: str | os.PathLike[str], *, device: torch.device | str = "cpu", **options: Any
     ) -> CapsuleNetwork:
-        """Open a network from a folder, or from the Hugging Face Hub.
+        """Open a network from a folder, or from the Hugging Face Hub, frozen as `load` does.
 
         Parameters
         ----------
