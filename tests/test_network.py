@@ -295,6 +295,20 @@ def test_mistakes_are_named(network: CapsuleNetwork) -> None:
         CapsuleNetwork(replace(TINY, capsule_dim=3))
 
 
+@pytest.mark.parametrize("method", ["encode", "reconstruct", "free_energy"])
+def test_images_of_another_size_are_refused(network: CapsuleNetwork, method: str) -> None:
+    see = getattr(network, method)
+    for height, width in ((32, 32), (19, 20), (5, 5)):
+        with pytest.raises(ValueError, match=f"^images must be 20×19, but are {height}×{width}$"):
+            see(torch.rand(2, 1, height, width))
+    with pytest.raises(ValueError, match="C must be that of the model"):
+        see(torch.rand(2, 20, 19, 1))
+    with pytest.raises(ValueError, match=r"images\.unsqueeze\(0\)"):
+        see(torch.rand(1, 20, 19))
+    with pytest.raises(TypeError, match=r"must be a torch\.Tensor, but is list"):
+        see([0.0])
+
+
 # ---------------------------------------------------------------------------------------------------------
 # Files
 

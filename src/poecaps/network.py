@@ -466,6 +466,11 @@ class CapsuleNetwork(nn.Module):
 
     def activations(self, images: Tensor) -> Tensor:
         """Features grouped into capsules, before scaling and squashing: (B, C, H, W) → (B, I, K)."""
+        checks.require_tensor("images", images)
+        channels, height, width = self.architecture.image_shape
+        # The autoencoder checks the rest; it would see images of other sizes as well.
+        if images.ndim == 4 and images.shape[1] == channels and tuple(images.shape[2:]) != (height, width):
+            raise ValueError(f"images must be {height}×{width}, but are {images.shape[2]}×{images.shape[3]}")
         features = self.autoencoder.encode(images)
         return features.permute(0, 2, 3, 1).reshape(len(features), -1, self.architecture.capsule_dim)
 
