@@ -309,6 +309,21 @@ def test_images_of_another_size_are_refused(network: CapsuleNetwork, method: str
         see([0.0])
 
 
+@pytest.mark.parametrize("method", ["encode", "reconstruct", "free_energy"])
+def test_pixels_outside_0_to_1_are_refused(network: CapsuleNetwork, method: str) -> None:
+    see, pixels = getattr(network, method), torch.linspace(0, 1, 380).view(1, 1, 20, 19)
+    with pytest.raises(ValueError, match=r"^images must be from 0 to 1, but reach from 0 to 255; .* images / 255$"):
+        see(255 * pixels)
+    with pytest.raises(ValueError, match="but reach from -1 to 1; bring them to that range"):
+        see(2 * pixels - 1)
+    with pytest.raises(ValueError, match="but reach from nan to nan"):
+        see(pixels / pixels)
+    with pytest.raises(TypeError, match=r"dtype is torch\.uint8; .* images\.float\(\) / 255"):
+        see((255 * pixels).to(torch.uint8))
+    see(1.0005 * pixels)  # rounding
+    assert len(network.activations(255 * pixels)) == 1  # training pays for no check
+
+
 # ---------------------------------------------------------------------------------------------------------
 # Files
 

@@ -475,8 +475,10 @@ class CapsuleNetwork(nn.Module):
         return features.permute(0, 2, 3, 1).reshape(len(features), -1, self.architecture.capsule_dim)
 
     def capsules(self, images: Tensor) -> Tensor:
-        """Input capsules of the first layer: (B, C, H, W) → (B, I, K)."""
-        return self.scaling.to_capsules(self.activations(images))
+        """Input capsules of the first layer: (B, C, H, W), from 0 to 1 → (B, I, K)."""
+        activations = self.activations(images)
+        checks.check_pixels_on_cpu(images, "images")  # not in `activations`, with which training sees its own images
+        return self.scaling.to_capsules(activations)
 
     def encode(self, images: Tensor) -> Tensor:
         """Code of images, the experts of the highest layer: (B, C, H, W) → (B, J, D)."""
