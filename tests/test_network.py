@@ -263,6 +263,10 @@ def test_a_traversal_goes_from_its_start_in_standard_deviations(
     z[2, 4] += 2.0 * network.density.deviation[2, 4]
     torch.testing.assert_close(images[4, 2], network.decode(squash(z).unsqueeze(0))[0], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(images[:, 1], network.decode(start.unsqueeze(0)).expand(5, -1, -1, -1))
+    assert torch.equal(network.traverse(2, [-1.5, 0, 2], start=start), images)
+    assert torch.equal(network.traverse(2), network.traverse(2, (-3, -2, -1, 0, 1, 2, 3)))
+    with pytest.raises(ValueError, match=r"offsets must have shape \(S\), but has shape \(\)"):
+        network.traverse(2, 1.0)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="expert must be a whole number from 0 to 2"):
         network.traverse(3, offsets)
     with pytest.raises(ValueError, match="start must have shape"):

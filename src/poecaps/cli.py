@@ -31,7 +31,7 @@ from poecaps import data as datasets
 from poecaps._files import ModelError, write_json
 from poecaps.autoencoder import least_side
 from poecaps.data.idx import Split, find_images
-from poecaps.network import DOMAINS, CapsuleNetwork, Domain
+from poecaps.network import DOMAINS, REACH, STEPS, CapsuleNetwork, Domain
 from poecaps.training import PRESETS, Config, Progress, TrainingError, record, resume, workers
 from poecaps.training import train as train_network
 from poecaps.training.loop import CHECKPOINT, METRICS, find_device, is_finished
@@ -385,8 +385,8 @@ def traverse(
     data: str | None = None,
     data_path: str | None = None,
     split: Split | None = None,
-    steps: int = 7,
-    reach: float = 3.0,
+    steps: int = STEPS,
+    reach: float = REACH,
     out: Path | None = None,
     device: str = "auto",
 ) -> None:

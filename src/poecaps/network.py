@@ -18,7 +18,7 @@ from poecaps.layer import CapsuleExperts
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
@@ -30,6 +30,7 @@ JOINT_SIZE = 128  # principal components of whole codes that these are drawn in
 JOINT_RANK = 8  # of the Gaussians that they are drawn from
 MOST_LEVELLED = 100  # times that a direction is weakened
 FEWEST = 25  # points that a Gaussian of a mixture is fitted to, on average
+STEPS, REACH = 7, 3.0  # images in a row of a traversal, and how many standard deviations it goes to both sides
 HALF_ERROR = 1e-3  # of the norm of a tensor that rounding to float16 may cost; 2e-4 is usual
 
 
@@ -569,16 +570,18 @@ class CapsuleNetwork(nn.Module):
         return self.decode(self.sample(count, domain, expert=expert, generator=generator))
 
     @torch.no_grad()
-    def traverse(self, expert: int, offsets: Tensor, *, start: Tensor | None = None) -> Tensor:
+    def traverse(
+        self, expert: int, offsets: Tensor | Sequence[float] | None = None, *, start: Tensor | None = None
+    ) -> Tensor:
         """Vary the instantiation parameters of an expert one at a time, before squashing, without gradients.
 
         Parameters
         ----------
         expert
             Whose parameters.
-        offsets : (S,)
+        offsets : (S,), optional
             How far to go from the start, in standard deviations of the parameter over the training images for which
-            the expert is the strongest.
+            the expert is the strongest; by default −3, −2, …, 3.
         start : (J, D), optional
             Code to start from; by default the mean of the expert's codes of these images, with all others 0.
 
@@ -590,17 +593,19 @@ class CapsuleNetwork(nn.Module):
         experts, dim = self.architecture.experts[-1]
         checks.require_int("expert", expert, 0, experts - 1)
         mean, deviation = self.density.mean[expert], self.density.deviation[expert]
+        far = torch.as_tensor(torch.linspace(-REACH, REACH, STEPS) if offsets is None else offsets).to(mean)
+        checks.require_shape("offsets", far, "S", (None,), "give one number for each image of a row")
         if start is None:
             z = torch.zeros_like(self.density.mean)
             z[expert] = mean
         else:
             checks.require_shape("start", start, "JD", (experts, dim), "give the code of one image")
             z = F.unsquash(start.to(mean))
-        steps = torch.diag(deviation).unsqueeze(1) * offsets.to(mean).unsqueeze(1)  # (D, S, D)
-        varied = z.repeat(dim, len(offsets), 1, 1)
+        steps = torch.diag(deviation).unsqueeze(1) * far.unsqueeze(1)  # (D, S, D)
+        varied = z.repeat(dim, len(far), 1, 1)
         varied[:, :, expert] += steps
         images = self.decode(F.squash(varied.flatten(0, 1)))
-        return images.view(dim, len(offsets), *images.shape[1:])
+        return images.view(dim, len(far), *images.shape[1:])
 
     def save(self, folder: str | os.PathLike[str], *, half: bool = False) -> None:
         """Write `config.json` and `model.safetensors` into a folder, which `load` reads back.
