@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 
 import poecaps
-from poecaps import models
+from poecaps import hub, models
 from poecaps.card import is_ours
 from poecaps.cli import main
 from poecaps.data import named
@@ -113,6 +113,16 @@ def test_an_unknown_name_is_told_those_there_are(shipped: Path, monkeypatch: pyt
     monkeypatch.setattr(models, "FOLDER", shipped / "mnist")
     with pytest.raises(FileNotFoundError, match=r"there is no folder mnist, .* This installation has no models"):
         poecaps.load("mnist")
+
+
+def test_the_hub_is_not_asked_for_what_cannot_be_there(shipped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "_mixin", lambda: pytest.fail("the Hub was asked"))
+    assert CapsuleNetwork.from_pretrained("mnist").architecture.experts == ((3, 5),)
+    for name in ("mnits", "./mnist", "/nowhere/at/all"):
+        with pytest.raises(FileNotFoundError, match=f"^there is no folder {name}, and no model of that name .*: fash.*$"):
+            CapsuleNetwork.from_pretrained(name)
+    with pytest.raises(pytest.fail.Exception, match="the Hub was asked"):
+        CapsuleNetwork.from_pretrained("me/digits-2.0")
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -667,12 +667,13 @@ class CapsuleNetwork(nn.Module):
     def from_pretrained(
         cls, model: str | os.PathLike[str], *, device: torch.device | str = "cpu", **options: Any
     ) -> CapsuleNetwork:
-        """Open a network from a folder, or from the Hugging Face Hub, frozen as `load` does.
+        """Open a network of the package, from a folder or from the Hugging Face Hub, frozen as `load` does.
 
         Parameters
         ----------
         model
-            A folder that `save` or a run wrote, or the name of a repository on the Hub, such as ``"me/digits"``.
+            Name of a model that comes with poecaps, such as ``"mnist"``, a folder that `save` or a run wrote, or the
+            name of a repository on the Hub, such as ``"me/digits"``.
         device
             Where it goes.
         options
@@ -680,6 +681,8 @@ class CapsuleNetwork(nn.Module):
 
         Raises
         ------
+        FileNotFoundError
+            If there is no such model, and it cannot be the name of a repository.
         ModuleNotFoundError
             If it is no folder and huggingface_hub is not installed.
         ModelError
