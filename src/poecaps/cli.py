@@ -54,6 +54,13 @@ ELSE_FILES = {  # what else a word may be: the folder of a run, the file to writ
     "zsh": "(( compstate[nmatches] )) || _files",
     "fish": "complete --command poecaps --force-files --condition 'not __fish_use_subcommand'",
 }
+OPTIONS = {  # how the library speaks of what it is given, and what that is on the command line
+    "give a size=(height, width)": "give --size H W",
+    "with path=…": "with --data-path FOLDER",
+    "path is for": "--data-path is for",
+    "size and channels are for": "--size and --channels are for",
+    "the run in it by resume": "the run in it: poecaps train --resume RUN",
+}
 FAILURES = (ModelError, TrainingError, datasets.DataError, OSError, torch.OutOfMemoryError, MemoryError)
 
 
@@ -113,6 +120,8 @@ def run() -> NoReturn:
 
 
 def _complain(message: str, status: int) -> int:
+    for spoken, option in OPTIONS.items():
+        message = message.replace(spoken, option)
     print(f"poecaps: {message}", file=sys.stderr)
     return status
 
