@@ -537,6 +537,7 @@ def test_misuse_has_status_2_and_names_what_would_be_right(
     [
         (["train", "--data", "nowhere"], "there is no file or folder nowhere"),
         (["train", "--data", "mnsit-sample"], "did you mean 'mnist-sample'?"),
+        (["train", "--data", "text.txt"], "text.txt is none of what can be read; name a folder of PNG, JPEG or WebP, or an"),
         (["train", "--out", "{run}"], "is not empty; name a new folder, or go on with the run in it: poecaps train --r"),
         (["train", "--data", "pictures"], "pictures/0.png has 28×28; give --size H W to bring all images to"),
         (["train", "--data", "mnist", "--data-path", "empty"], "name the folder that holds them with --data-path FOLDER,"),
@@ -562,6 +563,7 @@ def test_failure_has_status_1_and_says_what_is_wrong(
     (broken / "model.safetensors").write_bytes(b"nonsense")
     np.save(tmp_path / "wide.npy", np.zeros((4, 28, 30), np.uint8))
     (tmp_path / "text.npz").write_text("no arrays")
+    (tmp_path / "text.txt").write_text("no images")
     (tmp_path / "empty").mkdir()
     (tmp_path / "pictures").mkdir()
     for index, side in enumerate((28, 30)):
