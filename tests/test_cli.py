@@ -537,10 +537,10 @@ def test_misuse_has_status_2_and_names_what_would_be_right(
     [
         (["train", "--data", "nowhere"], "there is no file or folder nowhere"),
         (["train", "--data", "mnsit-sample"], "did you mean 'mnist-sample'?"),
-        (["train", "--data", "text.txt"], "text.txt is none of what can be read; name a folder of PNG, JPEG or WebP, or an"),
-        (["train", "--out", "{run}"], "is not empty; name a new folder, or go on with the run in it: poecaps train --r"),
+        (["train", "--data", "text.txt"], "is none of what can be read; name a folder of PNG, JPEG or WebP, or an"),
+        (["train", "--out", "{run}"], "is not empty; name a new folder, or go on with the run in it: poecaps train --"),
         (["train", "--data", "pictures"], "pictures/0.png has 28×28; give --size H W to bring all images to"),
-        (["train", "--data", "mnist", "--data-path", "empty"], "name the folder that holds them with --data-path FOLDER,"),
+        (["train", "--data", "mnist", "--data-path", "empty"], "the folder that holds them with --data-path FOLDER,"),
         (["train", "--resume", "nowhere"], "nowhere holds no run to go on with"),
         (["train", "--out", "/proc/none/run"], "cannot write into /proc/none/run"),
         (["generate", "nowhere"], "there is no folder nowhere, and no model of that name comes with poecaps"),

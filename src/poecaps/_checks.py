@@ -149,7 +149,7 @@ def check_pixels_on_cpu(images: Tensor, name: str) -> None:
     if not _is_readable(images) or not images.numel():
         return
     low, high = (each.item() for each in images.detach().aminmax())
-    if -BEYOND <= low and high <= 1 + BEYOND:  # false for NaN
+    if low >= -BEYOND and high <= 1 + BEYOND:  # false for NaN
         return
     remedy = f"divide them by 255: {name} / 255" if low >= 0 and high > 2 else "bring them to that range"
     raise ValueError(f"{name} must be from 0 to 1, but reach from {low:.4g} to {high:.4g}; {remedy}")

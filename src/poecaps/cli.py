@@ -631,7 +631,8 @@ def _about_installation() -> Iterator[tuple[str, str]]:
     device = find_device("auto")
     yield "device", record.describe_device(device)
     yield "routing", kernels.describe(device)
-    yield "data", ", ".join(datasets.named.NAMES)
+    absent = {name for name in datasets.named.PUBLISHED if not _is_here(name)}
+    yield "data", ", ".join(name + " (not on this machine)" * (name in absent) for name in datasets.named.NAMES)
     yield "models", ", ".join(models.names()) or "none"
     yield "presets", ", ".join(PRESETS)
 

@@ -103,13 +103,8 @@ def write_onnx(network: CapsuleNetwork, folder: str | os.PathLike[str]) -> tuple
     ModuleNotFoundError
         If onnx or onnxscript is not installed.
     """
-    for module in ("onnx", "onnxscript"):
-        try:
-            importlib.import_module(module)
-        except ModuleNotFoundError as error:
-            if error.name != module:
-                raise
-            raise ModuleNotFoundError(f"ONNX needs {module}; pip install 'poecaps[onnx]'", name=module) from error
+    _require("onnx")
+    _require("onnxscript")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     files = folder / "encoder.onnx", folder / "generator.onnx"
@@ -119,3 +114,12 @@ def write_onnx(network: CapsuleNetwork, folder: str | os.PathLike[str]) -> tuple
         assert made is not None  # noqa: S101 (it is None only where torch writes a file itself)
         made.save(file)
     return files
+
+
+def _require(module: str) -> None:
+    try:
+        importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != module:
+            raise
+        raise ModuleNotFoundError(f"ONNX needs {module}; pip install 'poecaps[onnx]'", name=module) from error

@@ -112,7 +112,9 @@ def _read_arrays(where: Path, split: Split) -> tuple[Array, Array | None]:
     if suffix in SUFFIXES:
         raise DataError(f"{where} is one picture; name the folder that holds it and others")
     if not may_be_idx(where):
-        raise DataError(f"{where} is none of what can be read; name a folder of PNG, JPEG or WebP, or an .npy, .npz or IDX file")
+        raise DataError(
+            f"{where} is none of what can be read; name a folder of PNG, JPEG or WebP, or an .npy, .npz or IDX file"
+        )
     return _read_idx_pair(where)
 
 
