@@ -513,7 +513,8 @@ def test_zsh_completes_what_is_typed(tmp_path: Path, capsys: pytest.CaptureFixtu
         (["train", "--model.kernel", "40"], "images must be at least 79×79"),
         (["train", "--model.image-shape", "1", "9", "9"], "Unrecognized options"),
         (["train", "--model.capsule-dim", "7"], "features must be a multiple of capsule_dim"),
-        (["train", "--size", "9", "9"], "size and channels are for folders of images, and mnist-sample is none"),
+        (["train", "--size", "9", "9"], "--size and --channels are for folders of images, and mnist-"),
+        (["train", "--data-path", "x"], "poecaps: --data-path is for the full sets, and mnist-sample is part of"),
         (["train", "--resume", "x", "--seed", "3"], "--resume goes on with the options of the run"),
         (["generate"], "RUN"),
         (["completion", "csh"], "fish"),
@@ -548,7 +549,10 @@ def test_misuse_has_status_2_and_names_what_would_be_right(
     [
         (["train", "--data", "nowhere"], "there is no file or folder nowhere"),
         (["train", "--data", "mnsit-sample"], "did you mean 'mnist-sample'?"),
-        (["train", "--out", "{run}"], "is not empty; name a new folder"),
+        (["train", "--data", "text.txt"], "is none of what can be read; name a folder of PNG, JPEG or WebP, or an"),
+        (["train", "--out", "{run}"], "is not empty; name a new folder, or go on with the run in it: poecaps train --"),
+        (["train", "--data", "pictures"], "pictures/0.png has 28×28; give --size H W to bring all images to"),
+        (["train", "--data", "mnist", "--data-path", "empty"], "the folder that holds them with --data-path FOLDER,"),
         (["train", "--resume", "nowhere"], "nowhere holds no run to go on with"),
         (["train", "--out", "/proc/none/run"], "cannot write into /proc/none/run"),
         (["generate", "nowhere"], "there is no folder nowhere, and no model of that name comes with poecaps"),
@@ -571,7 +575,11 @@ def test_failure_has_status_1_and_says_what_is_wrong(
     (broken / "model.safetensors").write_bytes(b"nonsense")
     np.save(tmp_path / "wide.npy", np.zeros((4, 28, 30), np.uint8))
     (tmp_path / "text.npz").write_text("no arrays")
+    (tmp_path / "text.txt").write_text("no images")
     (tmp_path / "empty").mkdir()
+    (tmp_path / "pictures").mkdir()
+    for index, side in enumerate((28, 30)):
+        Image.new("L", (side, side)).save(tmp_path / "pictures" / f"{index}.png")
     check_complaint([argument.replace("{broken}", str(broken)) for argument in arguments], named, 1, run, tmp_path)
 
 

@@ -72,3 +72,13 @@ def test_onnxruntime_computes_the_same(network: CapsuleNetwork, images: torch.Te
 def test_neither_is_imported_by_poecaps() -> None:
     program = "import sys, poecaps; sys.exit(any(name.startswith(('onnx', 'poecaps.export')) for name in sys.modules))"
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.parametrize("missing", ["onnx", "onnxscript"])
+def test_onnx_says_what_is_missing(
+    network: CapsuleNetwork, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(ModuleNotFoundError, match=rf"^ONNX needs {missing}; pip install 'poecaps\[onnx\]'$"):
+        write_onnx(network, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 
 import poecaps
-from poecaps import models
+from poecaps import hub, models
 from poecaps.card import is_ours
 from poecaps.cli import main
 from poecaps.data import named
@@ -115,6 +115,16 @@ def test_an_unknown_name_is_told_those_there_are(shipped: Path, monkeypatch: pyt
         poecaps.load("mnist")
 
 
+def test_the_hub_is_not_asked_for_what_cannot_be_there(shipped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "_mixin", lambda: pytest.fail("the Hub was asked"))
+    assert CapsuleNetwork.from_pretrained("mnist").architecture.experts == ((3, 5),)
+    for name in ("mnits", "./mnist", "/nowhere/at/all"):
+        with pytest.raises(FileNotFoundError, match=f"^there is no folder {name}, and no model .*: fashion-mnist.*$"):
+            CapsuleNetwork.from_pretrained(name)
+    with pytest.raises(pytest.fail.Exception, match="the Hub was asked"):
+        CapsuleNetwork.from_pretrained("me/digits-2.0")
+
+
 # ---------------------------------------------------------------------------------------------------------
 # The command line
 
@@ -159,6 +169,8 @@ def test_a_shipped_model_sees_its_own_set_where_it_is(
     monkeypatch.setattr(named, "_refuse_another_set", lambda *_: None)
     assert main(["reconstruct", "mnist", "--count", "5", "--out", "a.png"]) == 0
     assert capsys.readouterr().err == ""
+    assert main(["info"]) == 0
+    assert re.search(r"^data +mnist, fashion-mnist \(not", capsys.readouterr().out, re.MULTILINE)
     with np.load("a.npz") as drawn:
         clothes = poecaps.data.load("fashion-mnist-sample", split="test").batch(range(5))
         np.testing.assert_array_equal(drawn["originals"], clothes.numpy())
@@ -190,7 +202,10 @@ def test_a_shipped_model_is_measured_on_one_set_and_by_its_judge(
 
 def test_info_tells_of_shipped_models(shipped: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["info"]) == 0
-    assert re.search(r"^models +fashion-mnist, mnist$", capsys.readouterr().out, re.MULTILINE)
+    text = capsys.readouterr().out
+    assert re.search(r"^models +fashion-mnist, mnist$", text, re.MULTILINE)
+    absent = r"mnist \(not on this machine\), fashion-mnist \(not on this machine\)"
+    assert re.search(rf"^data +{absent}, mnist-sample, fashion-mnist-sample$", text, re.MULTILINE)
     assert main(["info", "mnist"]) == 0
     text = capsys.readouterr().out
     for fact in (

@@ -263,6 +263,10 @@ def test_a_traversal_goes_from_its_start_in_standard_deviations(
     z[2, 4] += 2.0 * network.density.deviation[2, 4]
     torch.testing.assert_close(images[4, 2], network.decode(squash(z).unsqueeze(0))[0], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(images[:, 1], network.decode(start.unsqueeze(0)).expand(5, -1, -1, -1))
+    assert torch.equal(network.traverse(2, [-1.5, 0, 2], start=start), images)
+    assert torch.equal(network.traverse(2), network.traverse(2, (-3, -2, -1, 0, 1, 2, 3)))
+    with pytest.raises(ValueError, match=r"offsets must have shape \(S\), but has shape \(\)"):
+        network.traverse(2, 1.0)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="expert must be a whole number from 0 to 2"):
         network.traverse(3, offsets)
     with pytest.raises(ValueError, match="start must have shape"):
@@ -277,6 +281,13 @@ def test_the_same_seed_gives_the_same_images(network: CapsuleNetwork) -> None:
     assert not torch.equal(first, other)
 
 
+def test_drawing_has_no_gradient(network: CapsuleNetwork) -> None:
+    assert all(parameter.requires_grad for parameter in network.parameters())
+    assert not network.generate(2).requires_grad
+    assert not network.traverse(0, torch.zeros(1)).requires_grad
+    assert network.decode(network.sample(2)).requires_grad
+
+
 def test_mistakes_are_named(network: CapsuleNetwork) -> None:
     with pytest.raises(ValueError, match=r"domain must be one of .*, but is 'joined'; did you mean 'joint'"):
         network.generate(1, "joined")  # type: ignore[arg-type]
@@ -286,6 +297,35 @@ def test_mistakes_are_named(network: CapsuleNetwork) -> None:
         network.generate(1, "joint", expert=1)
     with pytest.raises(ValueError, match="features must be a multiple of capsule_dim"):
         CapsuleNetwork(replace(TINY, capsule_dim=3))
+
+
+@pytest.mark.parametrize("method", ["encode", "reconstruct", "free_energy"])
+def test_images_of_another_size_are_refused(network: CapsuleNetwork, method: str) -> None:
+    see = getattr(network, method)
+    for height, width in ((32, 32), (19, 20), (5, 5)):
+        with pytest.raises(ValueError, match=f"^images must be 20×19, but are {height}×{width}$"):
+            see(torch.rand(2, 1, height, width))
+    with pytest.raises(ValueError, match="C must be that of the model"):
+        see(torch.rand(2, 20, 19, 1))
+    with pytest.raises(ValueError, match=r"images\.unsqueeze\(0\)"):
+        see(torch.rand(1, 20, 19))
+    with pytest.raises(TypeError, match=r"must be a torch\.Tensor, but is list"):
+        see([0.0])
+
+
+@pytest.mark.parametrize("method", ["encode", "reconstruct", "free_energy"])
+def test_pixels_outside_0_to_1_are_refused(network: CapsuleNetwork, method: str) -> None:
+    see, pixels = getattr(network, method), torch.linspace(0, 1, 380).view(1, 1, 20, 19)
+    with pytest.raises(ValueError, match=r"^images must be from 0 to 1, but reach from 0 to 255; .* images / 255$"):
+        see(255 * pixels)
+    with pytest.raises(ValueError, match="but reach from -1 to 1; bring them to that range"):
+        see(2 * pixels - 1)
+    with pytest.raises(ValueError, match="but reach from nan to nan"):
+        see(pixels / pixels)
+    with pytest.raises(TypeError, match=r"dtype is torch\.uint8; .* images\.float\(\) / 255"):
+        see((255 * pixels).to(torch.uint8))
+    see(1.0005 * pixels)  # rounding
+    assert len(network.activations(255 * pixels)) == 1  # training pays for no check
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -298,6 +338,10 @@ def test_what_was_saved_is_loaded(network: CapsuleNetwork, tmp_path: Path, gener
     assert loaded.architecture == network.architecture
     images = torch.rand(2, 1, 20, 19, generator=generator)
     assert torch.equal(loaded.reconstruct(images), network.reconstruct(images))
+    assert not any(parameter.requires_grad for parameter in loaded.parameters())
+    loaded.reconstruct(images).numpy()  # at once: nothing has a gradient
+    loaded.requires_grad_().reconstruct(images).sum().backward()
+    assert loaded.encoders[0].weight.grad is not None
     assert not loaded.training
 
 

@@ -8,15 +8,12 @@ import subprocess
 import sys
 from importlib.metadata import metadata, version
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import pytest
 import yaml
 
 import poecaps
 from poecaps.cli import main
-
-if TYPE_CHECKING:
-    import pytest
 
 ROOT = Path(__file__).parent.parent
 
@@ -65,6 +62,16 @@ def test_the_forms_for_issues_can_be_shown() -> None:
         assert {part["type"] for part in form["body"]} <= {"markdown", "textarea", "input", "dropdown", "checkboxes"}
         assert len({part["id"] for part in form["body"]}) == len(form["body"])
         assert all(part["attributes"]["label"] for part in form["body"])
+
+
+def test_git_ignores_what_the_documentation_makes_but_nothing_that_is_kept() -> None:
+    if not (ROOT / ".git").exists():
+        pytest.skip("this is no clone")
+    made = ["mnist-joint.png", "mnist-joint.npz", "mnist-evaluation.json", "digits.png", "first.py", "runs/demo/x.npz"]
+    for names, ignored in ((made, made), (["docs/images/joint.png", "examples/first.py", "src/poecaps/new.npz"], [])):
+        check = ["git", "check-ignore", "--no-index", *names]
+        found = subprocess.run(check, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert found.stdout.split() == ignored, found.stderr
 
 
 def test_the_guide_to_own_images_runs_from_end_to_end(

@@ -289,3 +289,10 @@ def test_it_tells_how_far_it_is(wine: Array, digits: Array, capsys: pytest.Captu
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 12  # four stages of three passes
     assert "decoder 1: epoch 3.0/3" in lines[8]
+
+
+def test_it_says_what_is_missing() -> None:
+    program = "import sys; sys.modules['sklearn'] = None; import poecaps.sklearn"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    message = "ModuleNotFoundError: poecaps.sklearn needs scikit-learn; pip install 'poecaps[sklearn]'"
+    assert result.stderr.splitlines()[-1] == message

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 # torch has no public way to ask whether a tensor is inside torch.func; if this one goes, such tensors are checked too.
 is_wrapped = getattr(torch._C._functorch, "is_functorch_wrapped_tensor", lambda _: False)
 
+BEYOND = 1e-3  # how far a pixel may lie outside 0…1, by rounding or by scaling
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -28,14 +29,14 @@ def require_tensor(name: str, value: Any) -> None:
         )
 
 
-def require_floating(name: str, value: Any) -> None:
-    """Refuse anything but a real floating-point tensor."""
+def require_floating(name: str, value: Any, *, pixels: bool = False) -> None:
+    """Refuse anything but a real floating-point tensor; the remedy is another where it holds pixels."""
     require_tensor(name, value)
     if value.dtype not in FLOATING:
-        raise TypeError(
-            f"{name} must be a floating-point tensor, but its dtype is {value.dtype}; "
-            f"convert it with {name}.float() (and bring its values to the range you mean)"
-        )
+        remedy = f"convert it with {name}.float() (and bring its values to the range you mean)"
+        if pixels:
+            remedy = f"pixels go from 0 to 1, so divide those from 0 to 255 by 255: {name}.float() / 255"
+        raise TypeError(f"{name} must be a floating-point tensor, but its dtype is {value.dtype}; {remedy}")
 
 
 def require_shape(name: str, value: Tensor, axes: str, sizes: Sequence[int | None], remedy: str) -> None:
@@ -141,6 +142,17 @@ def check_values_on_cpu(x: Tensor, name: str, *, ball: bool) -> None:
     """
     if _is_readable(x):
         _check_values(x.detach(), name, ball=ball)
+
+
+def check_pixels_on_cpu(images: Tensor, name: str) -> None:
+    """Refuse pixels outside 0…1, where looking costs nothing."""
+    if not _is_readable(images) or not images.numel():
+        return
+    low, high = (each.item() for each in images.detach().aminmax())
+    if low >= -BEYOND and high <= 1 + BEYOND:  # false for NaN
+        return
+    remedy = f"divide them by 255: {name} / 255" if low >= 0 and high > 2 else "bring them to that range"
+    raise ValueError(f"{name} must be from 0 to 1, but reach from {low:.4g} to {high:.4g}; {remedy}")
 
 
 def check_states_on_cpu(on: Tensor, name: str) -> None:

@@ -113,7 +113,7 @@ class ConvAutoencoder(nn.Module):
         (B, F, h, w)
             With (h, w) = `grid((H, W))`.
         """
-        checks.require_floating("images", images)
+        checks.require_floating("images", images, pixels=True)
         checks.require_shape("images", images, "BCHW", (None, self.channels, None, None), "C must be that of the model")
         self.grid((images.shape[2], images.shape[3]))
         hidden = self._leak(nn.functional.conv2d(images, self.first, self.up_1))

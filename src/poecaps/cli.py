@@ -32,7 +32,7 @@ from poecaps._files import ModelError, write_json
 from poecaps.autoencoder import least_side
 from poecaps.data.folder import without_warning
 from poecaps.data.idx import Split, find_images
-from poecaps.network import DOMAINS, CapsuleNetwork, Domain
+from poecaps.network import DOMAINS, REACH, STEPS, CapsuleNetwork, Domain
 from poecaps.training import PRESETS, Config, Progress, TrainingError, record, resume, workers
 from poecaps.training import train as train_network
 from poecaps.training.loop import CHECKPOINT, METRICS, find_device, is_finished
@@ -54,6 +54,13 @@ ELSE_FILES = {  # what else a word may be: the folder of a run, the file to writ
     "bash": "complete -o default -F _tyro_poecaps poecaps",
     "zsh": "(( compstate[nmatches] )) || _files",
     "fish": "complete --command poecaps --force-files --condition 'not __fish_use_subcommand'",
+}
+OPTIONS = {  # how the library speaks of what it is given, and what that is on the command line
+    "give a size=(height, width)": "give --size H W",
+    "with path=…": "with --data-path FOLDER",
+    "path is for": "--data-path is for",
+    "size and channels are for": "--size and --channels are for",
+    "the run in it by resume": "the run in it: poecaps train --resume RUN",
 }
 FAILURES = (ModelError, TrainingError, datasets.DataError, OSError, torch.OutOfMemoryError, MemoryError)
 
@@ -114,6 +121,8 @@ def run() -> NoReturn:
 
 
 def _complain(message: str, status: int) -> int:
+    for spoken, option in OPTIONS.items():
+        message = message.replace(spoken, option)
     print(f"poecaps: {message}", file=sys.stderr)
     return status
 
@@ -386,8 +395,8 @@ def traverse(
     data: str | None = None,
     data_path: str | None = None,
     split: Split | None = None,
-    steps: int = 7,
-    reach: float = 3.0,
+    steps: int = STEPS,
+    reach: float = REACH,
     out: Path | None = None,
     device: str = "auto",
 ) -> None:
@@ -623,7 +632,8 @@ def _about_installation() -> Iterator[tuple[str, str]]:
     device = find_device("auto")
     yield "device", record.describe_device(device)
     yield "routing", kernels.describe(device)
-    yield "data", ", ".join(datasets.named.NAMES)
+    absent = {name for name in datasets.named.PUBLISHED if not _is_here(name)}
+    yield "data", ", ".join(name + " (not on this machine)" * (name in absent) for name in datasets.named.NAMES)
     yield "models", ", ".join(models.names()) or "none"
     yield "presets", ", ".join(PRESETS)
 

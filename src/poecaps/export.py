@@ -6,6 +6,7 @@ at a time. ``pip install 'poecaps[onnx]'`` brings what ONNX needs.
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -96,7 +97,14 @@ def write_onnx(network: CapsuleNetwork, folder: str | os.PathLike[str]) -> tuple
     Returns
     -------
     The two files.
+
+    Raises
+    ------
+    ModuleNotFoundError
+        If onnx or onnxscript is not installed.
     """
+    _require("onnx")
+    _require("onnxscript")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     files = folder / "encoder.onnx", folder / "generator.onnx"
@@ -106,3 +114,12 @@ def write_onnx(network: CapsuleNetwork, folder: str | os.PathLike[str]) -> tuple
         assert made is not None  # noqa: S101 (it is None only where torch writes a file itself)
         made.save(file)
     return files
+
+
+def _require(module: str) -> None:
+    try:
+        importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != module:
+            raise
+        raise ModuleNotFoundError(f"ONNX needs {module}; pip install 'poecaps[onnx]'", name=module) from error

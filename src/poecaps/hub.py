@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from poecaps import card
+from poecaps import card, models
 from poecaps._files import read_json, write_json
 from poecaps.network import CapsuleNetwork
 from poecaps.training import record
@@ -20,15 +21,18 @@ if TYPE_CHECKING:
     import torch
 
 FILES = ("config.json", "model.safetensors")
+REPOSITORY = r"\w[\w.-]*/[\w.-]+"  # what a model on the Hub is called: its owner and its name
 DOWNLOAD = ("revision", "cache_dir", "force_download", "local_files_only", "token")
 
 
 def from_pretrained(
     model: str | os.PathLike[str], *, device: torch.device | str = "cpu", **options: Any
 ) -> CapsuleNetwork:
-    """Open a network from a folder, or from the Hub; see `CapsuleNetwork.from_pretrained`."""
-    if Path(model).is_dir():
-        return CapsuleNetwork.load(model, device)
+    """Open a network of the package, from a folder or from the Hub; see `CapsuleNetwork.from_pretrained`."""
+    if models.is_shipped(model) or Path(model).is_dir():
+        return models.load(model, device)
+    if not re.fullmatch(REPOSITORY, os.fspath(model)):
+        models.find(model)  # refuses it
     network: CapsuleNetwork = _mixin().from_pretrained(os.fspath(model), device=device, **options).network
     return network
 

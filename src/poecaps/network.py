@@ -18,7 +18,7 @@ from poecaps.layer import CapsuleExperts
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
@@ -30,6 +30,7 @@ JOINT_SIZE = 128  # principal components of whole codes that these are drawn in
 JOINT_RANK = 8  # of the Gaussians that they are drawn from
 MOST_LEVELLED = 100  # times that a direction is weakened
 FEWEST = 25  # points that a Gaussian of a mixture is fitted to, on average
+STEPS, REACH = 7, 3.0  # images in a row of a traversal, and how many standard deviations it goes to both sides
 HALF_ERROR = 1e-3  # of the norm of a tensor that rounding to float16 may cost; 2e-4 is usual
 
 
@@ -466,12 +467,19 @@ class CapsuleNetwork(nn.Module):
 
     def activations(self, images: Tensor) -> Tensor:
         """Features grouped into capsules, before scaling and squashing: (B, C, H, W) → (B, I, K)."""
+        checks.require_tensor("images", images)
+        channels, height, width = self.architecture.image_shape
+        # The autoencoder checks the rest; it would see images of other sizes as well.
+        if images.ndim == 4 and images.shape[1] == channels and tuple(images.shape[2:]) != (height, width):
+            raise ValueError(f"images must be {height}×{width}, but are {images.shape[2]}×{images.shape[3]}")
         features = self.autoencoder.encode(images)
         return features.permute(0, 2, 3, 1).reshape(len(features), -1, self.architecture.capsule_dim)
 
     def capsules(self, images: Tensor) -> Tensor:
-        """Input capsules of the first layer: (B, C, H, W) → (B, I, K)."""
-        return self.scaling.to_capsules(self.activations(images))
+        """Input capsules of the first layer: (B, C, H, W), from 0 to 1 → (B, I, K)."""
+        activations = self.activations(images)
+        checks.check_pixels_on_cpu(images, "images")  # not in `activations`, with which training sees its own images
+        return self.scaling.to_capsules(activations)
 
     def encode(self, images: Tensor) -> Tensor:
         """Code of images, the experts of the highest layer: (B, C, H, W) → (B, J, D)."""
@@ -526,6 +534,7 @@ class CapsuleNetwork(nn.Module):
             checks.require_int("expert", expert, 0, self.architecture.experts[-1][0] - 1)
         return F.squash(self.density.sample(count, domain, expert, generator))
 
+    @torch.no_grad()
     def generate(
         self,
         count: int,
@@ -534,7 +543,7 @@ class CapsuleNetwork(nn.Module):
         expert: int | None = None,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """Draw images from the model.
+        """Draw images from the model, without gradients; for these decode what `sample` draws.
 
         Parameters
         ----------
@@ -560,16 +569,19 @@ class CapsuleNetwork(nn.Module):
         """
         return self.decode(self.sample(count, domain, expert=expert, generator=generator))
 
-    def traverse(self, expert: int, offsets: Tensor, *, start: Tensor | None = None) -> Tensor:
-        """Vary the instantiation parameters of an expert one at a time, before squashing.
+    @torch.no_grad()
+    def traverse(
+        self, expert: int, offsets: Tensor | Sequence[float] | None = None, *, start: Tensor | None = None
+    ) -> Tensor:
+        """Vary the instantiation parameters of an expert one at a time, before squashing, without gradients.
 
         Parameters
         ----------
         expert
             Whose parameters.
-        offsets : (S,)
+        offsets : (S,), optional
             How far to go from the start, in standard deviations of the parameter over the training images for which
-            the expert is the strongest.
+            the expert is the strongest; by default −3, −2, …, 3.
         start : (J, D), optional
             Code to start from; by default the mean of the expert's codes of these images, with all others 0.
 
@@ -581,17 +593,19 @@ class CapsuleNetwork(nn.Module):
         experts, dim = self.architecture.experts[-1]
         checks.require_int("expert", expert, 0, experts - 1)
         mean, deviation = self.density.mean[expert], self.density.deviation[expert]
+        far = torch.as_tensor(torch.linspace(-REACH, REACH, STEPS) if offsets is None else offsets).to(mean)
+        checks.require_shape("offsets", far, "S", (None,), "give one number for each image of a row")
         if start is None:
             z = torch.zeros_like(self.density.mean)
             z[expert] = mean
         else:
             checks.require_shape("start", start, "JD", (experts, dim), "give the code of one image")
             z = F.unsquash(start.to(mean))
-        steps = torch.diag(deviation).unsqueeze(1) * offsets.to(mean).unsqueeze(1)  # (D, S, D)
-        varied = z.repeat(dim, len(offsets), 1, 1)
+        steps = torch.diag(deviation).unsqueeze(1) * far.unsqueeze(1)  # (D, S, D)
+        varied = z.repeat(dim, len(far), 1, 1)
         varied[:, :, expert] += steps
         images = self.decode(F.squash(varied.flatten(0, 1)))
-        return images.view(dim, len(offsets), *images.shape[1:])
+        return images.view(dim, len(far), *images.shape[1:])
 
     def save(self, folder: str | os.PathLike[str], *, half: bool = False) -> None:
         """Write `config.json` and `model.safetensors` into a folder, which `load` reads back.
@@ -620,7 +634,9 @@ class CapsuleNetwork(nn.Module):
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str], device: torch.device | str = "cpu") -> CapsuleNetwork:
-        """Read what `save` wrote, in evaluation mode and float32.
+        """Read what `save` wrote, in evaluation mode, float32 and frozen.
+
+        No parameter asks for a gradient, so that results can be used at once; `network.requires_grad_()` unfreezes all.
 
         Raises
         ------
@@ -645,18 +661,19 @@ class CapsuleNetwork(nn.Module):
         except (TypeError, ValueError, RuntimeError) as error:
             raise ModelError(f"{folder / 'config.json'} describes no possible architecture ({error})") from error
         network.load_tensors(tensors, folder / "model.safetensors")
-        return network.to(device).eval()
+        return network.to(device).eval().requires_grad_(False)
 
     @classmethod
     def from_pretrained(
         cls, model: str | os.PathLike[str], *, device: torch.device | str = "cpu", **options: Any
     ) -> CapsuleNetwork:
-        """Open a network from a folder, or from the Hugging Face Hub.
+        """Open a network of the package, from a folder or from the Hugging Face Hub, frozen as `load` does.
 
         Parameters
         ----------
         model
-            A folder that `save` or a run wrote, or the name of a repository on the Hub, such as ``"me/digits"``.
+            Name of a model that comes with poecaps, such as ``"mnist"``, a folder that `save` or a run wrote, or the
+            name of a repository on the Hub, such as ``"me/digits"``.
         device
             Where it goes.
         options
@@ -664,6 +681,8 @@ class CapsuleNetwork(nn.Module):
 
         Raises
         ------
+        FileNotFoundError
+            If there is no such model, and it cannot be the name of a repository.
         ModuleNotFoundError
             If it is no folder and huggingface_hub is not installed.
         ModelError

@@ -13,9 +13,6 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 import torch
-from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, TransformerMixin
-from sklearn.utils import check_array, check_random_state
-from sklearn.utils.validation import check_is_fitted, validate_data
 
 from poecaps import _checks as checks
 from poecaps import functional as F
@@ -23,6 +20,16 @@ from poecaps._table import CapsuleTable
 from poecaps.data import ImageSet
 from poecaps.training import PRESETS, Config, Progress, Stage, train
 from poecaps.training.online import learn_more
+
+try:
+    from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, TransformerMixin
+    from sklearn.utils import check_array, check_random_state
+    from sklearn.utils.validation import check_is_fitted, validate_data
+except ModuleNotFoundError as error:
+    if (error.name or "").partition(".")[0] != "sklearn":
+        raise
+    missing = "poecaps.sklearn needs scikit-learn; pip install 'poecaps[sklearn]'"
+    raise ModuleNotFoundError(missing, name="sklearn") from error
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -109,12 +109,13 @@ def fill_in(
     checks.require_nonnegative("noise", noise)
     if noise == 0:
         raise ValueError("noise must be above 0")
-    checks.require_floating("images", images)
+    checks.require_floating("images", images, pixels=True)
     checks.require_shape("images", images, "BCHW", (None, *network.architecture.image_shape), "as the model draws them")
     checks.require_tensor("known", known)
     checks.require_shape("known", known, "HW", network.architecture.image_shape[1:], "as the model draws images")
     if known.dtype != torch.bool:
         raise TypeError(f"known must hold truth values, but its dtype is {known.dtype}; compare with a number first")
+    checks.check_pixels_on_cpu(images[:, :, known], "images")
     with torch.no_grad():
         drawn = _in_parts(network.decode, network.sample(draws, generator=generator))
     distance = torch.cdist(images[:, :, known].flatten(1), drawn[:, :, known].flatten(1)).square()

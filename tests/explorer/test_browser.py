@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -12,7 +13,9 @@ from PIL import Image
 from playwright.sync_api import expect, sync_playwright
 
 from poecaps.explorer.render import Setting
+from poecaps.explorer.server import create_app
 from poecaps.network import DOMAINS
+from tests.explorer.conftest import serving
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -399,3 +402,21 @@ def test_models_can_be_switched(page: Page, colours: Explored) -> None:
     assert page.locator("#sliders input").count() == 6
     expect(page.locator("#test")).to_be_hidden()
     expect(page.locator("#python")).to_contain_text("runs/colours")
+
+
+@pytest.mark.parametrize("screen", SCREENS)
+def test_a_single_model_is_named(browser: Browser, digits: Explored, screen: str) -> None:
+    size, name = SCREENS[screen], "digits <b> of many hands, with a name that is longer than a phone is wide"
+    with serving(create_app([replace(digits, name=name)])) as address:
+        page = browser.new_page(viewport={"width": size.width, "height": size.height})
+        page.goto(address)
+        expect(page.locator("#model-name")).to_have_text(name)
+        expect(page.locator("#model-name")).to_be_visible()
+        expect(page.locator("#model")).to_be_hidden()
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        page.close()
+
+
+def test_among_several_models_the_choice_names_the_one(page: Page) -> None:
+    expect(page.locator("#model")).to_be_visible()
+    expect(page.locator("#model-name")).to_be_hidden()

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import numpy as np
+import pytest
 import torch
 
 import poecaps
@@ -17,8 +18,6 @@ from tests.training.runs import config_for
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    import pytest
 
 
 def test_a_run_records_what_is_needed_to_repeat_it(data: Path, finished: Path) -> None:
@@ -55,3 +54,9 @@ def test_the_record_holds_the_config_as_json(data: Path) -> None:
     made = record.begin(config_for(data), {})
     assert json.loads(json.dumps(made))["config"]["model"]["experts"] == [[4, 5], [3, 4]]
     assert made["config"] == asdict(config_for(data))
+
+
+@pytest.mark.parametrize(("threads", "said"), [(1, "cpu (1 thread)"), (8, "cpu (8 threads)")])
+def test_a_cpu_is_told_with_its_threads(threads: int, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    assert record.describe_device(torch.device("cpu")) == said

@@ -12,7 +12,7 @@ from poecaps.data import named
 from poecaps.data._storage import DataError
 from poecaps.data.arrays import Array, read_npy, read_npz
 from poecaps.data.folder import SUFFIXES, read_folder, subfolders
-from poecaps.data.idx import PREFIX, Split, find_images, find_labels, read_idx
+from poecaps.data.idx import PREFIX, Split, find_images, find_labels, may_be_idx, read_idx
 from poecaps.data.images import ImageSet
 from poecaps.data.named import DatasetNotFoundError
 
@@ -111,6 +111,10 @@ def _read_arrays(where: Path, split: Split) -> tuple[Array, Array | None]:
         return read_npy(where), None
     if suffix in SUFFIXES:
         raise DataError(f"{where} is one picture; name the folder that holds it and others")
+    if not may_be_idx(where):
+        raise DataError(
+            f"{where} is none of what can be read; name a folder of PNG, JPEG or WebP, or an .npy, .npz or IDX file"
+        )
     return _read_idx_pair(where)
 
 

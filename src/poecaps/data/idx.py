@@ -83,6 +83,12 @@ def _first_file(folder: Path, name: str) -> Path | None:
     return next((file for file in candidates if file.is_file()), None)
 
 
+def may_be_idx(path: Path) -> bool:
+    """Tell whether a file is named as MNIST's are, or begins as IDX or gzip does."""
+    with path.open("rb") as file:
+        return "idx" in path.name or file.read(2) in (b"\0\0", b"\x1f\x8b")
+
+
 def _read_header(file: SupportsRead, path: Path) -> tuple[tuple[int, ...], np.dtype[Any]]:
     magic = file.read(4)
     if len(magic) < 4 or magic[:2] != b"\0\0" or magic[2] not in TYPES or not 1 <= magic[3] <= MAX_RANK:

@@ -79,7 +79,7 @@ class Classifier(nn.Module):
 
     def features(self, images: Tensor) -> Tensor:
         """Compute the last hidden layer: (B, C, H, W) from 0 to 1 → (B, F)."""
-        checks.require_floating("images", images)
+        checks.require_floating("images", images, pixels=True)
         sizes = (None, self.channels, None, None)
         checks.require_shape("images", images, "BCHW", sizes, "give the images that the classifier was trained for")
         return torch.relu(self.hidden(self.trunk(images)))

@@ -48,7 +48,10 @@ def find(model: str | os.PathLike[str]) -> Path:
 
 
 def load(model: str | os.PathLike[str], device: torch.device | str = "cpu") -> CapsuleNetwork:
-    """Open a trained model, in evaluation mode and float32.
+    """Open a trained model, in evaluation mode, float32 and frozen.
+
+    No parameter asks for a gradient, so that results can be used at once, as in ``load("mnist").encode(x).numpy()``. To
+    train the model further, unfreeze it with ``network.requires_grad_()``.
 
     Parameters
     ----------

@@ -60,6 +60,8 @@ def train(
     versions, fingerprint of the data, command), its running numbers (`metrics.jsonl`) and its last checkpoint.
     An interrupt (Ctrl-C) takes effect after the current step, once a checkpoint is saved.
 
+    The network comes back frozen, as `poecaps.load` opens it; `network.requires_grad_()` unfreezes it.
+
     Started by `torchrun`, all processes train one network together, each on its share of every batch.
 
     Parameters
@@ -242,7 +244,7 @@ class _Run:
             self._write(lambda: self.network.save(self.folder))
             record["finished"] = records.now()
             self._write(lambda: records.write(self.folder, record))
-        return self.network
+        return self.network.requires_grad_(False)
 
     def _lay_filters(self, memory_format: torch.memory_format) -> None:
         for part in (self.network.autoencoder, self.network.painter):

@@ -24,7 +24,7 @@ def learn_more(network: CapsuleNetwork, config: Config, data: ImageSet, *, share
     Parameters
     ----------
     network
-        Changed in place.
+        Changed in place; it comes out frozen, as from training.
     config
         That it was trained with; each stage goes on by Adam, whatever it began with.
     data
@@ -37,6 +37,7 @@ def learn_more(network: CapsuleNetwork, config: Config, data: ImageSet, *, share
     device = network.density.mean.device
     material = Material(data, network, device, Workers(), half=False)
     order, draws = torch.Generator().manual_seed(seed), torch.Generator(device).manual_seed(seed)
+    network.requires_grad_()
     for task in plan(config, material)[1:]:
         task.prepare(False, order)
         parameters = list(task.part.parameters())
@@ -49,4 +50,4 @@ def learn_more(network: CapsuleNetwork, config: Config, data: ImageSet, *, share
             optimizer.step()
         task.part.eval()
         task.finish()
-    network.eval()
+    network.eval().requires_grad_(False)

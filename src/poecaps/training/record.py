@@ -62,7 +62,8 @@ def describe_device(device: torch.device) -> str:
     """Name a device as people do."""
     if device.type == "cuda":
         return f"{device} ({torch.cuda.get_device_name(device)})"
-    return f"{device} ({torch.get_num_threads()} threads)" if device.type == "cpu" else str(device)
+    threads = torch.get_num_threads()
+    return f"{device} ({threads} thread{'s' * (threads > 1)})" if device.type == "cpu" else str(device)
 
 
 def command() -> str:

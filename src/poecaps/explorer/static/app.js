@@ -267,6 +267,8 @@ async function start() {
   const linked = fromFragment(location.hash);
   byId("model").replaceChildren(...names.map((name) => make("option", { value: name }, name)));
   byId("model").closest("label").classList.toggle("single", names.length === 1);
+  byId("model-name").textContent = names[0]; // shown in place of the choice where there is none
+  byId("model-name").closest("p").hidden = names.length !== 1;
   const known = linked && names.includes(linked.model);
   await open(known ? linked.model : names[0], known ? linked : null);
   if (linked && !known) complain(new Error(`The link is to a model ${linked.model}, which is not open here.`));
