@@ -798,9 +798,10 @@ def _own_images(run: str | Path, path: str | None) -> tuple[str, str | None]:
     config = record.read(folder)["config"]
     source, path = str(config.get("data")), path or config.get("data_path")
     if models.is_shipped(run) and path is None and source in datasets.named.PUBLISHED and not _is_here(source):
-        message = f"the full set {source} is not on this machine; takes the bundled {source}-sample (--data {source} downloads it)"
-        print(message, file=sys.stderr)
-        source = f"{source}-sample"
+        taken = f"{source}-sample"
+        absent = f"the full set {source} is not on this machine"
+        print(f"{absent}; takes the bundled {taken} (--data {source} downloads it)", file=sys.stderr)
+        source = taken
     return source, path
 
 
