@@ -5,10 +5,22 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from typing import TYPE_CHECKING
 
 import pytest
 
 from poecaps.training.interrupts import Interrupts
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@pytest.fixture(autouse=True)
+def heeded() -> Iterator[None]:
+    """Let Ctrl-C be heeded, which a shell without job control tells what it runs in the background to ignore."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def test_a_signal_waits_for_the_end_of_a_step_but_a_second_does_not() -> None:
