@@ -19,7 +19,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from poecaps import functional as F
-from poecaps.kernels.launch import rows_in_block, run_rows, stripped, tiled
+from poecaps.kernels.launch import pitch, rows_in_block, run, run_rows, stripped, tiled
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,6 +33,9 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 # Logits below this many bytes are kept between the passes of a learning step: it saves making votes for them again.
 KEEP_BYTES = 64 * 2**20
+
+# Components of inputs that an even mixture multiplies at once, and the side of the squares that are turned at once.
+DEPTH, TURN = 32, 64
 
 # A softmax of logits within ±60 needs no maximum taken out: e^60 times any number of inputs is far from overflow.
 SAFE_LOGIT = 60.0
@@ -75,10 +78,10 @@ class Coefficients:
         How they were routed.
     history : (B, J, D)
         What the experts sent before the last iteration, summed; not used after a single iteration.
-    level : (B, J) or (B, I)
+    level : (B, J) or (I, P)
         Logarithm of the softmax's sum, over the inputs or the outputs; not used after a single iteration.
-    logits : (J, I, B), optional
-        Kept where they are small.
+    logits : (J, I, P), optional
+        Kept where they are small; P is B, padded.
     """
 
     x: Tensor
@@ -380,7 +383,7 @@ class _FreeEnergyGap(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Trail:
-    """What routing leaves behind: z, h (R, B, J, D) and level (R, B, J) or (R, B, I), or the last of each alone."""
+    """What routing leaves behind: z, h (R, B, J, D) and level (R, B, J) or (R, I, P), or the last of each alone."""
 
     z: Tensor
     h: Tensor
@@ -400,9 +403,9 @@ def _route(x: Tensor, weight: Tensor, options: Options, *, keep: bool, record: b
     stack = options.iterations if record else 1
     z = x.new_empty(stack, batch, plan.outputs, plan.out_dim, dtype=torch.float32)
     h = torch.empty_like(z)
-    level = z.new_empty(stack, batch, plan.outputs if options.inputs else plan.inputs)
+    level = z.new_empty(stack, *((batch, plan.outputs) if options.inputs else (plan.inputs, pitch(batch))))
     room = options.iterations > 1 and keep and batch * plan.inputs * plan.outputs * 4 <= KEEP_BYTES
-    logits = z.new_empty(plan.outputs, plan.inputs, batch) if room else None
+    logits = z.new_empty(plan.outputs, plan.inputs, pitch(batch)) if room else None
     zs, hs, levels = z.unbind(), h.unbind(), level.unbind()
     for r in range(options.iterations):
         here, after = (r, r + 1) if record else (0, 0)
@@ -444,6 +447,13 @@ def _up(
         part = largest = total = z.new_empty(splits, *z.shape)
         arguments = (v, weight, source.level, source.c, part, batch, each * strip.row)
         strip.launch("strip_up", batch, (blocks, plan.outputs, splits), arguments, {"INPUTS": options.inputs})
+    elif source.kind == UNIFORM:
+        plan = tiled(weight, "even")
+        blocks, few = plan.image_blocks(batch), max(1, DEPTH // plan.in_dim)  # inputs in a step
+        splits, each = plan.split(blocks * plan.expert_blocks, -(-plan.inputs // few), v.device)
+        part = largest = total = z.new_empty(splits, *z.shape)
+        grid = (blocks, plan.expert_blocks, splits)
+        plan.launch("even", batch, grid, (v, weight, part, batch, each * few), {"KP": DEPTH})
     else:
         blocks = plan.image_blocks(batch)
         splits, each = plan.split(blocks * plan.expert_blocks, plan.inputs, v.device)
@@ -481,17 +491,18 @@ def _learn(
     source = _source(coefficients, x)
     pair = len(terms) == 2
     flags = {"PAIR": pair, "ADD": add, "SCALED": scale is not None}
+    rest = (p if scale is None else scale, result, source.beta, _uniform(plan, source.options), batch)
     if source.kind == LOGITS and plan.in_strips:
         strip = stripped(weight, "learn")
+        lying, pulls = _turned([x, v][-len(terms) :]), _turned([p, q][-len(terms) :])
         strip.launch(
             "strip_learn",
             batch,
             (strip.input_blocks * plan.outputs,),
-            (x, v.contiguous(), p, q, source.level, source.c, p if scale is None else scale, result, batch),
+            (lying[0], lying[-1], pulls[0], pulls[-1], source.level, source.c, *rest[:2], batch),
             {**flags, "INPUTS": source.options.inputs},
         )
         return
-    rest = (p if scale is None else scale, result, source.beta, _uniform(plan, source.options), batch)
     plan.launch(
         "weight_gradient",
         batch,
@@ -499,6 +510,16 @@ def _learn(
         (x if pair else source.x, v.contiguous(), p, q, weight, source.h, source.level, source.c, *rest),
         {**source.flags, **flags},
     )
+
+
+def _turned(capsules: Sequence[Tensor]) -> list[Tensor]:
+    """Turn one or two sets of capsules so that images are last: (B, I, K) → (I·K, P)."""
+    batch, count, dim = capsules[0].shape
+    turned = [each.new_empty(count * dim, pitch(batch)) for each in capsules]
+    pointers = (capsules[0].contiguous(), capsules[-1].contiguous(), turned[0], turned[-1])
+    grid = (-(-pitch(batch) // TURN), -(-count * dim // TURN), len(capsules))
+    run("strip_turn", grid, (*pointers, batch, count), {"K": dim, "BB": TURN, "C": TURN})
+    return turned
 
 
 def _speak(part: Tensor, on: Tensor | None, out: Tensor) -> None:

@@ -22,24 +22,27 @@ class Tile:
     columns: int = 64
     warps: int = 4
     stages: int = 2
-    waves: int = 4  # programs to aim for per multiprocessor, at least, where a sum can be split
+    resident: int = 2  # programs that a multiprocessor has room for
 
 
 PLAIN = Tile()
 
-# By kind of kernel, sums over inputs, over experts, over images, and the gradient through routing: the best of a sweep
-# on an H200.
-TILES = {"up": Tile(stages=3), "down": Tile(stages=1), "learn": Tile(), "reverse": Tile()}
+# By kind of kernel, sums over inputs, sums with equal coefficients, sums over experts, over images, and the gradient
+# through routing: the best of a sweep on an H200.
+TILES = {
+    "up": Tile(columns=32, stages=3, resident=4),
+    "even": Tile(stages=3, resident=4),
+    "down": Tile(stages=1),
+    "learn": Tile(),
+    "reverse": Tile(),
+}
 
 # The same for kernels that work in strips, columns being those of the inputs.
 STRIPS = {
-    "up": Tile(columns=32, stages=1, waves=8),
-    "down": Tile(columns=32, stages=1),
-    "learn": Tile(stages=1),
+    "up": Tile(columns=32, stages=3, resident=5),
+    "down": Tile(columns=32, stages=3),
+    "learn": Tile(images=32, stages=3),
 }
-
-# How products of float32 are made: three tf32 products are as exact as one float32 product. Half precision needs one.
-PRECISION = {torch.float32: "tf32x3", torch.float16: "tf32", torch.bfloat16: "tf32"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +53,7 @@ class Plan:
     outputs: int
     out_dim: int
     in_dim: int
-    precision: str
+    exact: bool  # whether numbers have more bits than the matrix units take
     tile: Tile
 
     def images(self, batch: int) -> int:
@@ -68,13 +71,13 @@ class Plan:
 
     def split(self, programs: int, steps: int, device: torch.device) -> tuple[int, int]:
         """Into how many parts to split a sum of `steps`, and how many steps each has, so that the device is busy."""
-        return _split(programs, steps, self.tile.waves, _multiprocessors(device))
+        return _split(programs, steps, self.tile.resident * _multiprocessors(device))
 
     @cached_property
     def sizes(self) -> dict[str, Any]:
         """What every kernel is told."""
         sizes = {"I": self.inputs, "J": self.outputs, "D": self.out_dim, "K": self.in_dim}
-        return {**sizes, "PRECISION": self.precision, **self.blocks}
+        return {**sizes, "EXACT": self.exact, **self.blocks}
 
     @property
     def blocks(self) -> dict[str, int]:
@@ -148,30 +151,28 @@ class StripPlan(Plan):
 
 def tiled(weight: Tensor, kind: str) -> TilePlan:
     """Plan tiles for a weight (I, J, D, K)."""
-    plan: TilePlan = _planned(TilePlan, weight.shape, PRECISION[weight.dtype], TILES[kind])
+    plan: TilePlan = _planned(TilePlan, weight.shape, weight.dtype == torch.float32, TILES[kind])
     return plan
 
 
 def stripped(weight: Tensor, kind: str) -> StripPlan:
     """Plan strips for a weight (I, J, D, K)."""
-    plan: StripPlan = _planned(StripPlan, weight.shape, PRECISION[weight.dtype], STRIPS[kind])
+    plan: StripPlan = _planned(StripPlan, weight.shape, weight.dtype == torch.float32, STRIPS[kind])
     return plan
 
 
 @cache
-def _planned(plan: Any, shape: tuple[int, int, int, int], precision: str, tile: Tile) -> Any:
-    return plan(*shape, precision, tile)
+def _planned(plan: Any, shape: tuple[int, int, int, int], exact: bool, tile: Tile) -> Any:
+    return plan(*shape, exact, tile)
 
 
 @cache
-def _split(programs: int, steps: int, waves: int, multiprocessors: int) -> tuple[int, int]:
-    # The busiest multiprocessor ends last: it has its share of the programs, each with its steps and about two more for
-    # what comes before and after them.
+def _split(programs: int, steps: int, room: int) -> tuple[int, int]:
+    # Programs run in waves that fill the device; each has its steps and about two more for what comes before and after.
     def cost(parts: int) -> int:
-        return -(-programs * parts // multiprocessors) * (-(-steps // parts) + 2)
+        return -(-programs * parts // room) * (-(-steps // parts) + 2)
 
-    least = max(1, min(steps, waves * multiprocessors // programs))
-    parts = min(range(least, max(least, min(steps, 2 * least)) + 1), key=cost)
+    parts = min(range(1, min(steps, max(1, 4 * room // programs)) + 1), key=cost)
     each = -(-steps // parts)
     return -(-steps // each), each
 
@@ -242,6 +243,11 @@ def _module(name: str) -> Any:
 def _multiprocessors(device: torch.device) -> int:
     # Without a GPU the kernels are interpreted, for tests: few, but enough that sums are split.
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
+def pitch(batch: int) -> int:
+    """Return the length of a row that has a number for each image, which the kernels compute as well."""
+    return -(-batch // 16) * 16
 
 
 def padded(size: int, least: int) -> int:

@@ -7,15 +7,16 @@ the maps to expert j as one (I·K, D) matrix,
 
     z_j = (c_·j ⊙ x) W_j        x̃_i = squash(Σ_j c_ij (W_j y_j)_i)        ΔW_j = (c_·j ⊙ x)ᵀ p_j
 
-Kept logits lie as (J, I, B): both the tiles that write them, one input and some experts, and the strips that read them,
-some inputs and one expert, then touch memory along images. Constants of a strip: BB images, IB inputs, C = IB·KP
-columns, DP and KP the sizes D and K padded to powers of two. Everything else is as in `poecaps.kernels.tiles`.
+Kept logits lie with the images last, (J, I, P): both the tiles that write them, one input and some experts, and the
+strips that read them, some inputs and one expert, then touch memory along images. For ΔW capsules and experts are
+turned so as well, for it sums over images. Constants of a strip: BB images, IB inputs, C = IB·KP columns, DP and KP the
+sizes D and K padded to powers of two. Everything else is as in `poecaps.kernels.tiles`.
 """
 
 import triton
 import triton.language as tl
 
-from poecaps.kernels.tiles import _squash_factor, kernel
+from poecaps.kernels.tiles import _pitch, _product, _squash_factor, kernel
 
 
 @triton.jit
@@ -52,22 +53,22 @@ def _expert(z, b, j, B, J: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
 
 @triton.jit
 def _kept(kept, level, b, i0, j, B, I, J: tl.constexpr, IB: tl.constexpr, INPUTS: tl.constexpr):
-    """Load c_ij = exp(logit − level) of IB inputs: (BB, IB)."""
+    """Load c_ij = exp(logit − level) of IB inputs: (IB, BB)."""
+    P = _pitch(B)
     i = i0 + tl.arange(0, IB)
-    mask = (b < B)[:, None] & (i < I)[None, :]
-    at = ((i + j * I).to(tl.int64) * B)[None, :] + b[:, None]
-    logit = tl.load(kept + at, mask=mask, other=float("-inf"))
+    mask = (i < I)[:, None] & (b < P)[None, :]
+    logit = tl.load(kept + ((j * I + i) * P)[:, None] + b[None, :], mask=mask, other=float("-inf"))
     if INPUTS:
-        shared = tl.load(level + b.to(tl.int64) * J + j, mask=b < B, other=0.0)[:, None]
+        shared = tl.load(level + b.to(tl.int64) * J + j, mask=b < B, other=0.0)[None, :]
     else:
-        shared = tl.load(level + (b.to(tl.int64) * I)[:, None] + i[None, :], mask=mask, other=0.0)
+        shared = tl.load(level + (i * P)[:, None] + b[None, :], mask=mask, other=0.0)
     return tl.exp(logit - shared)
 
 
 @kernel
 def strip_up(
     v, w, level, kept, part, B, each, I,
-    J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, INPUTS: tl.constexpr, PRECISION: tl.constexpr,
+    J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, INPUTS: tl.constexpr, EXACT: tl.constexpr,
     BB: tl.constexpr, C: tl.constexpr, DP: tl.constexpr, KP: tl.constexpr,
 ):  # fmt: skip
     """Sum c_ij W_ij v_i over `each` inputs, a multiple of IB: → part (splits, B, J, D)."""
@@ -78,10 +79,9 @@ def strip_up(
     low = split * each
     total = tl.zeros([BB, DP], tl.float32)
     for i0 in range(low, tl.minimum(low + each, I), IB):
-        share = _kept(kept, level, b, i0, j, B, I, J, IB, INPUTS)[:, :, None]
+        share = tl.trans(_kept(kept, level, b, i0, j, B, I, J, IB, INPUTS))[:, :, None]
         routed = tl.reshape(share * tl.reshape(_row(v, b, i0, B, I, K, C, KP), [BB, IB, KP]), [BB, C])
-        maps = _row_maps(w, i0, j, I, J, D, K, C, DP, KP)
-        total = tl.dot(routed, tl.trans(maps), total, input_precision=PRECISION)
+        total += _product(routed, tl.trans(_row_maps(w, i0, j, I, J, D, K, C, DP, KP)), EXACT)
     d = tl.arange(0, DP)
     row = (split * B + b).to(tl.int64) * J + j
     tl.store(part + row[:, None] * D + d[None, :], total, mask=(b < B)[:, None] & (d < D)[None, :])
@@ -91,18 +91,20 @@ def strip_up(
 def strip_down(
     y, w, level, kept, out, B, I,
     J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, INPUTS: tl.constexpr, LARGEST: tl.constexpr,
-    PRECISION: tl.constexpr, BB: tl.constexpr, C: tl.constexpr, DP: tl.constexpr, KP: tl.constexpr,
+    EXACT: tl.constexpr, BB: tl.constexpr, C: tl.constexpr, DP: tl.constexpr, KP: tl.constexpr,
 ):  # fmt: skip
     """Squash Σ_j c_ij W_ijᵀ y_j: → out (B, I, K)."""
     IB: tl.constexpr = C // KP
     i0 = tl.program_id(0) * IB
     b = tl.program_id(1) * BB + tl.arange(0, BB)
     total = tl.zeros([BB, IB, KP], tl.float32)
+    coming = _kept(kept, level, b, i0, 0, B, I, J, IB, INPUTS)
     for j in range(J):
-        maps = _row_maps(w, i0, j, I, J, D, K, C, DP, KP)
-        back = tl.dot(_expert(y, b, j, B, J, D, DP), maps, input_precision=PRECISION)
-        share = _kept(kept, level, b, i0, j, B, I, J, IB, INPUTS)
-        total += share[:, :, None] * tl.reshape(back, [BB, IB, KP])
+        # What the next expert needs is under way while this one is computed.
+        share = coming
+        coming = _kept(kept, level, b, i0, tl.minimum(j + 1, J - 1), B, I, J, IB, INPUTS)
+        back = _product(_expert(y, b, j, B, J, D, DP), _row_maps(w, i0, j, I, J, D, K, C, DP, KP), EXACT)
+        total += tl.trans(share)[:, :, None] * tl.reshape(back, [BB, IB, KP])
     scale = tl.max(tl.abs(total), 2)
     scale = tl.where(scale > 0, scale, 1.0)[:, :, None]
     unit = total / scale
@@ -117,34 +119,60 @@ def strip_down(
 
 
 @kernel
+def strip_turn(x, v, x_out, v_out, B, I, K: tl.constexpr, BB: tl.constexpr, C: tl.constexpr):
+    """Turn capsules, of one or two kinds, so that images are last, and 0 beyond them: (B, I, K) → (I·K, P)."""
+    P = _pitch(B)
+    b = tl.program_id(0) * BB + tl.arange(0, BB)
+    n = tl.program_id(1) * C + tl.arange(0, C)
+    i = n // K
+    source = (b.to(tl.int64)[:, None] * I + i[None, :]) * K + (n % K)[None, :]
+    inside = (b < B)[:, None] & (i < I)[None, :]
+    target = n[:, None] * P + b[None, :]
+    room = (i < I)[:, None] & (b < P)[None, :]
+    if tl.program_id(2) == 0:
+        tl.store(x_out + target, tl.trans(tl.load(x + source, mask=inside, other=0.0)), mask=room)
+    else:
+        tl.store(v_out + target, tl.trans(tl.load(v + source, mask=inside, other=0.0)), mask=room)
+
+
+@triton.jit
+def _turned(x, row, known, b, P):
+    """Load rows of what was turned: (rows, BB)."""
+    mask = known[:, None] & (b < P)[None, :]
+    return tl.load(x + row[:, None] * P + b[None, :], mask=mask, other=0.0).to(tl.float32)
+
+
+@kernel
 def strip_learn(
     x, v, p, q, level, kept, scale, out, B, I,
     J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, INPUTS: tl.constexpr, PAIR: tl.constexpr, ADD: tl.constexpr,
-    SCALED: tl.constexpr, PRECISION: tl.constexpr,
+    SCALED: tl.constexpr, EXACT: tl.constexpr,
     BB: tl.constexpr, C: tl.constexpr, DP: tl.constexpr, KP: tl.constexpr,
 ):  # fmt: skip
-    """Sum c_ij (q_j v_iᵀ + p_j x_iᵀ) over the batch, the last term if PAIR: → out (I, J, D, K)."""
+    """Sum c_ij (q_j v_iᵀ + p_j x_iᵀ) over the batch, the last term if PAIR, of what was turned: → out (I, J, D, K)."""
     IB: tl.constexpr = C // KP
+    P = _pitch(B)
     # Experts side by side, so that they share the capsules in the cache.
     i0 = tl.program_id(0) // J * IB
     j = tl.program_id(0) % J
-    total = tl.zeros([C, DP], tl.float32)
-    for b0 in range(0, B, BB):
-        b = b0 + tl.arange(0, BB)
-        share = _kept(kept, level, b, i0, j, B, I, J, IB, INPUTS)[:, :, None]
-        routed = tl.reshape(share * tl.reshape(_row(v, b, i0, B, I, K, C, KP), [BB, IB, KP]), [BB, C])
-        total = tl.dot(tl.trans(routed), _expert(q, b, j, B, J, D, DP), total, input_precision=PRECISION)
-        if PAIR:
-            routed = tl.reshape(share * tl.reshape(_row(x, b, i0, B, I, K, C, KP), [BB, IB, KP]), [BB, C])
-            total = tl.dot(tl.trans(routed), _expert(p, b, j, B, J, D, DP), total, input_precision=PRECISION)
-    if SCALED:
-        total = total * tl.load(scale)
     n = tl.arange(0, C)
     d = tl.arange(0, DP)
     i = i0 + n // KP
     k = n % KP
+    inside = (i < I) & (k < K)
+    total = tl.zeros([C, DP], tl.float32)
+    for b0 in range(0, B, BB):
+        b = b0 + tl.arange(0, BB)
+        share = _kept(kept, level, b, i0, j, B, I, J, IB, INPUTS)[:, None, :]
+        routed = share * tl.reshape(_turned(v, i * K + k, inside, b, P), [IB, KP, BB])
+        total += _product(tl.reshape(routed, [C, BB]), tl.trans(_turned(q, j * D + d, d < D, b, P)), EXACT)
+        if PAIR:
+            routed = share * tl.reshape(_turned(x, i * K + k, inside, b, P), [IB, KP, BB])
+            total += _product(tl.reshape(routed, [C, BB]), tl.trans(_turned(p, j * D + d, d < D, b, P)), EXACT)
+    if SCALED:
+        total = total * tl.load(scale)
     at = ((i * J + j).to(tl.int64) * (D * K) + k)[:, None] + (d * K)[None, :]
-    mask = ((i < I) & (k < K))[:, None] & (d < D)[None, :]
+    mask = inside[:, None] & (d < D)[None, :]
     if ADD:
         total += tl.load(out + at, mask=mask, other=0.0)
     tl.store(out + at, total, mask=mask)

@@ -10,7 +10,8 @@ what the expert sent: with h_j = Σ_s speak(z_j^(s)), where speak is `direction`
 
 where level is the logarithm of the softmax's sum: one number per (b, j) if the inputs share, per (b, i) otherwise.
 
-Shapes: capsules (B, I, K), weight (I, J, D, K), anything of the experts (B, J, D), coefficients and logits (B, I, J).
+Shapes: capsules (B, I, K), weight (I, J, D, K), anything of the experts (B, J, D), coefficients (B, I, J); what has
+the images last, kept logits and the level where the outputs share, has rows of P numbers, B padded to a multiple of 16.
 Constants of a tile: BB images, JB experts, N = JB·DP columns, with DP and KP the sizes D and K padded to powers of two.
 This module imports Triton; nothing imports it before the first call that needs it.
 """
@@ -84,10 +85,16 @@ def _store_experts(z, value, b, j0, B, J: tl.constexpr, D: tl.constexpr, JB: tl.
 
 
 @triton.jit
+def _pitch(B):
+    """Length of a row that has a number for each image: B, so padded that rows begin at multiples of 16 numbers."""
+    return (B + 15).to(tl.int64) // 16 * 16
+
+
+@triton.jit
 def _pairs_at(b, i, j, B, I, J: tl.constexpr, TURNED: tl.constexpr):
-    """Where the numbers of pairs lie: (B, I, J), or (J, I, B) for what is kept (TURNED)."""
+    """Where the numbers of pairs lie: (B, I, J), or (J, I, P) for what is kept (TURNED)."""
     if TURNED:
-        at = ((j * I + i).to(tl.int64) * B)[None, :] + b[:, None]
+        at = ((j * I + i) * _pitch(B))[None, :] + b[:, None]
     else:
         at = (b.to(tl.int64) * I + i)[:, None] * J + j[None, :]
     return at
@@ -104,21 +111,45 @@ def _pairs(c, b, i, j0, B, I, J: tl.constexpr, JB: tl.constexpr, TURNED: tl.cons
 @triton.jit
 def _store_pairs(c, value, b, i, j0, B, I, J: tl.constexpr, JB: tl.constexpr, TURNED: tl.constexpr):
     j = j0 + tl.arange(0, JB)
-    tl.store(c + _pairs_at(b, i, j, B, I, J, TURNED), value, mask=(b < B)[:, None] & (j < J)[None, :])
+    images = _pitch(B) if TURNED else B
+    tl.store(c + _pairs_at(b, i, j, B, I, J, TURNED), value, mask=(b < images)[:, None] & (j < J)[None, :])
 
 
 @triton.jit
-def _shared(level, b, i, j0, B, I, J: tl.constexpr, JB: tl.constexpr, INPUTS: tl.constexpr):
-    """Load a number per (b, j), or per (b, i) where the outputs share: (BB, JB)."""
+def _shared(level, b, i, j0, B, J: tl.constexpr, JB: tl.constexpr, INPUTS: tl.constexpr):
+    """Load a number per (b, j), or per (i, b) where the outputs share: (BB, JB)."""
     j = j0 + tl.arange(0, JB)
-    at = (b.to(tl.int64) * J)[:, None] + j[None, :] if INPUTS else (b.to(tl.int64) * I + i)[:, None] + 0 * j[None, :]
+    at = (b.to(tl.int64) * J)[:, None] + j[None, :] if INPUTS else (i * _pitch(B) + b)[:, None] + 0 * j[None, :]
     return tl.load(level + at, mask=(b < B)[:, None] & (j < J)[None, :], other=0.0)
 
 
 @triton.jit
-def _votes(x, maps, JB: tl.constexpr, DP: tl.constexpr, PRECISION: tl.constexpr):
+def _high(v):
+    """Round float32 to the bits that the matrix units take of it."""
+    return ((v.to(tl.uint32, bitcast=True) + 0x1000) & 0xFFFFE000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _product(a, b, EXACT: tl.constexpr):
+    """Multiply by the matrix units, which take tf32; EXACT: with what that leaves out of a and of b, but not of both.
+
+    The units cut sums instead of rounding them. A sum of many such products is therefore not for them to make.
+    """
+    if EXACT:
+        a_high = _high(a)
+        b_high = _high(b)
+        product = tl.dot(a - a_high, b_high, input_precision="tf32")
+        product = tl.dot(a_high, b - b_high, product, input_precision="tf32")
+        product = tl.dot(a_high, b_high, product, input_precision="tf32")
+    else:
+        product = tl.dot(a, b, input_precision="tf32")
+    return product
+
+
+@triton.jit
+def _votes(x, maps, JB: tl.constexpr, DP: tl.constexpr, EXACT: tl.constexpr):
     """u_ij = W_ij x_i: (BB, KP), (N, KP) → (BB, JB, DP)."""
-    u = tl.dot(x, tl.trans(maps), input_precision=PRECISION)
+    u = _product(x, tl.trans(maps), EXACT)
     return tl.reshape(u, [x.shape[0], JB, DP])
 
 
@@ -173,14 +204,13 @@ def up(
     x, v, w, h, level, c, part, part_max, part_sum, beta, B, each,
     I, J: tl.constexpr, D: tl.constexpr, K: tl.constexpr,
     SOURCE: tl.constexpr, INPUTS: tl.constexpr, COSINE: tl.constexpr, SAME: tl.constexpr, STORE: tl.constexpr,
-    BOUNDED: tl.constexpr, PRECISION: tl.constexpr,
+    BOUNDED: tl.constexpr, EXACT: tl.constexpr,
     BB: tl.constexpr, N: tl.constexpr, DP: tl.constexpr, KP: tl.constexpr,
 ):  # fmt: skip
     """Sum c_ij W_ij v_i over `each` inputs, the coefficients being those of x: → part (splits, B, J, D).
 
     ONLINE: unnormalised, with the largest logit and the sum of the softmax in part_max and part_sum (splits, B, J), or,
-    BOUNDED, with the sum alone where no logit can overflow; STORE also writes the logits to c. UNIFORM: without the
-    common factor. SAME: v is x.
+    BOUNDED, with the sum alone where no logit can overflow; STORE also writes the logits to c. SAME: v is x.
     """
     JB: tl.constexpr = N // DP
     b = tl.program_id(0) * BB + tl.arange(0, BB)
@@ -190,18 +220,12 @@ def up(
     low = split * each
     high = tl.minimum(low + each, I)
     total = tl.zeros([BB, JB, DP], tl.float32)
-    if SOURCE == UNIFORM:
-        flat = tl.zeros([BB, N], tl.float32)
-        for i in range(low, high):
-            maps = _maps(w, i, j0, J, D, K, N, DP, KP)
-            flat = tl.dot(_capsules(v, b, i, B, I, K, KP), tl.trans(maps), flat, input_precision=PRECISION)
-        total = tl.reshape(flat, [BB, JB, DP])
-    elif SOURCE == ONLINE:
+    if SOURCE == ONLINE:
         sent = _experts(h, b, j0, B, J, D, JB, DP) * beta
         largest = tl.full([BB, JB], float("-inf"), tl.float32)
         weight = tl.zeros([BB, JB], tl.float32)
         for i in range(low, high):
-            u = _votes(_capsules(x, b, i, B, I, K, KP), _maps(w, i, j0, J, D, K, N, DP, KP), JB, DP, PRECISION)
+            u = _votes(_capsules(x, b, i, B, I, K, KP), _maps(w, i, j0, J, D, K, N, DP, KP), JB, DP, EXACT)
             logit = _agreement(u, sent, COSINE)
             if STORE:
                 _store_pairs(c, logit, b, i, j0, B, I, J, JB, True)
@@ -226,16 +250,52 @@ def up(
             sent = _experts(h, b, j0, B, J, D, JB, DP) * beta
         for i in range(low, high):
             maps = _maps(w, i, j0, J, D, K, N, DP, KP)
-            moved = _votes(_capsules(v, b, i, B, I, K, KP), maps, JB, DP, PRECISION)
+            moved = _votes(_capsules(v, b, i, B, I, K, KP), maps, JB, DP, EXACT)
             if SOURCE == GIVEN:
                 share = _pairs(c, b, i, j0, B, I, J, JB, False)
             elif SOURCE == LOGITS:
-                share = tl.exp(_pairs(c, b, i, j0, B, I, J, JB, True) - _shared(level, b, i, j0, B, I, J, JB, INPUTS))
+                share = tl.exp(_pairs(c, b, i, j0, B, I, J, JB, True) - _shared(level, b, i, j0, B, J, JB, INPUTS))
             else:
-                u = moved if SAME else _votes(_capsules(x, b, i, B, I, K, KP), maps, JB, DP, PRECISION)
-                share = tl.exp(_agreement(u, sent, COSINE) - _shared(level, b, i, j0, B, I, J, JB, INPUTS))
+                u = moved if SAME else _votes(_capsules(x, b, i, B, I, K, KP), maps, JB, DP, EXACT)
+                share = tl.exp(_agreement(u, sent, COSINE) - _shared(level, b, i, j0, B, J, JB, INPUTS))
             total += share[:, :, None] * moved
     _store_experts(part + split.to(tl.int64) * B * J * D, total, b, j0, B, J, D, JB, DP)
+
+
+@kernel
+def even(
+    v, w, part, B, each,
+    I, J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, EXACT: tl.constexpr,
+    BB: tl.constexpr, N: tl.constexpr, DP: tl.constexpr, KP: tl.constexpr,
+):  # fmt: skip
+    """Sum W_ij v_i over `each` inputs, the coefficients being equal: → part (splits, B, J, D), without their factor.
+
+    The components of all inputs are one axis here, KP of them at a time, so that none is padding.
+    """
+    JB: tl.constexpr = N // DP
+    b = tl.program_id(0) * BB + tl.arange(0, BB)
+    split = tl.program_id(2)
+    n = tl.arange(0, N)
+    j = tl.program_id(1) * JB + n // DP
+    d = n % DP
+    high = tl.minimum((split + 1) * each, I) * K
+    total = tl.zeros([BB, N], tl.float32)
+    for first in range(split * each * K, high, KP):
+        component = first + tl.arange(0, KP)
+        i = component // K
+        k = component % K
+        known = (component < high)[None, :]
+        capsules = tl.load(
+            v + (b.to(tl.int64)[:, None] * I + i[None, :]) * K + k[None, :], mask=(b < B)[:, None] & known, other=0.0
+        ).to(tl.float32)
+        maps = tl.load(
+            w + ((i.to(tl.int64) * J)[None, :] + j[:, None]) * (D * K) + (d * K)[:, None] + k[None, :],
+            mask=((j < J) & (d < D))[:, None] & known,
+            other=0.0,
+        ).to(tl.float32)
+        total += _product(capsules, tl.trans(maps), EXACT)
+    at = ((split * B + b).to(tl.int64) * J)[:, None] * D + (j * D + d)[None, :]
+    tl.store(part + at, total, mask=(b < B)[:, None] & ((j < J) & (d < D))[None, :])
 
 
 @kernel
@@ -291,9 +351,9 @@ def gather(
 def levels(
     x, w, h, level, c, beta, B,
     I, J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, COSINE: tl.constexpr, STORE: tl.constexpr,
-    PRECISION: tl.constexpr, BB: tl.constexpr, N: tl.constexpr, DP: tl.constexpr, KP: tl.constexpr,
+    EXACT: tl.constexpr, BB: tl.constexpr, N: tl.constexpr, DP: tl.constexpr, KP: tl.constexpr,
 ):  # fmt: skip
-    """Take log Σ_j exp b_ij for every image and input, for the softmax over the outputs: → level (B, I)."""
+    """Take log Σ_j exp b_ij for every image and input, for the softmax over the outputs: → level (I, P)."""
     JB: tl.constexpr = N // DP
     i = tl.program_id(0)
     b = tl.program_id(1) * BB + tl.arange(0, BB)
@@ -301,7 +361,7 @@ def levels(
     largest = tl.full([BB], float("-inf"), tl.float32)
     weight = tl.zeros([BB], tl.float32)
     for j0 in range(0, J, JB):
-        u = _votes(capsules, _maps(w, i, j0, J, D, K, N, DP, KP), JB, DP, PRECISION)
+        u = _votes(capsules, _maps(w, i, j0, J, D, K, N, DP, KP), JB, DP, EXACT)
         logit = _agreement(u, _experts(h, b, j0, B, J, D, JB, DP) * beta, COSINE)
         if STORE:
             _store_pairs(c, logit, b, i, j0, B, I, J, JB, True)
@@ -309,14 +369,14 @@ def levels(
         higher = tl.maximum(largest, tl.max(logit, 1))
         weight = weight * tl.exp(largest - higher) + tl.sum(tl.exp(logit - higher[:, None]), 1)
         largest = higher
-    tl.store(level + b.to(tl.int64) * I + i, largest + tl.log(weight), mask=b < B)
+    tl.store(level + i * _pitch(B) + b, largest + tl.log(weight), mask=b < _pitch(B))
 
 
 @triton.jit
 def _share(
     x, maps, h, level, c, beta, b, i, j0, B, factor,
     I, J: tl.constexpr, D: tl.constexpr, SOURCE: tl.constexpr, INPUTS: tl.constexpr,
-    COSINE: tl.constexpr, PRECISION: tl.constexpr, JB: tl.constexpr, DP: tl.constexpr,
+    COSINE: tl.constexpr, EXACT: tl.constexpr, JB: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
     """c_ij of a tile, wherever it comes from; x is the block (BB, KP), `factor` the uniform coefficient: (BB, JB)."""
     if SOURCE == UNIFORM:
@@ -324,11 +384,11 @@ def _share(
     elif SOURCE == GIVEN:
         share = _pairs(c, b, i, j0, B, I, J, JB, False)
     elif SOURCE == LOGITS:
-        share = tl.exp(_pairs(c, b, i, j0, B, I, J, JB, True) - _shared(level, b, i, j0, B, I, J, JB, INPUTS))
+        share = tl.exp(_pairs(c, b, i, j0, B, I, J, JB, True) - _shared(level, b, i, j0, B, J, JB, INPUTS))
     else:
-        u = _votes(x, maps, JB, DP, PRECISION)
+        u = _votes(x, maps, JB, DP, EXACT)
         logit = _agreement(u, _experts(h, b, j0, B, J, D, JB, DP) * beta, COSINE)
-        share = tl.exp(logit - _shared(level, b, i, j0, B, I, J, JB, INPUTS))
+        share = tl.exp(logit - _shared(level, b, i, j0, B, J, JB, INPUTS))
     return share
 
 
@@ -336,7 +396,7 @@ def _share(
 def coefficients(
     x, w, h, level, c, out, beta, factor, B,
     I, J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, SOURCE: tl.constexpr, INPUTS: tl.constexpr,
-    COSINE: tl.constexpr, PRECISION: tl.constexpr,
+    COSINE: tl.constexpr, EXACT: tl.constexpr,
     BB: tl.constexpr, N: tl.constexpr, DP: tl.constexpr, KP: tl.constexpr,
 ):  # fmt: skip
     """Write the coefficients after all: → out (B, I, J)."""
@@ -347,7 +407,7 @@ def coefficients(
     for j0 in range(0, J, JB):
         maps = _maps(w, i, j0, J, D, K, N, DP, KP)
         share = _share(
-            capsules, maps, h, level, c, beta, b, i, j0, B, factor, I, J, D, SOURCE, INPUTS, COSINE, PRECISION, JB, DP
+            capsules, maps, h, level, c, beta, b, i, j0, B, factor, I, J, D, SOURCE, INPUTS, COSINE, EXACT, JB, DP
         )
         _store_pairs(out, share, b, i, j0, B, I, J, JB, False)
 
@@ -356,7 +416,7 @@ def coefficients(
 def down(
     x, y, w, h, level, c, out, beta, factor, B, each,
     I, J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, SOURCE: tl.constexpr, INPUTS: tl.constexpr,
-    COSINE: tl.constexpr, WHOLE: tl.constexpr, LARGEST: tl.constexpr, PRECISION: tl.constexpr,
+    COSINE: tl.constexpr, WHOLE: tl.constexpr, LARGEST: tl.constexpr, EXACT: tl.constexpr,
     BB: tl.constexpr, N: tl.constexpr, DP: tl.constexpr, KP: tl.constexpr,
 ):  # fmt: skip
     """Sum c_ij W_ijᵀ y_j over `each` experts, squashed where that is all (WHOLE): → out (splits, B, I, K)."""
@@ -371,10 +431,10 @@ def down(
     for j0 in range(low, high, JB):
         maps = _maps(w, i, j0, J, D, K, N, DP, KP)
         share = _share(
-            capsules, maps, h, level, c, beta, b, i, j0, B, factor, I, J, D, SOURCE, INPUTS, COSINE, PRECISION, JB, DP
+            capsules, maps, h, level, c, beta, b, i, j0, B, factor, I, J, D, SOURCE, INPUTS, COSINE, EXACT, JB, DP
         )
         sent = tl.reshape(share[:, :, None] * _experts(y, b, j0, B, J, D, JB, DP), [BB, N])
-        total = tl.dot(sent, maps, total, input_precision=PRECISION)
+        total += _product(sent, maps, EXACT)
     if WHOLE:
         total = _squashed(total, LARGEST)
     k = tl.arange(0, KP)
@@ -435,7 +495,7 @@ def free_energy(
 def weight_gradient(
     x, v, p, q, w, h, level, c, scale, out, beta, factor, B,
     I, J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, SOURCE: tl.constexpr, INPUTS: tl.constexpr,
-    COSINE: tl.constexpr, PAIR: tl.constexpr, ADD: tl.constexpr, SCALED: tl.constexpr, PRECISION: tl.constexpr,
+    COSINE: tl.constexpr, PAIR: tl.constexpr, ADD: tl.constexpr, SCALED: tl.constexpr, EXACT: tl.constexpr,
     BB: tl.constexpr, N: tl.constexpr, DP: tl.constexpr, KP: tl.constexpr,
 ):  # fmt: skip
     """Sum c_ij (q_j v_iᵀ + p_j x_iᵀ) over the batch, coefficients of x, the last term if PAIR: → out (I, J, D, K)."""
@@ -450,14 +510,14 @@ def weight_gradient(
         b = b0 + tl.arange(0, BB)
         capsules = _capsules(x, b, i, B, I, K, KP)
         share = _share(
-            capsules, maps, h, level, c, beta, b, i, j0, B, factor, I, J, D, SOURCE, INPUTS, COSINE, PRECISION, JB, DP
+            capsules, maps, h, level, c, beta, b, i, j0, B, factor, I, J, D, SOURCE, INPUTS, COSINE, EXACT, JB, DP
         )
         sent = tl.reshape(share[:, :, None] * _experts(q, b, j0, B, J, D, JB, DP), [BB, N])
         other = _capsules(v, b, i, B, I, K, KP)
-        total = tl.dot(tl.trans(sent), other, total, input_precision=PRECISION)
+        total += _product(tl.trans(sent), other, EXACT)
         if PAIR:
             sent = tl.reshape(share[:, :, None] * _experts(p, b, j0, B, J, D, JB, DP), [BB, N])
-            total = tl.dot(tl.trans(sent), capsules, total, input_precision=PRECISION)
+            total += _product(tl.trans(sent), capsules, EXACT)
     if SCALED:
         total = total * tl.load(scale)
     n = tl.arange(0, N)
@@ -483,27 +543,27 @@ def weight_gradient(
 def averages(
     x, w, h, level, g, out, beta, B,
     I, J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, COSINE: tl.constexpr,
-    PRECISION: tl.constexpr, BB: tl.constexpr, N: tl.constexpr, DP: tl.constexpr, KP: tl.constexpr,
+    EXACT: tl.constexpr, BB: tl.constexpr, N: tl.constexpr, DP: tl.constexpr, KP: tl.constexpr,
 ):  # fmt: skip
-    """Take a = Σ_j c_ij ⟨g_j, u_ij⟩ for the softmax over the outputs: → out (B, I)."""
+    """Take a = Σ_j c_ij ⟨g_j, u_ij⟩ for the softmax over the outputs: → out (I, P)."""
     JB: tl.constexpr = N // DP
     i = tl.program_id(0)
     b = tl.program_id(1) * BB + tl.arange(0, BB)
     capsules = _capsules(x, b, i, B, I, K, KP)
     total = tl.zeros([BB], tl.float32)
     for j0 in range(0, J, JB):
-        u = _votes(capsules, _maps(w, i, j0, J, D, K, N, DP, KP), JB, DP, PRECISION)
+        u = _votes(capsules, _maps(w, i, j0, J, D, K, N, DP, KP), JB, DP, EXACT)
         logit = _agreement(u, _experts(h, b, j0, B, J, D, JB, DP) * beta, COSINE)
-        share = tl.exp(logit - _shared(level, b, i, j0, B, I, J, JB, False))
+        share = tl.exp(logit - _shared(level, b, i, j0, B, J, JB, False))
         total += tl.sum(share * tl.sum(u * _experts(g, b, j0, B, J, D, JB, DP), 2), 1)
-    tl.store(out + b.to(tl.int64) * I + i, total, mask=b < B)
+    tl.store(out + i * _pitch(B) + b, total, mask=b < _pitch(B))
 
 
 @kernel
 def up_gradient(
     x, w, h, level, g, a, part, beta, B, each,
     I, J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, INPUTS: tl.constexpr, COSINE: tl.constexpr,
-    PRECISION: tl.constexpr, BB: tl.constexpr, N: tl.constexpr, DP: tl.constexpr, KP: tl.constexpr,
+    EXACT: tl.constexpr, BB: tl.constexpr, N: tl.constexpr, DP: tl.constexpr, KP: tl.constexpr,
 ):  # fmt: skip
     """Sum ∂L/∂h_j = β ∂L/∂b_ij û_ij over `each` inputs: → part (splits, B, J, D)."""
     JB: tl.constexpr = N // DP
@@ -516,9 +576,9 @@ def up_gradient(
     pull = _experts(g, b, j0, B, J, D, JB, DP)
     total = tl.zeros([BB, JB, DP], tl.float32)
     for i in range(low, high):
-        u = _votes(_capsules(x, b, i, B, I, K, KP), _maps(w, i, j0, J, D, K, N, DP, KP), JB, DP, PRECISION)
-        share = tl.exp(_agreement(u, sent, COSINE) - _shared(level, b, i, j0, B, I, J, JB, INPUTS))
-        slope = share * (tl.sum(u * pull, 2) - _shared(a, b, i, j0, B, I, J, JB, INPUTS)) * beta
+        u = _votes(_capsules(x, b, i, B, I, K, KP), _maps(w, i, j0, J, D, K, N, DP, KP), JB, DP, EXACT)
+        share = tl.exp(_agreement(u, sent, COSINE) - _shared(level, b, i, j0, B, J, JB, INPUTS))
+        slope = share * (tl.sum(u * pull, 2) - _shared(a, b, i, j0, B, J, JB, INPUTS)) * beta
         if COSINE:
             slope = slope * _inverse_norm(u)
         total += slope[:, :, None] * u
@@ -566,19 +626,19 @@ def _vote_gradient(
     I, J: tl.constexpr, D: tl.constexpr, INPUTS: tl.constexpr, COSINE: tl.constexpr,
     JB: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
-    """∂L/∂u_ij of a tile, over all R iterations; h, g (R, B, J, D); level, a (R, B, J) or (R, B, I): (BB, JB, DP)."""
+    """∂L/∂u_ij of a tile, over all R iterations; h, g (R, B, J, D); level, a (R, B, J) or (R, I, P): (BB, JB, DP)."""
     total = factor * _experts(g, b, j0, B, J, D, JB, DP)
     inverse = _inverse_norm(u)
     for r in range(1, R):
         deep = r * B.to(tl.int64)
         sent = _experts(h + deep * J * D, b, j0, B, J, D, JB, DP)
         pull = _experts(g + deep * J * D, b, j0, B, J, D, JB, DP)
-        shared = deep * J if INPUTS else deep * I
+        shared = deep * J if INPUTS else r * I * _pitch(B)
         agree = tl.sum(u * sent, 2)
         if COSINE:
             agree = agree * inverse
-        share = tl.exp(beta * agree - _shared(level + shared, b, i, j0, B, I, J, JB, INPUTS))
-        average = _shared(a + shared, b, i, j0, B, I, J, JB, INPUTS)
+        share = tl.exp(beta * agree - _shared(level + shared, b, i, j0, B, J, JB, INPUTS))
+        average = _shared(a + shared, b, i, j0, B, J, JB, INPUTS)
         slope = share * (tl.sum(u * pull, 2) - average) * beta
         if COSINE:
             slope = slope * inverse
@@ -591,7 +651,7 @@ def _vote_gradient(
 def route_weight_gradient(
     x, w, h, level, g, a, out, beta, factor, B, R,
     I, J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, INPUTS: tl.constexpr, COSINE: tl.constexpr,
-    PRECISION: tl.constexpr, BB: tl.constexpr, N: tl.constexpr, DP: tl.constexpr, KP: tl.constexpr,
+    EXACT: tl.constexpr, BB: tl.constexpr, N: tl.constexpr, DP: tl.constexpr, KP: tl.constexpr,
 ):  # fmt: skip
     """Sum ∂L/∂u_ij x_iᵀ over the batch: → out (I, J, D, K)."""
     JB: tl.constexpr = N // DP
@@ -604,9 +664,9 @@ def route_weight_gradient(
     for b0 in range(0, B, BB):
         b = b0 + tl.arange(0, BB)
         capsules = _capsules(x, b, i, B, I, K, KP)
-        u = _votes(capsules, maps, JB, DP, PRECISION)
+        u = _votes(capsules, maps, JB, DP, EXACT)
         slope = _vote_gradient(u, h, level, g, a, beta, factor, b, i, j0, B, R, I, J, D, INPUTS, COSINE, JB, DP)
-        total = tl.dot(tl.trans(tl.reshape(slope, [BB, N])), capsules, total, input_precision=PRECISION)
+        total += _product(tl.trans(tl.reshape(slope, [BB, N])), capsules, EXACT)
     n = tl.arange(0, N)
     k = tl.arange(0, KP)
     j = j0 + n // DP
@@ -619,7 +679,7 @@ def route_weight_gradient(
 def route_input_gradient(
     x, w, h, level, g, a, out, beta, factor, B, R,
     I, J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, INPUTS: tl.constexpr, COSINE: tl.constexpr,
-    PRECISION: tl.constexpr, BB: tl.constexpr, N: tl.constexpr, DP: tl.constexpr, KP: tl.constexpr,
+    EXACT: tl.constexpr, BB: tl.constexpr, N: tl.constexpr, DP: tl.constexpr, KP: tl.constexpr,
 ):  # fmt: skip
     """Sum W_ijᵀ ∂L/∂u_ij over the experts: → out (B, I, K)."""
     JB: tl.constexpr = N // DP
@@ -629,9 +689,9 @@ def route_input_gradient(
     total = tl.zeros([BB, KP], tl.float32)
     for j0 in range(0, J, JB):
         maps = _maps(w, i, j0, J, D, K, N, DP, KP)
-        u = _votes(capsules, maps, JB, DP, PRECISION)
+        u = _votes(capsules, maps, JB, DP, EXACT)
         slope = _vote_gradient(u, h, level, g, a, beta, factor, b, i, j0, B, R, I, J, D, INPUTS, COSINE, JB, DP)
-        total = tl.dot(tl.reshape(slope, [BB, N]), maps, total, input_precision=PRECISION)
+        total += _product(tl.reshape(slope, [BB, N]), maps, EXACT)
     k = tl.arange(0, KP)
     at = (b.to(tl.int64) * I + i)[:, None] * K + k[None, :]
     tl.store(out + at, total, mask=(b < B)[:, None] & (k < K)[None, :])
