@@ -258,9 +258,7 @@ class CapsuleDecoder(CapsuleExperts):
             e = kernels.held(routing)
             y_model = kernels.reconstruction(F.squash(routing.preactivation), self.weight, e, backend=self.backend)
             data, model = _pull(F.unsquash(x)), _pull(routing.preactivation)
-        toward = (data * self._mixed(y, e)).sum((1, 2)).mean()
-        away = (model * self._mixed(y_model, e)).sum((1, 2)).mean()
-        return 2 * (away - toward)
+        return kernels.pulled(self.weight, e, [(-data, y), (model, y_model)], backend=self.backend) * (2 / len(x))
 
     def preactivation(self, y: Tensor) -> Tensor:
         """Compute z̃_i = Σ_j e_ji U_ji y_j; e and y count as constants: a gradient reaches U alone.
@@ -275,9 +273,6 @@ class CapsuleDecoder(CapsuleExperts):
         """
         with torch.no_grad():
             e = kernels.held(self.route(y))
-        return self._mixed(y, e)
-
-    def _mixed(self, y: Tensor, e: Tensor | kernels.Coefficients) -> Tensor:
         return kernels.preactivation(y, self.weight, e, backend=self.backend)
 
 

@@ -23,6 +23,7 @@ from poecaps.kernels import fanout, flash, votefree
 from poecaps.kernels.flash import Coefficients, Held
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from types import ModuleType
 
     from torch import Tensor
@@ -41,6 +42,7 @@ __all__ = [
     "free_energy_gap",
     "held",
     "preactivation",
+    "pulled",
     "reconstruction",
     "routing_by_agreement",
     "squash",
@@ -140,6 +142,22 @@ def preactivation(
         return flash.preactivation(x, weight, coefficients)
     up = F.preactivation if chosen == "reference" else _plain(weight).preactivation
     return up(x, weight, _written(coefficients, weight))
+
+
+def pulled(
+    weight: Tensor,
+    coefficients: Tensor | Coefficients,
+    terms: Sequence[tuple[Tensor, Tensor]],
+    *,
+    backend: Backend | None = None,
+) -> Tensor:
+    """Compute Σ ⟨p, `preactivation`(v)⟩ over terms (p, v), all held, as a function of the weight: → ().
+
+    The first of two terms has the capsules v that were routed.
+    """
+    if choose(terms[0][1], weight, backend) == "triton":
+        return flash.pulled(weight, coefficients, terms)
+    return torch.stack([(p * preactivation(v, weight, coefficients, backend=backend)).sum() for p, v in terms]).sum()
 
 
 def reconstruction(

@@ -197,6 +197,12 @@ def preactivation(x: Tensor, weight: Tensor, coefficients: Tensor | Coefficients
     return z
 
 
+def pulled(weight: Tensor, coefficients: Tensor | Coefficients, terms: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """Compute Σ ⟨p, `preactivation`(v)⟩ over one or two terms (p, v), with a gradient in the weight alone: → ()."""
+    value: Tensor = _Pulled.apply(weight, coefficients, terms)  # type: ignore[no-untyped-call]
+    return value
+
+
 @torch.no_grad()
 def reconstruction(y: Tensor, weight: Tensor, coefficients: Tensor | Coefficients) -> Tensor:
     """Compute x̃_i = squash(Σ_j c_ij W_ijᵀ y_j), without a gradient: → (B, I, K)."""
@@ -337,6 +343,25 @@ class _Preactivation(torch.autograd.Function):
         return None, result, None
 
 
+class _Pulled(torch.autograd.Function):
+    """Linear in the weight, so its gradient tells its value."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, weight: Tensor, coefficients: Tensor | Coefficients, terms: Sequence[tuple[Tensor, Tensor]]
+    ) -> Tensor:
+        slope = torch.empty_like(weight, memory_format=torch.contiguous_format)
+        _learn(slope, weight.contiguous(), coefficients, [(p.contiguous(), v.contiguous()) for p, v in terms])
+        ctx.save_for_backward(slope)
+        return (weight.float() * slope.float()).sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (slope,) = ctx.saved_tensors
+        return gradient.to(slope.dtype) * slope, None, None
+
+
 class _FreeEnergyGap(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, data: Held, model: Held) -> Tensor:
@@ -417,9 +442,10 @@ def _route(x: Tensor, weight: Tensor, options: Options, *, keep: bool, record: b
             source = _source(coefficients, x, ONLINE, store=last and room)
         else:
             source = _source(coefficients, x)
-            grid = (plan.inputs, plan.image_blocks(batch))
+            single = tiled(weight, "levels")
+            grid = (plan.inputs, single.image_blocks(batch))
             arguments = (x, weight, hs[here], levels[here], source.c, options.sharpness, batch)
-            plan.launch("levels", batch, grid, arguments, {"COSINE": options.cosine, "STORE": room})
+            single.launch("levels", batch, grid, arguments, {"COSINE": options.cosine, "STORE": room})
         sent = None if last else (hs[here], hs[after])
         _up(x, weight, source, z=zs[here], level=levels[here], h=sent, first=first)
     return _Trail(z, h, level, logits)

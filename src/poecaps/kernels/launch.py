@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -23,26 +23,31 @@ class Tile:
     warps: int = 4
     stages: int = 2
     resident: int = 2  # programs that a multiprocessor has room for
+    registers: int | None = None  # that a thread may use at most, for small capsules
 
 
 PLAIN = Tile()
 
-# By kind of kernel, sums over inputs, sums with equal coefficients, sums over experts, over images, and the gradient
-# through routing: the best of a sweep on an H200.
+# By kind of kernel, sums over inputs, those with equal coefficients, levels of the softmax over experts, sums over
+# experts, over images, and the gradient through routing: the best of a sweep on an H200.
 TILES = {
-    "up": Tile(columns=32, stages=3, resident=4),
-    "even": Tile(stages=3, resident=4),
-    "down": Tile(stages=1),
-    "learn": Tile(),
+    "up": Tile(stages=3, resident=3, registers=168),
+    "even": Tile(images=128, warps=8, stages=3),
+    "levels": Tile(stages=1),
+    "down": Tile(columns=32, stages=1, resident=4),
+    "learn": Tile(stages=1),
     "reverse": Tile(),
 }
 
 # The same for kernels that work in strips, columns being those of the inputs.
 STRIPS = {
-    "up": Tile(columns=32, stages=3, resident=5),
-    "down": Tile(columns=32, stages=3),
-    "learn": Tile(images=32, stages=3),
+    "up": Tile(images=32, columns=32, warps=1, stages=3, resident=12),
+    "down": Tile(columns=32, warps=2),
+    "learn": Tile(images=32, columns=32, warps=2),
 }
+
+# Capsules of more components than this need all registers that there are.
+SMALL = 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,7 +168,7 @@ def stripped(weight: Tensor, kind: str) -> StripPlan:
 
 @cache
 def _planned(plan: Any, shape: tuple[int, int, int, int], exact: bool, tile: Tile) -> Any:
-    return plan(*shape, exact, tile)
+    return plan(*shape, exact, tile if max(shape[2:]) <= SMALL else replace(tile, registers=None))
 
 
 @cache
@@ -220,7 +225,8 @@ def run(
         kernel[(*grid, 1, 1)[:3]](*values, *rest)
         return None
     function = getattr(_module(name), name)
-    kernel = function[grid](*arguments, **constants, num_warps=tile.warps, num_stages=tile.stages)
+    options = {"num_warps": tile.warps, "num_stages": tile.stages, "maxnreg": tile.registers}
+    kernel = function[grid](*arguments, **constants, **options)
     if where is not None and kernel is not None and _can_reuse():
         _compiled[where] = (kernel, tuple(constants[name] for name in function.arg_names[len(arguments) :]))
     return None
