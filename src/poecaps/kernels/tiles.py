@@ -155,8 +155,9 @@ def _votes(x, maps, JB: tl.constexpr, DP: tl.constexpr, EXACT: tl.constexpr):
 
 @triton.jit
 def _inverse_norm(u):
-    """1/‖u‖ over the last axis, and finite for a zero vector, whose direction is then 0 all the same."""
-    return tl.rsqrt(tl.maximum(tl.sum(u * u, 2), 1e-37))
+    """1/‖u‖ over the last axis, and 1 for a zero vector, whose direction is then 0 all the same."""
+    square = tl.sum(u * u, 2)
+    return tl.rsqrt(tl.where(square > 0, square, 1.0))
 
 
 @triton.jit
