@@ -34,8 +34,9 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # Logits below this many bytes are kept between the passes of a learning step: it saves making votes for them again.
 KEEP_BYTES = 64 * 2**20
 
-# Components of inputs that an even mixture multiplies at once, and the side of the squares that are turned at once.
-DEPTH, TURN = 32, 64
+# Components of inputs that an even mixture multiplies at once; side of the squares that are turned at once; inputs and
+# images that levels are taken of at once.
+DEPTH, TURN, LEVELS = 32, 64, (4, 128)
 
 # A softmax of logits within ±60 needs no maximum taken out: e^60 times any number of inputs is far from overflow.
 SAFE_LOGIT = 60.0
@@ -442,13 +443,29 @@ def _route(x: Tensor, weight: Tensor, options: Options, *, keep: bool, record: b
             source = _source(coefficients, x, ONLINE, store=last and room)
         else:
             source = _source(coefficients, x)
-            single = tiled(weight, "levels")
-            grid = (plan.inputs, single.image_blocks(batch))
-            arguments = (x, weight, hs[here], levels[here], source.c, options.sharpness, batch)
-            single.launch("levels", batch, grid, arguments, {"COSINE": options.cosine, "STORE": room})
+            _level(x, weight, source)
         sent = None if last else (hs[here], hs[after])
         _up(x, weight, source, z=zs[here], level=levels[here], h=sent, first=first)
     return _Trail(z, h, level, logits)
+
+
+def _level(x: Tensor, weight: Tensor, source: _Source) -> None:
+    """Take the level of the softmax over the outputs, and the logits where there is room for them."""
+    batch, cosine = len(x), {"COSINE": source.options.cosine}
+    if source.kind == LOGITS:
+        plan = tiled(weight, "up")
+        blocks = plan.image_blocks(batch)
+        splits, each = plan.split(blocks * plan.expert_blocks, plan.inputs, x.device)
+        arguments = (x, weight, source.h, source.c, source.beta, batch, each)
+        plan.launch("agree", batch, (blocks, plan.expert_blocks, splits), arguments, cosine)
+        grid = (-(-plan.inputs // LEVELS[0]), -(-pitch(batch) // LEVELS[1]))
+        block = {"J": plan.outputs, "BB": LEVELS[1], "IB": LEVELS[0]}
+        run("strip_levels", grid, (source.c, source.level, batch, plan.inputs), block)
+    else:
+        plan = tiled(weight, "levels")
+        grid = (plan.inputs, plan.image_blocks(batch))
+        arguments = (x, weight, source.h, source.level, source.beta, batch)
+        plan.launch("levels", batch, grid, arguments, cosine)
 
 
 def _up(

@@ -66,6 +66,24 @@ def _kept(kept, level, b, i0, j, B, I, J: tl.constexpr, IB: tl.constexpr, INPUTS
 
 
 @kernel
+def strip_levels(kept, level, B, I, J: tl.constexpr, BB: tl.constexpr, IB: tl.constexpr):
+    """Take log Σ_j exp b_ij of kept logits, for the softmax over the outputs: → level (I, P)."""
+    P = _pitch(B)
+    i = tl.program_id(0) * IB + tl.arange(0, IB)
+    b = tl.program_id(1) * BB + tl.arange(0, BB)
+    mask = (i < I)[:, None] & (b < P)[None, :]
+    at = (i * P)[:, None] + b[None, :]
+    largest = tl.full([IB, BB], float("-inf"), tl.float32)
+    weight = tl.zeros([IB, BB], tl.float32)
+    for j in range(J):
+        logit = tl.load(kept + j * I * P + at, mask=mask, other=0.0)
+        higher = tl.maximum(largest, logit)
+        weight = weight * tl.exp(largest - higher) + tl.exp(logit - higher)
+        largest = higher
+    tl.store(level + at, largest + tl.log(weight), mask=mask)
+
+
+@kernel
 def strip_up(
     v, w, level, kept, part, B, each, I,
     J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, INPUTS: tl.constexpr, EXACT: tl.constexpr,

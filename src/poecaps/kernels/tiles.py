@@ -348,9 +348,26 @@ def gather(
 
 
 @kernel
+def agree(
+    x, w, h, c, beta, B, each,
+    I, J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, COSINE: tl.constexpr,
+    EXACT: tl.constexpr, BB: tl.constexpr, N: tl.constexpr, DP: tl.constexpr, KP: tl.constexpr,
+):  # fmt: skip
+    """Write the logits of `each` inputs: → c (J, I, P)."""
+    JB: tl.constexpr = N // DP
+    b = tl.program_id(0) * BB + tl.arange(0, BB)
+    j0 = tl.program_id(1) * JB
+    low = tl.program_id(2) * each
+    sent = _experts(h, b, j0, B, J, D, JB, DP) * beta
+    for i in range(low, tl.minimum(low + each, I)):
+        u = _votes(_capsules(x, b, i, B, I, K, KP), _maps(w, i, j0, J, D, K, N, DP, KP), JB, DP, EXACT)
+        _store_pairs(c, _agreement(u, sent, COSINE), b, i, j0, B, I, J, JB, True)
+
+
+@kernel
 def levels(
-    x, w, h, level, c, beta, B,
-    I, J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, COSINE: tl.constexpr, STORE: tl.constexpr,
+    x, w, h, level, beta, B,
+    I, J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, COSINE: tl.constexpr,
     EXACT: tl.constexpr, BB: tl.constexpr, N: tl.constexpr, DP: tl.constexpr, KP: tl.constexpr,
 ):  # fmt: skip
     """Take log Σ_j exp b_ij for every image and input, for the softmax over the outputs: → level (I, P)."""
@@ -363,8 +380,6 @@ def levels(
     for j0 in range(0, J, JB):
         u = _votes(capsules, _maps(w, i, j0, J, D, K, N, DP, KP), JB, DP, EXACT)
         logit = _agreement(u, _experts(h, b, j0, B, J, D, JB, DP) * beta, COSINE)
-        if STORE:
-            _store_pairs(c, logit, b, i, j0, B, I, J, JB, True)
         logit = tl.where((j0 + tl.arange(0, JB) < J)[None, :], logit, float("-inf"))
         higher = tl.maximum(largest, tl.max(logit, 1))
         weight = weight * tl.exp(largest - higher) + tl.sum(tl.exp(logit - higher[:, None]), 1)
