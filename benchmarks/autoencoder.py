@@ -121,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=9, help="how often the batch sizes take turns (default: 9)")
     parser.add_argument("--json", type=Path, help="where to write the numbers")
     options = parser.parse_args(arguments)
-    device, data = torch.device(options.device), load(options.data)
+    device, data = loop.find_device(options.device), load(options.data)
     if too_large := [batch for batch in options.batch if batch > len(data)]:
         parser.error(f"--batch must be at most {len(data)}, the number of images, but is {too_large[0]}")
     report: dict[str, Any] = {

@@ -104,7 +104,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         report["steps"][str(batch)] = known[sizes]
         print(table(sizes, known[sizes], report["ceilings"]), flush=True)
     report["decoder"] = {}
-    for batch in options.batch:
+    for batch in options.batch if device.type == "cuda" else options.batch[:1]:
         sizes = replace(usual, batch=batch)
         found = compare(sizes, device, min(options.rounds, 2 * FEW), _decoder_versions(device))
         report["decoder"][str(batch)] = found
