@@ -118,5 +118,5 @@ def test_eager_einsum_takes_more_memory_than_we_do() -> None:
     votes = 4 * 64 * 600 * 20 * 16
     assert all(each is not None for each in extra.values())
     ours, once, written = (each or 0 for each in extra.values())
-    assert votes < once < written
+    assert votes < min(once, written)
     assert ours < once / 2
