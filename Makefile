@@ -2,7 +2,8 @@
 # make test      install what is missing, run the tests; the explorer's need Chromium
 # make demo      train on the bundled digits and draw new ones, into runs/demo: about 4 minutes on two cores
 # make docs      the documentation site, into site/; a broken link is an error
-# make bench     a learning step of ours against einsum on this CPU, into docs/: some minutes, on a quiet machine
+# make bench     a learning step of ours against einsum on this CPU, into docs/: about 5 minutes, on a quiet machine
+# make report    the tables and plots of README.md and docs/ anew, from the numbers in docs/results
 # make build     wheel and sdist into dist/, each installed by itself in a new environment and tried out
 # make check     lint, formatting, types
 # make format    rewrite the code in the house format
@@ -18,7 +19,7 @@ export PIP_BUILD_CONSTRAINT := $(PIP_CONSTRAINT)
 
 DEMO := runs/demo
 
-.PHONY: install demo docs browser test bench build check format clean
+.PHONY: install demo docs browser test bench report build check format clean
 
 install: $(VENV)/.installed
 
@@ -52,7 +53,14 @@ test: install browser
 	$(BIN)/python -m pytest -q
 
 bench: install
-	$(BIN)/python -m benchmarks --device cpu --json docs/bench-cpu.json --plot docs/images/bench-cpu.png
+	$(BIN)/python -m benchmarks --device cpu --json docs/results/routing-cpu.json
+	$(MAKE) report
+
+# Drawn from the numbers alone, so that what was measured on another machine is drawn as well.
+report: install
+	@for each in docs/results/routing-*.json; do name=$$(basename $$each .json); \
+	  $(BIN)/python -m benchmarks --read $$each --plot docs/images/$$name.png || exit 1; done
+	$(BIN)/python -m benchmarks.report README.md docs/results.md docs/benchmarks.md
 
 # The wheel is made from the sdist, as an installer would make it.
 build: install

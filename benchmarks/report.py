@@ -1,7 +1,7 @@
-"""The tables of README.md and docs/results.md, made of the numbers in docs/results.
+"""The tables of README.md, docs/results.md and docs/benchmarks.md, made of the numbers in docs/results.
 
-`python -m benchmarks.report README.md docs/results.md` puts each table anew after the comment that names it, such as
-`<!-- table: peers mnist -->`, up to the next empty line. So no number in them is typed by hand.
+`python -m benchmarks.report README.md docs/results.md docs/benchmarks.md` puts each table anew after the comment that
+names it, such as `<!-- table: peers mnist -->`, up to the next empty line. So no number in them is typed by hand.
 """
 
 from __future__ import annotations
@@ -10,14 +10,15 @@ import argparse
 import json
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from benchmarks.routing import NAMES, OF_COPY, OF_PRODUCT, ORDERS, share
 from benchmarks.study import cell, find
 from benchmarks.study import table as study_table
 from poecaps.network import DOMAINS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     Columns = Mapping[str, tuple[str, str]]  # heading: where an evaluation has the number, how to write it
 
@@ -192,6 +193,255 @@ def claims(data: str) -> str:
     return lay_out(["variant", *columns], rows)
 
 
+# ---------------------------------------------------------------------------------------------------------
+# Speed
+
+OF_TF32 = ("flop_per_s", "tf32_flop_per_s")
+
+
+class Pace(NamedTuple):
+    """A target of speed, and what was measured."""
+
+    what: str
+    target: float
+    value: float | None
+    unit: str = ""
+    most: bool = False
+    """Whether the target is the most it may be, rather than the least."""
+
+    def row(self) -> list[str]:
+        """Write it as a row of a table."""
+        assert self.value is not None  # noqa: S101 (asked before)
+        met = self.value <= self.target if self.most else self.value >= self.target
+        texts = [f"1/{1 / each:.0f}" if self.target < 1 else _brief(each) for each in (self.target, self.value)]
+        wanted, found = (f"{text} {self.unit}".strip() for text in texts)
+        return [self.what, f"{'≤' if self.most else '≥'} {wanted}", found, "met" if met else "**missed**"]
+
+
+def paces() -> Iterator[Pace]:
+    """List the targets of speed."""
+    yield Pace("eager einsum, two CPU cores, B 256", 8, _ratio("cpu", 256, "eager"), "× ours")
+    for batch in (256, 1024):
+        for way, target in (("eager", 10), ("compiled", 6)):
+            for called, graph in (("launched", ""), ("replayed", ", CUDA graph")):
+                value = _ratio("cuda", batch, way + graph)
+                yield Pace(f"{way} einsum, H200, B {batch}, both {called}", target, value, "× ours")
+    yield Pace("extra memory, H200, B 1024", 1 / 20, _memory_ratio("cuda", 1024), "of eager einsum's", most=True)
+    for name in ("SGD", "Adam"):
+        yield Pace(f"largest I that trains, H200, J 64, B 256, {name}", 100_000, _largest(f"ours, {name}"))
+    yield Pace("autoencoder, H200, batch 128", 200, _teraflops("128"), "TFLOP/s")
+    yield Pace("autoencoder, H200, best batch", 200, _teraflops(None), "TFLOP/s")
+    yield Pace("raw files to Figure 2, H200, median", 10, _pipeline_seconds(), "s", most=True)
+
+
+def measured(what: str, on: str) -> Any:
+    """Read docs/results/WHAT-ON.json; None if it is not there."""
+    return numbers(what, on) if (NUMBERS / f"{what}-{on}.json").is_file() else None
+
+
+def _ratio(on: str, batch: int, way: str) -> float | None:
+    found = measured("routing", on)
+    return found and found["steps"].get(str(batch), {}).get(f"einsum, {way}", {}).get("times_ours")
+
+
+def _memory_ratio(on: str, batch: int) -> float | None:
+    found = measured("routing", on)
+    if not found or str(batch) not in found["steps"]:
+        return None
+    ours, theirs = (found["steps"][str(batch)][each]["extra_bytes"] for each in ("ours", "einsum, eager"))
+    return ours / theirs if ours and theirs else None
+
+
+def _largest(version: str) -> float | None:
+    rungs = (measured("routing", "cuda") or {}).get("largest", {}).get(version, {})
+    return max((int(inputs) for inputs, each in rungs.items() if each and each["finite"]), default=None)
+
+
+def _teraflops(batch: str | None) -> float | None:
+    found = (measured("autoencoder", "cuda") or {}).get("batches", {})
+    rates = [each["flop_per_s"] / 1e12 for name, each in found.items() if batch in (None, name)]
+    return max(rates, default=None)
+
+
+def _pipeline_seconds() -> float | None:
+    found = measured("pipeline", "cuda")
+    return found and found["summary"]["total"]["median_s"]
+
+
+def pace() -> str:
+    """Set the speed against what was wanted, as far as it was measured."""
+    rows = [each.row() for each in paces() if each.value is not None]
+    return lay_out(["", "target", "measured", ""], rows) if rows else ""
+
+
+def machine(what: str, on: str) -> str:
+    """Tell where, with what and by which command something was measured, and what the machine can do at best."""
+    found = measured(what, on)
+    if found is None:
+        return ""
+    about = found["machine"]
+    names = {"python": "Python", "torch": "torch", "cuda": "CUDA", "triton": "triton", "numpy": "numpy"}
+    versions = [f"{called} {about[name]}" for name, called in (names | {"poecaps": "poecaps"}).items() if name in about]
+    line = f"{about['device']}; {', '.join(versions)}. Command: `{found['command']}`."
+    rates = {name.removesuffix("_flop_per_s"): rate for name, rate in found.get("ceilings", {}).items()}
+    if rates:
+        copy = rates.pop("copy_bytes_per_s")
+        products = ", ".join(f"{_brief(rate / 1e12)} TFLOP/s in {name}" for name, rate in rates.items())
+        line += f" Best rates of the machine in the same run: a copy {_brief(copy / 1e9)} GB/s, a product {products}."
+    return line
+
+
+def speed(on: str) -> str:
+    """Set the versions of the encoder's step side by side."""
+    found = measured("routing", on)
+    if found is None:
+        return ""
+    ceilings = found["ceilings"]
+    shares = {"of a product": OF_PRODUCT, "of a tf32 product": OF_TF32, "of a copy": OF_COPY}
+    shares = {name: which for name, which in shares.items() if which[1] in ceilings}
+    rows = []
+    for batch, versions in found["steps"].items():
+        for name, each in versions.items():
+            order = f" ({each['order']})" if each["order"] else ""
+            parts = [_percent(share(each, ceilings, *which)) for which in shares.values()]
+            rows.append([batch, f"{name}{order}", *_times(each), _megabytes(each), *parts])
+    return lay_out(["B", "version", "median ms", "least–most", "× ours", "extra MB", *shares], rows, 2)
+
+
+def orders(on: str) -> str:
+    """Tell how fast einsum is in each order of contractions."""
+    found = measured("routing", on)
+    if found is None:
+        return ""
+    ways = found["orders"]
+    rows = []
+    for order in ORDERS:
+        cells: list[str] = []
+        for way in ways.values():
+            median, _, ratio = _times(way[order])
+            cells += [median, ratio, _megabytes(way[order])]
+        rows.append([order, *cells])
+    return lay_out(["order", *(f"{way}, {what}" for way in ways for what in ("ms", "× ours", "extra MB"))], rows)
+
+
+def decoder(on: str) -> str:
+    """Set the decoder's step beside the reference."""
+    found = measured("routing", on)
+    if found is None:
+        return ""
+    rows = [
+        [batch, name, *_times(each), _megabytes(each)]
+        for batch, versions in found["decoder"].items()
+        for name, each in versions.items()
+    ]
+    return lay_out(["B", "version", "median ms", "least–most", "× ours", "extra MB"], rows, 2)
+
+
+def growth(on: str) -> str:
+    """Tell how time and memory grow with each size."""
+    found = measured("routing", on)
+    if found is None or "growth" not in found:
+        return ""
+    versions = list(next(iter(next(iter(found["growth"].values())).values())))
+    rows = []
+    for size, values in found["growth"].items():
+        for value, each in values.items():
+            times = [_times(each[version])[0] for version in versions]
+            memory = [_megabytes(each[version]) for version in versions if "graph" not in version]
+            rows.append([f"{NAMES[size]} = {value}", *times, *memory])
+    head = [*(f"{version}, ms" for version in versions)]
+    head += [f"{version}, extra MB" for version in versions if "graph" not in version]
+    return lay_out(["", *head], rows)
+
+
+def plot(on: str) -> str:
+    """Show how time and memory grow with each size."""
+    found = measured("routing", on)
+    device = "" if found is None else found["machine"]["device"]
+    return device and f"![time and memory of a step against each size, {device}](images/routing-{on}.png)"
+
+
+def largest(on: str) -> str:
+    """Tell how long a step takes and how much memory, up to the largest layer that trains."""
+    found = (measured("routing", on) or {}).get("largest")
+    if not found:
+        return ""
+    rows = []
+    for inputs in max(found.values(), key=len):
+        cells = []
+        for rungs in found.values():
+            each = rungs.get(inputs)
+            if each is None:
+                cells.append("out of memory" if inputs in rungs else "–")
+            else:
+                broken = "" if each["finite"] else ", not finite"
+                cells.append(f"{_brief(each['seconds'])} s, {_brief(each['peak_bytes'] / 2**30)} GiB{broken}")
+        rows.append([f"{int(inputs):,}", *cells])
+    return lay_out(["I", *found], rows)
+
+
+def autoencoder(on: str) -> str:
+    """Tell how fast the autoencoder learns."""
+    found = measured("autoencoder", on)
+    if found is None:
+        return ""
+    rows = []
+    for batch, each in found["batches"].items():
+        part = each["flop_per_s"] / found["ceilings"][f"{each['precision']}_flop_per_s"]
+        rates = [f"{each['images_per_s']:,.0f}", _brief(each["flop_per_s"] / 1e12), _percent(part)]
+        rows.append([batch, each["precision"], *_times(each)[:2], *rates])
+    head = ["batch", "precision", "median ms", "least–most", "images/s", "TFLOP/s", "of a product"]
+    return lay_out(head, rows, 2)
+
+
+def pipeline(on: str) -> str:
+    """Tell how long each part of the way from files to Figure 2 takes."""
+    found = measured("pipeline", on)
+    if found is None:
+        return ""
+    once = [[f"*once:* {name}", _brief(value), ""] for name, value in found["once"].items() if value is not None]
+    rows = [[name, _brief(each["median_s"]), _range(each, 1)] for name, each in found["summary"].items()]
+    rows[-1] = [f"**{text}**" for text in rows[-1]]
+    return lay_out(["", "median s", "least–most"], once + rows)
+
+
+def quality(on: str) -> str:
+    """Set the models that were timed beside those of docs/results.md."""
+    found = measured("pipeline", on)
+    if found is None or not all(each["quality"] for each in found["rounds"]):
+        return ""
+    rows = []
+    for what, (where, form, *_) in TARGETS.items():
+        timed = cell([each["quality"].get(where) for each in found["rounds"]], form)
+        rows.append([what, timed, cell([find(each, where) for each in defaults("mnist")], form)])
+    return lay_out(["", "models timed here", "models of results.md"], rows)
+
+
+def _times(each: Mapping[str, Any]) -> list[str]:
+    """Write the median, the spread and the ratio to ours; why, where there is none."""
+    if "failed" in each:
+        return ["failed", each["failed"], ""]
+    ratio = each.get("times_ours")
+    return [_brief(1e3 * each["median_s"]), _range(each, 1e3), "" if ratio is None else f"{ratio:.2f}"]
+
+
+def _range(each: Mapping[str, Any], factor: float) -> str:
+    return f"{_brief(factor * each['min_s'])}–{_brief(factor * each['max_s'])}"
+
+
+def _megabytes(each: Mapping[str, Any]) -> str:
+    return "" if each.get("extra_bytes") is None else _brief(each["extra_bytes"] / 1e6)
+
+
+def _percent(part: float | None) -> str:
+    return "" if part is None else f"{_brief(100 * part)} %"
+
+
+def _brief(number: float) -> str:
+    """Write three digits, or all before the point."""
+    return f"{number:,.0f}" if abs(number) >= 100 else f"{number:.3g}"
+
+
 TABLES: dict[str, Callable[..., str]] = {
     "short": short,
     "targets": targets,
@@ -201,15 +451,27 @@ TABLES: dict[str, Callable[..., str]] = {
     "study": study,
     "steps": steps,
     "claims": claims,
+    "pace": pace,
+    "machine": machine,
+    "speed": speed,
+    "orders": orders,
+    "decoder": decoder,
+    "growth": growth,
+    "plot": plot,
+    "largest": largest,
+    "autoencoder": autoencoder,
+    "pipeline": pipeline,
+    "quality": quality,
 }
 
 
 def fill(page: str) -> str:
-    """Put every table of a page anew."""
+    """Put every table of a page anew; what was not measured has none."""
 
     def table(mark: re.Match[str]) -> str:
         name, *of = mark[2].split()
-        return f"{mark[1]}{TABLES[name](*of)}\n"
+        text = TABLES[name](*of)
+        return f"{mark[1]}{text}\n" if text else mark[1]
 
     return MARK.sub(table, page)
 

@@ -1,39 +1,41 @@
 """Time one learning step of the capsule encoder: ours against einsum, eager and compiled, in one run.
 
 `python -m benchmarks --device cuda` (or cpu; `make bench` is the latter) prints tables: median time and spread of each
-version, ratios to ours, memory beyond weight and data, how both grow with each size, the largest number of inputs that
-trains, and what share of the device's own measured rates that is. Versions take turns in every round, so that a change
-of the machine's speed meets all of them. `--json FILE` keeps the numbers, `--plot FILE` draws how they grow.
+version, ratios to ours, memory beyond weight and data, shares of what the device can do, the decoder's step against the
+reference, how time and memory grow with each size, and the largest number of inputs that trains. Versions take turns in
+every round, so that a change of the machine's speed meets all of them. `--json FILE` keeps the numbers, `--plot FILE`
+draws how they grow; `--read FILE` measures nothing and draws what a file holds.
 
-The opponents are written as well as einsum allows: the votes are made once a step and kept, contractions go in their
-best order, and the gradient is the closed form of Algorithm 1 rather than autograd's. `reference` is
+The opponents are written as well as einsum allows: every contraction has two operands, the gradient is the closed form
+of Algorithm 1 rather than autograd's, nothing is kept longer than it is needed, and the order of contractions is the
+fastest of three on the device, found anew in each run for eager and for compiled einsum (`ORDERS`). `reference` is
 `poecaps.functional` under autograd.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
-import multiprocessing
-import platform
-import re
-import statistics
-import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from poecaps import CapsuleExperts, kernels, squash
+from benchmarks import machine
+from poecaps import CapsuleExperts, squash
 from poecaps import functional as F
+from poecaps.network import CapsuleDecoder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
 
-    Step = Callable[[], Any]
+    from benchmarks.machine import Step
+
+    Results = dict[str, dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -56,8 +58,9 @@ GROWTH: dict[str, tuple[int, ...]] = {
     "experts": (5, 20, 80),
     "iterations": (1, 3, 8),
 }
-STATUS = Path("/proc/self/status")  # what Linux tells of a process
 LADDER = (10_000, 30_000, 100_000, 300_000, 1_000_000)
+LAYER = (8, 64, 16, 256)  # K, J, D and B of the ladder
+FEW = 3  # rounds, where many sizes are measured
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -68,85 +71,142 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=9, help="how often the versions take turns (default: 9)")
     parser.add_argument("--normalize", default="inputs", choices=F.AXES)
     parser.add_argument("--no-compile", action="store_true", help="leave out the compiled opponent")
+    parser.add_argument("--autotune", action="store_true", help="compile it in mode max-autotune-no-cudagraphs")
     parser.add_argument("--no-growth", action="store_true", help="leave out how time and memory grow with each size")
     parser.add_argument("--no-ladder", action="store_true", help="leave out the search for the largest I (GPU only)")
     parser.add_argument("--json", type=Path, help="where to write the numbers")
     parser.add_argument("--plot", type=Path, help="where to draw how time and memory grow")
+    parser.add_argument("--read", type=Path, help="measure nothing; draw the numbers of this file")
     options = parser.parse_args(arguments)
-    device = torch.device(options.device)
-    usual = Sizes(normalize=options.normalize)
-    report: dict[str, Any] = {"machine": _machine(device), "sizes": asdict(usual), "ceilings": _ceilings(device)}
-    print(json.dumps(report, indent=1))
-    report["steps"] = {}
-    for batch in options.batch:
-        sizes = replace(usual, batch=batch)
-        report["steps"][batch] = compare(sizes, device, options.rounds, compiled=not options.no_compile)
-        print(table(sizes, report["steps"][batch]))
-    if not options.no_growth:
-        report["growth"] = grow(usual, device, options.rounds)
-    if device.type == "cuda" and not options.no_ladder:
-        report["largest"] = climb(device)
-    if options.json is not None:
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    if options.read is not None:
+        report = json.loads(options.read.read_text(encoding="utf-8"))
+    else:
+        report = measure(options) | {"command": machine.command("benchmarks", parser, options)}
+        machine.write(report, options.json)
     if options.plot is not None and "growth" in report:
         draw(report, options.plot)
 
 
-def compare(
-    sizes: Sizes, device: torch.device, rounds: int, *, compiled: bool = True, others: bool = True
-) -> dict[str, dict[str, float | None]]:
-    """Time the versions of one step, in turns, and measure the memory each takes."""
-    steps = {name: make(sizes, device) for name, make in _versions(device, compiled=compiled, others=others).items()}
-    repeats = {}
-    for name, step in steps.items():
-        for _ in range(3):
-            step()
-        repeats[name] = max(1, min(200, int(0.1 / _time(step, 3, device))))
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(rounds):
-        for name, step in steps.items():
-            times[name].append(_time(step, repeats[name], device))
-    ours = statistics.median(times["ours"])
-    result: dict[str, dict[str, float | None]] = {}
-    for name, values in times.items():
-        middle = statistics.median(values)
-        result[name] = {
-            "median_s": middle,
-            "min_s": min(values),
-            "max_s": max(values),
-            "times_ours": middle / ours,
-            "extra_bytes": None if "graph" in name else extra_memory(name, sizes, device),
-        }
-    result["ours"] |= {"flop_per_s": flops(sizes) / ours, "bytes_per_s": least_bytes(sizes) / ours}
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure everything that the options ask for."""
+    device, usual = torch.device(options.device), Sizes(normalize=options.normalize)
+    report: dict[str, Any] = {"machine": machine.describe(device), "sizes": asdict(usual)}
+    report["ceilings"] = machine.ceilings(device)
+    print(json.dumps(report, indent=1, ensure_ascii=False), flush=True)
+    ways = {} if options.no_compile else {"compiled": "max-autotune-no-cudagraphs" if options.autotune else "default"}
+    first = replace(usual, batch=options.batch[0])
+    report["orders"] = try_orders(first, device, options.rounds, ways)
+    fastest = {way: _fastest(found) for way, found in report["orders"].items()}
+    report["steps"], known = {}, {}
+    for batch in options.batch:
+        sizes = replace(usual, batch=batch)
+        known[sizes] = compare(sizes, device, options.rounds, _versions(device, fastest, ways))
+        report["steps"][str(batch)] = known[sizes]
+        print(table(sizes, known[sizes], report["ceilings"]), flush=True)
+    report["decoder"] = {}
+    for batch in options.batch if device.type == "cuda" else options.batch[:1]:
+        sizes = replace(usual, batch=batch)
+        found = compare(sizes, device, min(options.rounds, 2 * FEW), _decoder_versions(device))
+        report["decoder"][str(batch)] = found
+        print(table(sizes, found, {}, "decoder"), flush=True)
+    if not options.no_growth:
+        report["growth"] = grow(usual, device, min(options.rounds, FEW), fastest, known)
+    if device.type == "cuda" and not options.no_ladder:
+        report["largest"] = climb(device)
+    return report
+
+
+# ---------------------------------------------------------------------------------------------------------
+# What is done with the versions
+
+
+def compare(sizes: Sizes, device: torch.device, rounds: int, versions: Mapping[str, Version]) -> Results:
+    """Time the versions of one step, in turns, and measure the memory that each takes.
+
+    A replay of a CUDA graph is set against our replay, anything else against our plain step.
+    """
+    steps: dict[str, Step] = {}
+    result: Results = {}
+    for name, version in versions.items():
+        result[name] = {"order": version.order}
+        try:
+            steps[name] = version.make(sizes, device)
+        except RuntimeError as error:  # a capture may fail, and memory run out
+            result[name]["failed"] = str(error).splitlines()[0]
+    for name, found in machine.in_turns(steps, rounds, device).items():
+        result[name] |= found
+    for name in steps:
+        own = result[name]["median_s"]
+        ours = result["ours, CUDA graph" if versions[name].graph else "ours"].get("median_s")
+        result[name] |= {"times_ours": own / ours if ours else None} | versions[name].rates(sizes, own)
+        result[name]["extra_bytes"] = None if versions[name].graph else machine.extra_memory(steps[name], device)
+    steps.clear()
+    gc.collect()
     return result
 
 
-def table(sizes: Sizes, result: dict[str, dict[str, float | None]]) -> str:
+def table(sizes: Sizes, result: Results, ceilings: Mapping[str, float], what: str = "step") -> str:
     """Lay out what `compare` found."""
-    lines = [f"\nB = {sizes.batch}: {'step':<20}{'median ms':>12}{'min':>9}{'max':>9}{'× ours':>9}{'extra MB':>11}"]
+    head = f"{'median ms':>12}{'min':>9}{'max':>9}{'× ours':>9}{'extra MB':>11}{'% product':>11}{'% copy':>8}"
+    lines = [f"\nB = {sizes.batch:>4}: {what:<34}{head}"]
     for name, found in result.items():
-        milliseconds = [1e3 * (found[key] or 0) for key in ("median_s", "min_s", "max_s")]
-        extra = found["extra_bytes"]
-        memory = "" if extra is None else f"{extra / 1e6:11.1f}"
-        numbers = "{:12.3f}{:9.3f}{:9.3f}".format(*milliseconds)
-        lines.append(f"{'':<9}{name:<20}{numbers}{found['times_ours']:9.2f}{memory}")
-    rate, traffic = (result["ours"][key] or 0 for key in ("flop_per_s", "bytes_per_s"))
-    lines.append(f"{'':<9}ours: {rate / 1e12:.3f} TFLOP/s, {traffic / 1e9:.1f} GB/s of the least traffic")
+        if "failed" in found:
+            lines.append(f"{'':<10}{name:<34}  {found['failed']}")
+            continue
+        numbers = "{:12.3f}{:9.3f}{:9.3f}".format(*(1e3 * found[key] for key in ("median_s", "min_s", "max_s")))
+        memory = "" if found["extra_bytes"] is None else f"{found['extra_bytes'] / 1e6:.1f}"
+        shares = [share(found, ceilings, *which) for which in (OF_PRODUCT, OF_COPY)]
+        cells = ["" if each is None else f"{each:.1%}" for each in shares]
+        ratio = "" if found["times_ours"] is None else f"{found['times_ours']:.2f}"
+        lines.append(f"{'':<10}{name:<34}{numbers}{ratio:>9}{memory:>11}{cells[0]:>11}{cells[1]:>8}")
     return "\n".join(lines)
 
 
-def grow(usual: Sizes, device: torch.device, rounds: int) -> dict[str, dict[str, Any]]:
-    """Measure ours and eager einsum while one size at a time changes."""
+OF_PRODUCT, OF_COPY = ("flop_per_s", "float32_flop_per_s"), ("bytes_per_s", "copy_bytes_per_s")
+
+
+def share(found: Mapping[str, Any], ceilings: Mapping[str, float], rate: str, ceiling: str) -> float | None:
+    """Tell which part of the device's own rate a version reaches, if both are known."""
+    if found.get(rate) is None or ceiling not in ceilings:
+        return None
+    return float(found[rate] / ceilings[ceiling])
+
+
+def try_orders(sizes: Sizes, device: torch.device, rounds: int, ways: Mapping[str, str]) -> dict[str, Results]:
+    """Time the opponents in each order of contractions."""
+    found: dict[str, Results] = {}
+    for way, mode in {"eager": "", **ways}.items():
+        versions = {order: Version("einsum", order, mode=mode) for order in ORDERS}
+        ours = {"ours": Version("ours")}
+        found[way] = compare(sizes, device, min(rounds, FEW), {**ours, **versions})
+        for order in ORDERS:
+            each = found[way][order]
+            said = each.get("failed") or f"{1e3 * each['median_s']:9.3f} ms, {each['times_ours']:6.2f} × ours"
+            print(f"{way:>10}, {order:<24} {said}", flush=True)
+    return found
+
+
+def _fastest(found: Results) -> str:
+    return min((each for each in ORDERS if "median_s" in found[each]), key=lambda each: found[each]["median_s"])
+
+
+def grow(
+    usual: Sizes, device: torch.device, rounds: int, fastest: Mapping[str, str], known: Mapping[Sizes, Results]
+) -> dict[str, dict[str, Any]]:
+    """Measure ours and eager einsum while one size at a time changes; what is known already is not measured again."""
+    versions = _versions(device, {"eager": fastest["eager"]}, {}, others=False)
+    all_known = dict(known)
     found: dict[str, dict[str, Any]] = {}
     for name, values in GROWTH.items():
         found[name] = {}
         for value in values:
             sizes = replace(usual, **{name: value})  # type: ignore[arg-type]
-            found[name][str(value)] = compare(sizes, device, min(rounds, 3), compiled=False, others=False)
-            ours, theirs = (found[name][str(value)][each]["median_s"] for each in ("ours", "einsum, eager"))
-            print(
-                f"{name:>10} = {value:>5}: ours {1e3 * ours:9.3f} ms, eager einsum {1e3 * theirs:9.3f} ms", flush=True
-            )
+            if sizes not in all_known:
+                all_known[sizes] = compare(sizes, device, rounds, versions)
+            found[name][str(value)] = {each: all_known[sizes][each] for each in versions}
+            ours, theirs = (found[name][str(value)][each].get("median_s") for each in ("ours", "einsum, eager"))
+            said = [f"{1e3 * each:9.3f} ms" if each else "failed" for each in (ours, theirs)]
+            print(f"{name:>10} = {value:>5}: ours {said[0]}, eager einsum {said[1]}", flush=True)
     return found
 
 
@@ -154,72 +214,165 @@ def draw(report: dict[str, Any], path: Path) -> None:
     """Draw time and memory against each size, both axes logarithmic."""
     from matplotlib.figure import Figure  # an extra
 
+    growth = report["growth"]
     figure = Figure(figsize=(13, 5.5), layout="constrained")
-    panels = figure.subplots(2, len(GROWTH), sharey="row")
-    for column, (name, values) in enumerate(GROWTH.items()):
-        for version, style in (("ours", "o-"), ("einsum, eager", "s--")):
-            runs = [report["growth"][name][str(value)][version] for value in values]
-            panels[0, column].loglog(values, [1e3 * run["median_s"] for run in runs], style, label=version)
-            panels[1, column].loglog(
-                values, [max(run["extra_bytes"] or 0, 1e5) / 1e6 for run in runs], style, label=version
-            )
-        panels[1, column].set_xlabel(name)
+    panels = figure.subplots(2, len(growth), sharey="row", squeeze=False)
+    for column, (name, found) in enumerate(growth.items()):
+        for version, style in STYLES.items():
+            runs = {int(value): of[version] for value, of in found.items() if "median_s" in of.get(version, {})}
+            if not runs:
+                continue
+            panels[0, column].loglog(list(runs), [1e3 * run["median_s"] for run in runs.values()], style, label=version)
+            memory = {value: run["extra_bytes"] / 1e6 for value, run in runs.items() if run["extra_bytes"]}
+            if memory:
+                panels[1, column].loglog(list(memory), list(memory.values()), style, label=version)
+        panels[1, column].set_xlabel(NAMES.get(name, name))
         for panel in panels[:, column]:
-            panel.set_xticks(values, [str(value) for value in values])
+            panel.set_xticks([int(value) for value in found], list(found))
             panel.minorticks_off()
             panel.grid(alpha=0.3)
     panels[0, 0].set_ylabel("ms a step")
     panels[1, 0].set_ylabel("MB beyond weight and data")
     panels[0, 0].legend(frameon=False)
-    figure.suptitle(f"One learning step, {report['machine']['device']}")
+    figure.suptitle(f"One learning step of the capsule encoder, {report['machine']['device']}")
+    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
 
 
-def climb(device: torch.device) -> dict[str, Any]:
-    """Find how many inputs train at J = 64, B = 256, on our path."""
-    found: dict[str, Any] = {}
-    for inputs in LADDER:
-        layer = x = None
-        try:
-            layer = CapsuleExperts(inputs, 8, 64, 16, sharpness=5.0, device=device)
-            x = torch.rand(256, inputs, 8, device=device).mul_(0.3)
-            _step(layer, x)()
-            seconds, peak = _time(_step(layer, x), 1, device), torch.cuda.max_memory_allocated(device)
-            gradient = layer.weight.grad
-            finite = gradient is not None and bool(gradient[:: inputs // 100].isfinite().all())
-            found[str(inputs)] = {"seconds": seconds, "peak_bytes": peak, "finite": finite}
-            print(f"I = {inputs:>9,}: {seconds:8.3f} s a step, peak {peak / 2**30:6.1f} GiB, finite: {finite}")
-        except torch.cuda.OutOfMemoryError:
-            found[str(inputs)] = None
-            print(f"I = {inputs:>9,}: out of memory")
-            break
-        finally:
-            layer = x = gradient = None
+STYLES = {
+    "ours": "C0o-",
+    "ours, CUDA graph": "C0^:",
+    "einsum, eager": "C1s--",
+    "einsum, eager, CUDA graph": "C1v:",
+}
+NAMES = {"batch": "images B", "inputs": "capsules I", "experts": "experts J", "iterations": "iterations R"}
+
+
+def climb(device: torch.device) -> dict[str, dict[str, Any]]:
+    """Find how many inputs train: whole steps, optimiser and all, ours with SGD and Adam, and those of eager einsum."""
+    found: dict[str, dict[str, Any]] = {}
+    for name in ("ours, SGD", "ours, Adam", "einsum (votes once), SGD", "einsum (no votes), SGD"):
+        found[name] = {}
+        for inputs in LADDER:
+            found[name][str(inputs)] = reached = _rung(name, inputs, device)
+            gc.collect()
             torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats(device)
+            if reached is None:
+                print(f"{name}, I = {inputs:>9,}: out of memory", flush=True)
+                break
+            print(
+                f"{name}, I = {inputs:>9,}: {reached['seconds']:8.3f} s a step, "
+                f"peak {reached['peak_bytes'] / 2**30:6.1f} GiB, finite: {reached['finite']}",
+                flush=True,
+            )
     return found
 
 
+def _rung(name: str, inputs: int, device: torch.device) -> dict[str, Any] | None:
+    """Take two whole steps with so many inputs, if there is room for them."""
+    try:
+        return _two_steps(name, inputs, device)
+    except torch.cuda.OutOfMemoryError:
+        return None
+
+
+def _two_steps(name: str, inputs: int, device: torch.device) -> dict[str, Any]:
+    """Take two whole steps, and time the second."""
+    in_dim, experts, out_dim, batch = LAYER
+    torch.cuda.reset_peak_memory_stats(device)
+    layer = CapsuleExperts(inputs, in_dim, experts, out_dim, sharpness=5.0, device=device)
+    x = torch.rand(batch, inputs, in_dim, device=device).mul_(0.3)
+    if name.endswith("Adam"):
+        optimizer: torch.optim.Optimizer = torch.optim.Adam(layer.parameters(), lr=0.01, fused=True)
+    else:
+        optimizer = torch.optim.SGD(layer.parameters(), lr=1.0, foreach=False)
+    sizes = Sizes(batch, inputs, in_dim, experts, out_dim)
+    order = "votes once" if "votes once" in name else "no votes"
+
+    def step() -> None:
+        if name.startswith("ours"):
+            layer.contrastive_divergence(x).backward()
+        else:
+            layer.weight.grad = einsum_step(x, layer.weight.detach(), sizes, order)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    step()
+    taken = machine.seconds(step, 1, device)
+    some = layer.weight.detach()[:: max(1, inputs // 100)]
+    return {
+        "seconds": taken,
+        "peak_bytes": torch.cuda.max_memory_allocated(device),
+        "finite": bool(some.isfinite().all()),
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------
 # The versions
+
+Kind = Literal["ours", "reference", "einsum", "decoder", "decoder reference"]
+
+
+@dataclass(frozen=True)
+class Version:
+    """One way to take a step."""
+
+    kind: Kind
+    order: str | None = None
+    """Of einsum's contractions."""
+    mode: str = ""
+    """Of torch.compile; not compiled if empty."""
+    graph: bool = False
+    """Whether the step is recorded as a CUDA graph, and replays of it are timed."""
+    tf32: bool = False
+    """Whether products of float32 may round their operands to 10 bits."""
+
+    def make(self, sizes: Sizes, device: torch.device) -> Step:
+        """Make the problem, and return a function that takes the step and returns the gradient."""
+        if self.kind == "einsum":
+            step = _einsum(sizes, device, self.order or "", self.mode)
+        elif self.kind.startswith("decoder"):
+            step = _decoder_step(sizes, device, reference=self.kind.endswith("reference"))
+        else:
+            step = _step(*_problem(sizes, device, reference=self.kind == "reference"))
+        step = machine.with_precision("high" if self.tf32 else "", step)
+        return _captured(step) if self.graph else step
+
+    def rates(self, sizes: Sizes, seconds: float) -> dict[str, float]:
+        """Turn the seconds of a step of the encoder into operations and, where they are known, bytes a second."""
+        if self.kind.startswith("decoder"):
+            return {}
+        found = {"flop_per_s": flops(sizes) / seconds}
+        if self.kind == "ours":
+            found["bytes_per_s"] = least_bytes(sizes) / seconds
+        elif self.order is not None and not self.mode:
+            found["bytes_per_s"] = traffic(sizes, self.order) / seconds
+        return found
 
 
 def _versions(
-    device: torch.device, *, compiled: bool = True, others: bool = True
-) -> dict[str, Callable[[Sizes, torch.device], Step]]:
-    versions: dict[str, Callable[[Sizes, torch.device], Step]] = {"ours": lambda at, on: _step(*_problem(at, on))}
+    device: torch.device, orders: Mapping[str, str], ways: Mapping[str, str], *, others: bool = True
+) -> dict[str, Version]:
+    found = {"ours": Version("ours")}
+    for way, order in orders.items():
+        found[f"einsum, {way}"] = Version("einsum", order, mode=ways.get(way, ""))
     if device.type == "cuda":
-        versions["ours, CUDA graph"] = lambda at, on: _captured(*_problem(at, on))
-    versions["einsum, eager"] = lambda at, on: _einsum(at, on, einsum_step)
-    if compiled:
-        versions["einsum, compiled"] = lambda at, on: _einsum(at, on, torch.compile(einsum_step))
+        found |= {f"{name}, CUDA graph": replace(version, graph=True) for name, version in found.items()}
+        for name in [each for each in ("einsum, compiled, CUDA graph",) if each in found]:
+            found["einsum, compiled, tf32, CUDA graph"] = replace(found[name], tf32=True)
     if others:
-        versions["reference"] = lambda at, on: _step(*_problem(at, on, "reference"))
-    return versions
+        found["reference"] = Version("reference")
+    return found
 
 
-def _problem(
-    sizes: Sizes, device: torch.device, backend: kernels.Backend | None = None
-) -> tuple[CapsuleExperts, Tensor]:
+def _decoder_versions(device: torch.device) -> dict[str, Version]:
+    found = {"ours": Version("decoder")}
+    if device.type == "cuda":
+        found["ours, CUDA graph"] = Version("decoder", graph=True)
+    return found | {"reference": Version("decoder reference")}
+
+
+def _problem(sizes: Sizes, device: torch.device, *, reference: bool = False) -> tuple[CapsuleExperts, Tensor]:
     generator = torch.Generator().manual_seed(0)
     layer = CapsuleExperts(
         sizes.inputs,
@@ -229,7 +382,7 @@ def _problem(
         iterations=sizes.iterations,
         sharpness=sizes.sharpness,
         normalize=sizes.normalize,
-        backend=backend,
+        backend="reference" if reference else None,
     )
     layer.reset_parameters(std=0.1, generator=generator)
     x = squash(torch.randn(sizes.batch, sizes.inputs, sizes.in_dim, generator=generator))
@@ -237,54 +390,142 @@ def _problem(
 
 
 def _step(layer: CapsuleExperts, x: Tensor) -> Step:
-    def step() -> None:
-        layer.weight.grad = None
-        layer.contrastive_divergence(x).backward()
-
-    return step
+    return lambda: _gradient(layer, layer.contrastive_divergence(x))
 
 
-def _captured(layer: CapsuleExperts, x: Tensor) -> Step:
+def _decoder_step(sizes: Sizes, device: torch.device, *, reference: bool) -> Step:
+    """Return a learning step of the decoder, from the experts down to the capsules."""
+    generator = torch.Generator().manual_seed(0)
+    layer = CapsuleDecoder(
+        sizes.experts,
+        sizes.out_dim,
+        sizes.inputs,
+        sizes.in_dim,
+        iterations=sizes.iterations,
+        backend="reference" if reference else None,
+    )
+    layer.reset_parameters(std=0.1, generator=generator)
+    y, x = (
+        squash(torch.randn(sizes.batch, count, dim, generator=generator)).to(device)
+        for count, dim in ((sizes.experts, sizes.out_dim), (sizes.inputs, sizes.in_dim))
+    )
+    layer.to(device)
+    return lambda: _gradient(layer, layer.decoding_loss(y, x))
+
+
+def _gradient(layer: CapsuleExperts, loss: Tensor) -> Tensor | None:
+    """Hand the gradient over, so that it is memory of the step for all versions alike."""
+    loss.backward()
+    gradient, layer.weight.grad = layer.weight.grad, None
+    return gradient
+
+
+def _captured(step: Step) -> Step:
     """Record the step once; what is timed is its replay."""
-    step = _step(layer, x)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(3):
             step()
     torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        step()
-    return graph.replay
+        result = step()
+
+    def replay() -> Any:
+        graph.replay()
+        return result
+
+    return replay
 
 
-def _einsum(sizes: Sizes, device: torch.device, step: Callable[..., Tensor]) -> Step:
+def _einsum(sizes: Sizes, device: torch.device, order: str, mode: str) -> Step:
     layer, x = _problem(sizes, device)
     weight = layer.weight.detach()
+    step = ORDERS[order]
+    if mode:
+        step = torch.compile(step, mode=mode, dynamic=False)
     return lambda: step(x, weight, sizes)
 
 
-def einsum_step(x: Tensor, weight: Tensor, sizes: Sizes) -> Tensor:
-    """Compute −ΔW of Algorithm 1 with votes kept: (B, I, K), (I, J, D, K) → (I, J, D, K)."""
-    axis = 1 if sizes.normalize == "inputs" else 2
+# ---------------------------------------------------------------------------------------------------------
+# The opponents
+
+
+def einsum_step(x: Tensor, weight: Tensor, sizes: Sizes, order: str = "votes once") -> Tensor:
+    """Compute −ΔW of Algorithm 1 with einsum: (B, I, K), (I, J, D, K) → (I, J, D, K)."""
+    return ORDERS[order](x, weight, sizes)
+
+
+def _as_written(x: Tensor, weight: Tensor, sizes: Sizes) -> Tensor:
+    """Follow the equations one by one: votes (B, I, J, D) up and again from what the model sees, D numbers down."""
     u = torch.einsum("bik,ijdk->bijd", x, weight)
-    norm = u.square().sum(-1, keepdim=True)
-    unit = u * torch.where(norm > 0, norm.rsqrt(), 0)
-    b = u.new_zeros(u.shape[:3])
+    c, z = _route(u, sizes)
+    del u
+    sent = torch.einsum("bij,bjd->bijd", c, F.squash(z))
+    model = F.squash(torch.einsum("bijd,ijdk->bik", sent, weight))
+    del sent
+    z_model = torch.einsum("bij,bijd->bjd", c, torch.einsum("bik,ijdk->bijd", model, weight))
+    away = torch.einsum("bijd,bik->ijdk", torch.einsum("bij,bjd->bijd", c, _pull(z_model)), model)
+    toward = torch.einsum("bijd,bik->ijdk", torch.einsum("bij,bjd->bijd", c, _pull(z)), x)
+    return (away - toward) * (2 / len(x))
+
+
+def _votes_once(x: Tensor, weight: Tensor, sizes: Sizes) -> Tensor:
+    """Keep votes for the routing; afterwards mix the K numbers below, which are fewer, before the product with W."""
+    u = torch.einsum("bik,ijdk->bijd", x, weight)
+    c, z = _route(u, sizes)
+    del u
+    return _learn(x, weight, c, z)
+
+
+def _no_votes(x: Tensor, weight: Tensor, sizes: Sizes) -> Tensor:
+    """Mix the K numbers below before every product with W; norms of votes come from WᵀW, and votes are never made."""
+    axis = 1 if sizes.normalize == "inputs" else 2
+    gram = torch.einsum("ijdk,ijdl->ijkl", weight, weight)
+    square = torch.einsum("bijk,bik->bij", torch.einsum("bil,ijkl->bijk", x, gram), x)
+    scale = sizes.sharpness * torch.where(square > 0, square.clamp(min=1e-30).rsqrt(), 0)
+    b = torch.zeros_like(square)
+    c = torch.softmax(b, axis)
+    z = _up(c, x, weight)
+    for _ in range(sizes.iterations - 1):
+        along = torch.einsum("bjd,ijdk->bijk", F.direction(z), weight)
+        b = b + scale * torch.einsum("bijk,bik->bij", along, x)
+        del along
+        c = torch.softmax(b, axis)
+        z = _up(c, x, weight)
+    return _learn(x, weight, c, z)
+
+
+def _route(u: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor]:
+    """Route votes (B, I, J, D) by the cosine: c (B, I, J) and z (B, J, D)."""
+    axis = 1 if sizes.normalize == "inputs" else 2
+    norm = torch.linalg.vector_norm(u, dim=-1)
+    scale = sizes.sharpness * torch.where(norm > 0, 1 / norm, 0)
+    b = torch.zeros_like(norm)
     c = torch.softmax(b, axis)
     z = torch.einsum("bij,bijd->bjd", c, u)
     for _ in range(sizes.iterations - 1):
-        b = b + sizes.sharpness * torch.einsum("bijd,bjd->bij", unit, F.direction(z))
+        b = b + scale * torch.einsum("bijd,bjd->bij", u, F.direction(z))
         c = torch.softmax(b, axis)
         z = torch.einsum("bij,bijd->bjd", c, u)
-    sent = c.unsqueeze(-1) * F.squash(z).unsqueeze(1)
-    model = F.squash(torch.einsum("bijd,ijdk->bik", sent, weight))
-    z_model = torch.einsum("bij,bijd->bjd", c, torch.einsum("bik,ijdk->bijd", model, weight))
-    toward = c.unsqueeze(-1) * _pull(z).unsqueeze(1)
-    away = c.unsqueeze(-1) * _pull(z_model).unsqueeze(1)
-    gradient = torch.einsum("bijd,bik->ijdk", away, model) - torch.einsum("bijd,bik->ijdk", toward, x)
+    return c, z
+
+
+def _learn(x: Tensor, weight: Tensor, c: Tensor, z: Tensor) -> Tensor:
+    """Go down and up, and compute the gradient, with nothing larger than (B, I, J, K)."""
+    model = F.squash(torch.einsum("bij,bijk->bik", c, torch.einsum("bjd,ijdk->bijk", F.squash(z), weight)))
+    mixed = torch.einsum("bij,bik->bijk", c, model)
+    z_model = torch.einsum("bijk,ijdk->bjd", mixed, weight)
+    gradient = torch.einsum("bjd,bijk->ijdk", _pull(z_model), mixed)
+    del mixed
+    gradient = gradient - torch.einsum("bjd,bijk->ijdk", _pull(z), torch.einsum("bij,bik->bijk", c, x))
     return gradient * (2 / len(x))
+
+
+def _up(c: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    return torch.einsum("bijk,ijdk->bjd", torch.einsum("bij,bik->bijk", c, x), weight)
 
 
 def _pull(z: Tensor) -> Tensor:
@@ -292,16 +533,25 @@ def _pull(z: Tensor) -> Tensor:
     return pull
 
 
-# What is measured
+ORDERS: dict[str, Callable[[Tensor, Tensor, Sizes], Tensor]] = {
+    "as written": _as_written,
+    "votes once": _votes_once,
+    "no votes": _no_votes,
+}
+
+
+# ---------------------------------------------------------------------------------------------------------
+# What a step has to do
 
 
 def flops(sizes: Sizes) -> float:
-    """Count the operations of one step on the vote-free path: products with W, and what is done to each vote."""
+    """Count the operations that a step needs, whoever takes it: what is done twice to save memory counts once.
+
+    Five products of votes or of their like with W (up, down, up again, twice for the gradient), and for each vote its
+    norm, R mixings and R − 1 agreements.
+    """
     pairs = sizes.batch * sizes.inputs * sizes.experts
-    product = 2 * pairs * sizes.out_dim * sizes.in_dim
-    vote = 2 * pairs * sizes.out_dim
-    passes = sizes.iterations * product + (sizes.iterations - 1) * 3 * vote  # up; agreement, norm, mixing
-    return float(passes + (product + vote) + (product + vote) + 2 * (product + vote))  # down, up again, ΔW
+    return float(2 * pairs * sizes.out_dim * (5 * sizes.in_dim + 2 * sizes.iterations))
 
 
 def least_bytes(sizes: Sizes) -> float:
@@ -310,81 +560,16 @@ def least_bytes(sizes: Sizes) -> float:
     return 4.0 * (2 * weight + sizes.batch * sizes.inputs * sizes.in_dim)
 
 
-def extra_memory(version: str, sizes: Sizes, device: torch.device) -> int | None:
-    """Measure the memory that a step takes beyond weight and data, at its peak.
-
-    On a CPU, by how far a process of its own grows during a step, after a step of a tiny problem that brings in code
-    and buffers of the libraries. It is 0 if the step fits into what making the problem had taken and given back, and
-    None where the system does not tell.
-    """
-    if device.type == "cpu":
-        if not STATUS.exists():
-            return None
-        with multiprocessing.get_context("spawn").Pool(1) as pool:
-            return int(pool.apply(_growth_of_a_process, (version, sizes)))
-    step = _versions(device)[version](sizes, device)
-    step()
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    step()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated(device) - before
-
-
-def _growth_of_a_process(version: str, sizes: Sizes) -> int:
-    make = _versions(torch.device("cpu"))[version]
-    make(replace(sizes, batch=4), torch.device("cpu"))()
-    step = make(sizes, torch.device("cpu"))
-    before = _highest()
-    step()
-    return _highest() - before
-
-
-def _highest() -> int:
-    """Read the most memory that this process ever held; getrusage would count that of its parent before it."""
-    (kilobytes,) = re.findall(r"VmHWM:\s+(\d+) kB", STATUS.read_text())
-    return 1024 * int(kilobytes)
-
-
-def _time(step: Step, repeats: int, device: torch.device) -> float:
-    if device.type == "cpu":
-        start = time.perf_counter()
-        for _ in range(repeats):
-            step()
-        return (time.perf_counter() - start) / repeats
-    before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    before.record()
-    for _ in range(repeats):
-        step()
-    after.record()
-    after.synchronize()
-    return before.elapsed_time(after) / 1e3 / repeats
-
-
-def _ceilings(device: torch.device) -> dict[str, float]:
-    """Measure what the device can do: a large copy, and a large product, on a GPU in float32 and in tf32."""
-    many, side = (2**30, 8192) if device.type == "cuda" else (2**26, 2048)
-    source = torch.rand(many, device=device)
-    target = source.clone()
-    found = {"copy_bytes_per_s": 2 * 4 * many / _time(lambda: target.copy_(source), 5, device)}
-    left, right = (torch.randn(side, side, device=device) for _ in range(2))
-    for name, tf32 in (("float32", False), ("tf32", True)) if device.type == "cuda" else (("float32", False),):
-        torch.backends.cuda.matmul.allow_tf32 = tf32
-        left @ right
-        found[f"{name}_flop_per_s"] = 2 * side**3 / _time(lambda: left @ right, 5, device)
-    torch.backends.cuda.matmul.allow_tf32 = False
-    return found
-
-
-def _machine(device: torch.device) -> dict[str, str]:
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
-    found = {"device": name, "torch": torch.__version__, "python": platform.python_version()}
-    if device.type == "cuda":
-        import triton
-
-        found["triton"] = triton.__version__
-    return found | {"routing": kernels.describe(device)}
+def traffic(sizes: Sizes, order: str) -> float:
+    """Count the bytes that eager einsum writes and reads at least: only what is of the size of votes, or K of D."""
+    pairs, again = 4.0 * sizes.batch * sizes.inputs * sizes.experts, sizes.iterations - 1
+    votes, inputs = pairs * sizes.out_dim, pairs * sizes.in_dim
+    routing = 2 + 1 + 2 * again  # made, norm, first mixing; then agreement and mixing
+    return {
+        "as written": votes * (routing + 2 + 2 + 2 + 2),  # sent, votes of the model, both halves of the gradient
+        "votes once": votes * routing + inputs * (2 + 3 + 2),  # down; model mixed, up, gradient; data mixed, gradient
+        "no votes": inputs * (2 + 2 + 4 * again + 2 + 3 + 2),
+    }[order]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The page of results: its tables are those of the numbers beside it, and these belong to commands of today."""
+"""The pages of results and of speed: their tables are those of the numbers beside them, made by commands of today."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ import pytest
 
 from benchmarks import report
 from benchmarks.report import PEERS, SETS, defaults, fill, lay_out, main, numbers, peers_named
+from benchmarks.routing import ORDERS
 from benchmarks.study import STUDY, find
 from poecaps.training.config import command
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-PAGES = (report.NUMBERS.parents[1] / "README.md", report.NUMBERS.parent / "results.md")
+SPEED = report.NUMBERS.parent / "benchmarks.md"
+PAGES = (report.NUMBERS.parents[1] / "README.md", report.NUMBERS.parent / "results.md", SPEED)
 
 
 def test_the_tables_of_the_pages_are_those_of_the_numbers() -> None:
@@ -24,7 +26,7 @@ def test_the_tables_of_the_pages_are_those_of_the_numbers() -> None:
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         asked |= {mark[1].split()[0] for mark in report.MARK.findall(text)}
-        assert fill(text) == text, "run: python -m benchmarks.report README.md docs/results.md"
+        assert fill(text) == text, "run: make report"
     assert asked == set(report.TABLES)
 
 
@@ -96,6 +98,85 @@ def test_a_page_is_filled_between_its_marks(tmp_path: Path, monkeypatch: pytest.
     assert len(lines) == 2
     with pytest.raises(KeyError, match="nothing"):
         fill("<!-- table: nothing -->\n")
+
+
+def test_everything_on_the_page_of_speed_was_measured() -> None:
+    marks = report.MARK.finditer(SPEED.read_text(encoding="utf-8"))
+    missing = [mark[2] for mark in marks if not report.TABLES[mark[2].split()[0]](*mark[2].split()[1:])]
+    assert missing == [], "measure it, and run: make report"
+    for on in ("cpu", "cuda"):
+        assert (SPEED.parent / "images" / f"routing-{on}.png").is_file()
+
+
+def step(seconds: float, ratio: float, **more: Any) -> dict[str, Any]:
+    spread = {"median_s": seconds, "min_s": seconds / 2, "max_s": 2 * seconds, "rounds": 3}
+    return {"order": None, "times_ours": ratio, "extra_bytes": 10**7, "flop_per_s": 1e12, **spread, **more}
+
+
+@pytest.fixture
+def measured_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers of speed as the programs write them."""
+    machine = {"device": "a GPU", "python": "3", "torch": "2", "cuda": "13", "triton": "3", "poecaps": "0"}
+    common = {"machine": machine, "command": "python -m benchmarks"}
+    rates = {"copy_bytes_per_s": 4e12, "float32_flop_per_s": 5e13, "bfloat16_flop_per_s": 8e14}
+    versions = {
+        "ours": step(1e-4, 1.0, bytes_per_s=1e12),
+        "ours, CUDA graph": step(5e-5, 1.0, extra_bytes=None),
+        "einsum, eager": step(2e-3, 20.0, order="votes once", extra_bytes=4 * 10**8),
+        "einsum, eager, CUDA graph": step(1e-3, 20.0, order="votes once", extra_bytes=None),
+        "einsum, compiled": step(5e-4, 5.0, order="no votes"),
+        "einsum, compiled, CUDA graph": {"order": "no votes", "failed": "not while a stream is captured"},
+    }
+    orders = {order: step(1e-3, 10.0) for order in ORDERS}
+    rung = {"seconds": 0.5, "peak_bytes": 2**30, "finite": True}
+    routing = {
+        **common,
+        "ceilings": rates | {"tf32_flop_per_s": 4e14},
+        "steps": {"256": versions, "1024": versions},
+        "orders": {"eager": orders, "compiled": orders},
+        "decoder": {"256": {"ours": step(1e-4, 1.0), "reference": step(1e-3, 10.0)}},
+        "growth": {"batch": {"64": versions, "256": versions}},
+        "largest": {"ours, SGD": {"10000": rung, "1000000": rung}, "ours, Adam": {"10000": rung, "1000000": None}},
+    }
+    of_batch = step(1e-3, 1.0, precision="bfloat16", images_per_s=128e3, flop_per_image=6e8) | {"flop_per_s": 4e14}
+    parts = {"reading files": step(0.1, 1.0), "total": step(9.0, 1.0)}
+    quality = dict.fromkeys((where for where, *_ in report.TARGETS.values()), 0.5)
+    rounds = [{"seed": seed, "total_s": 9.0, "parts": {}, "quality": quality} for seed in (0, 1)]
+    once = {"interpreter and imports": None, "context of the GPU": 1.25}
+    files = {
+        "routing-cuda": routing,
+        "autoencoder-cuda": {**common, "ceilings": rates, "batches": {"128": of_batch}},
+        "pipeline-cuda": {**common, "once": once, "rounds": rounds, "summary": parts},
+        "mnist-study": numbers("mnist", "study"),
+    }
+    for name, content in files.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    monkeypatch.setattr(report, "NUMBERS", tmp_path)
+
+
+@pytest.mark.usefixtures("measured_elsewhere")
+def test_tables_of_speed_hold_what_was_measured() -> None:
+    page = fill(SPEED.read_text(encoding="utf-8"))
+    assert "| eager einsum, H200, B 256, both launched | ≥ 10 × ours | 20 × ours | met |" in page
+    assert "| compiled einsum, H200, B 1024, both launched | ≥ 6 × ours | 5 × ours | **missed** |" in page
+    assert "compiled einsum, H200, B 256, both replayed" not in page  # it failed, and the table below says why
+    assert "| failed | not while a stream is captured |" in page
+    assert "| extra memory, H200, B 1024 | ≤ 1/20 of eager einsum's | 1/40 of eager einsum's | met |" in page
+    assert "| largest I that trains, H200, J 64, B 256, Adam | ≥ 100,000 | 10,000 | **missed** |" in page
+    assert "| autoencoder, H200, batch 128 | ≥ 200 TFLOP/s | 400 TFLOP/s | met |" in page
+    assert "| raw files to Figure 2, H200, median | ≤ 10 s | 9 s | met |" in page
+    assert "| 256 | ours | 0.1 | 0.05–0.2 | 1.00 | 10 | 2 % | 0.25 % | 25 % |" in page
+    assert "| 1,000,000 | 0.5 s, 1 GiB | out of memory |" in page
+    assert "| 128 | bfloat16 | 1 | 0.5–2 | 128,000 | 400 | 50 % |" in page
+    assert "| **total** | **9** | **4.5–18** |" in page
+    assert "| *once:* context of the GPU | 1.25 |  |" in page
+    assert "a GPU; Python 3, torch 2, CUDA 13, triton 3, poecaps 0. Command: `python -m benchmarks`." in page
+    assert "two CPU cores" not in page  # nothing was measured on a CPU
+    for mark in report.MARK.finditer(page):
+        lines = mark[0].splitlines()[1:]
+        assert bool(lines) == (not mark[2].endswith(" cpu")), mark[2]
+        if lines and lines[0].startswith("|"):
+            assert len({line.count("|") for line in lines}) == 1, mark[2]
 
 
 def test_tables_have_texts_to_the_left_and_numbers_to_the_right() -> None:

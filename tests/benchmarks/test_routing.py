@@ -2,56 +2,121 @@
 
 from __future__ import annotations
 
+import functools
 import json
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
-from benchmarks import routing
-from benchmarks.routing import Sizes, einsum_step, main
+from benchmarks import machine, routing
+from benchmarks.routing import ORDERS, Sizes, Version, einsum_step, main
 from poecaps import CapsuleExperts, squash
 from poecaps import functional as F
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+CPU = torch.device("cpu")
 SMALL = Sizes(batch=6, inputs=9, in_dim=3, experts=4, out_dim=5)
+TIMES = {"median_s", "min_s", "max_s", "rounds", "times_ours", "extra_bytes", "order"}
 
 
+@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("normalize", F.AXES)
-def test_einsum_takes_our_step(normalize: F.Axis, generator: torch.Generator) -> None:
-    layer = CapsuleExperts(9, 3, 4, 5, sharpness=5.0, normalize=normalize, dtype=torch.float64)
+def test_einsum_takes_our_step(normalize: F.Axis, order: str, generator: torch.Generator) -> None:
+    layer = CapsuleExperts(9, 3, 4, 5, sharpness=5.0, normalize=normalize, dtype=torch.float64, backend="reference")
     layer.reset_parameters(std=1.0, generator=generator)
     x = squash(torch.randn(6, 9, 3, dtype=torch.float64, generator=generator))
+    x[1, 2] = 0  # a capsule whose votes have no direction
     layer.contrastive_divergence(x).backward()
-    sizes = Sizes(6, 9, 3, 4, 5, normalize=normalize)
-    torch.testing.assert_close(einsum_step(x, layer.weight.detach(), sizes), layer.weight.grad)
+    sizes = replace(SMALL, normalize=normalize)
+    torch.testing.assert_close(einsum_step(x, layer.weight.detach(), sizes, order), layer.weight.grad)
 
 
-def test_the_benchmark_measures_and_draws(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_all_versions_return_the_same_gradient() -> None:
+    ours, *others = (Version(kind).make(SMALL, CPU)() for kind in ("ours", "reference", "decoder", "decoder reference"))
+    torch.testing.assert_close(ours, others[0])
+    torch.testing.assert_close(others[1], others[2])
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routing, "GROWTH", {"batch": (4, 8), "inputs": (5, 10)})
-    monkeypatch.setattr(routing, "extra_memory", lambda *_: 10**6)
-    monkeypatch.setattr(routing, "_ceilings", lambda _: {})
-    files = ["--json", str(tmp_path / "found.json"), "--plot", str(tmp_path / "growth.png")]
-    main(["--batch", "4", "--rounds", "1", "--no-compile", *files])
-    found = json.loads((tmp_path / "found.json").read_text())
+    monkeypatch.setattr(routing, "Sizes", functools.partial(Sizes, inputs=10, experts=3))
+    monkeypatch.setattr(machine, "ceilings", functools.partial(machine.ceilings, large=False))
+
+
+@pytest.mark.usefixtures("small")
+def test_the_benchmark_measures_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    json_file, plot = tmp_path / "results" / "found.json", tmp_path / "images" / "growth.png"
+    main(["--batch", "4", "6", "--rounds", "1", "--no-compile", "--json", str(json_file), "--plot", str(plot)])
+    found = json.loads(json_file.read_text())
+    assert found["command"] == "python -m benchmarks --device cpu --batch 4 6 --rounds 1 --no-compile"
+    assert found["machine"].keys() >= {"device", "python", "torch", "poecaps", "routing"}
+    assert found["ceilings"].keys() == {"copy_bytes_per_s", "float32_flop_per_s", "bfloat16_flop_per_s"}
+    assert found["steps"].keys() == {"4", "6"}
+    assert found["decoder"]["4"].keys() == {"ours", "reference"}
     assert found["steps"]["4"].keys() == {"ours", "einsum, eager", "reference"}
+    assert found["steps"]["4"]["einsum, eager"]["order"] in ORDERS
+    assert found["orders"]["eager"].keys() == {"ours", *ORDERS}
     assert found["growth"]["inputs"].keys() == {"5", "10"}
+    for each in found["steps"]["4"].values():
+        assert each.keys() >= TIMES
+        assert each["min_s"] <= each["median_s"] <= each["max_s"]
     assert found["steps"]["4"]["ours"]["times_ours"] == 1
-    assert (tmp_path / "growth.png").stat().st_size > 1000
+    assert plot.stat().st_size > 1000
     assert "einsum, eager" in capsys.readouterr().out
 
 
-@pytest.mark.skipif(not routing.STATUS.exists(), reason="the system does not tell")
+@pytest.mark.usefixtures("small")
+def test_what_was_measured_elsewhere_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    main(["--batch", "4", "--rounds", "1", "--no-compile", "--json", str(tmp_path / "found.json")])
+    monkeypatch.setattr(routing, "measure", None)
+    main(["--read", str(tmp_path / "found.json"), "--plot", str(tmp_path / "growth.png")])
+    assert (tmp_path / "growth.png").stat().st_size > 1000
+
+
+def test_a_version_that_cannot_be_made_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing\nand more")
+
+    monkeypatch.setattr(routing, "_captured", refuse)
+    versions = {"ours": Version("ours"), "ours, CUDA graph": Version("ours", graph=True)}
+    found = routing.compare(SMALL, CPU, 1, versions)
+    assert found["ours, CUDA graph"] == {
+        "order": None,
+        "failed": "operation not permitted when stream is capturing",
+    }
+    assert "not permitted" in routing.table(SMALL, found, {})
+
+
+def test_slow_steps_sit_out_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    lasts = {"quick": 1e-3, "slow": 1.5, "slower": 7.0}
+    taken: list[str] = []
+
+    def seconds(step: Any, repeats: int, _: torch.device) -> float:
+        taken.extend([step()] * repeats)
+        return lasts[step()]
+
+    monkeypatch.setattr(machine, "seconds", seconds)
+    found = machine.in_turns({name: lambda name=name: name for name in lasts}, 9, CPU)  # type: ignore[misc]
+    assert {name: each["rounds"] for name, each in found.items()} == {"quick": 9, "slow": 5, "slower": 3}
+    assert found["slow"]["median_s"] == 1.5
+
+
+@pytest.mark.skipif(not machine.tells_memory(), reason="the system does not tell")
 def test_eager_einsum_takes_more_memory_than_we_do() -> None:
     sizes = Sizes(batch=64, inputs=600)
     torch.ones(2**28)  # a gigabyte that this process held is none of theirs
-    ours, theirs = (routing.extra_memory(name, sizes, torch.device("cpu")) for name in ("ours", "einsum, eager"))
+    extra = {}
+    for version in (Version("ours"), *(Version("einsum", order) for order in ("votes once", "as written"))):
+        step = version.make(sizes, CPU)
+        step()
+        extra[version.order] = machine.extra_memory(step, CPU)
     votes = 4 * 64 * 600 * 20 * 16
-    assert ours is not None
-    assert theirs is not None
-    assert theirs > votes
-    assert ours < theirs / 2
+    assert all(each is not None for each in extra.values())
+    ours, once, written = (each or 0 for each in extra.values())
+    assert votes < min(once, written)
+    assert ours < once / 2

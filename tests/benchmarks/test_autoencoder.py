@@ -1,0 +1,62 @@
+"""The benchmark of the autoencoder counts what a step multiplies, and runs."""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks import autoencoder, machine
+from benchmarks.autoencoder import flops, main
+from poecaps import ConvAutoencoder
+from poecaps.network import Architecture
+from poecaps.training import PRESETS
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.mark.parametrize("shape", [(1, 28, 28), (3, 21, 24)])
+def test_operations_are_those_that_torch_counts(shape: tuple[int, int, int]) -> None:
+    architecture = Architecture(features=6, capsule_dim=2, kernel=5, image_shape=shape)
+    model = ConvAutoencoder(shape[0], features=6, kernel=5)
+    images = torch.rand(2, *shape)
+    with FlopCounterMode(display=False) as counter:
+        model.loss(images).backward()
+    # On a CPU the last transposed convolution is a product and a sum, of the same operations.
+    assert counter.get_total_flops() == len(images) * flops(architecture)
+
+
+def test_the_benchmark_measures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    default = PRESETS["default"]()
+    small = replace(default, model=replace(default.model, features=8, capsule_dim=4))
+    monkeypatch.setitem(PRESETS, "default", lambda: small)
+    monkeypatch.setattr(machine, "ceilings", functools.partial(machine.ceilings, large=False))
+    monkeypatch.setattr(machine, "ENOUGH", 1e-3)
+    images = np.random.default_rng(0).integers(256, size=(40, 20, 19), dtype=np.uint8)
+    np.save(tmp_path / "images.npy", images)
+    given = ["--data", str(tmp_path / "images.npy"), "--batch", "4", "16", "--rounds", "1"]
+    main([*given, "--json", str(tmp_path / "found.json")])
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found.keys() == {"command", "machine", "ceilings", "batches"}
+    assert found["batches"].keys() == {"4", "16"}
+    for batch, each in found["batches"].items():
+        assert each.keys() >= {"precision", "recorded", "median_s", "min_s", "max_s", "rounds", "flop_per_image"}
+        assert each["images_per_s"] == pytest.approx(int(batch) / each["median_s"])
+        assert each["flop_per_s"] == pytest.approx(each["images_per_s"] * each["flop_per_image"])
+        assert not each["recorded"]
+    assert "TFLOP/s" in capsys.readouterr().out
+
+
+def test_a_batch_of_more_images_than_there_are_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        autoencoder.main(["--batch", "20000"])
+    assert "at most 10000" in capsys.readouterr().err
