@@ -456,16 +456,15 @@ def _level(x: Tensor, weight: Tensor, source: _Source) -> None:
         plan = tiled(weight, "up")
         blocks = plan.image_blocks(batch)
         splits, each = plan.split(blocks * plan.expert_blocks, plan.inputs, x.device)
-        arguments = (x, weight, source.h, source.c, source.beta, batch, each)
-        plan.launch("agree", batch, (blocks, plan.expert_blocks, splits), arguments, cosine)
+        written = (x, weight, source.h, source.c, source.beta, batch, each)
+        plan.launch("agree", batch, (blocks, plan.expert_blocks, splits), written, cosine)
         grid = (-(-plan.inputs // LEVELS[0]), -(-pitch(batch) // LEVELS[1]))
         block = {"J": plan.outputs, "BB": LEVELS[1], "IB": LEVELS[0]}
         run("strip_levels", grid, (source.c, source.level, batch, plan.inputs), block)
     else:
         plan = tiled(weight, "levels")
-        grid = (plan.inputs, plan.image_blocks(batch))
-        arguments = (x, weight, source.h, source.level, source.beta, batch)
-        plan.launch("levels", batch, grid, arguments, cosine)
+        taken = (x, weight, source.h, source.level, source.beta, batch)
+        plan.launch("levels", batch, (plan.inputs, plan.image_blocks(batch)), taken, cosine)
 
 
 def _up(
