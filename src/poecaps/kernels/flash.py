@@ -19,7 +19,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from poecaps import functional as F
-from poecaps.kernels.launch import pitch, rows_in_block, run, run_rows, stripped, tiled
+from poecaps.kernels.launch import pitch, rows_in_block, rows_of, run, run_rows, stripped, tiled
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -368,22 +368,23 @@ class _FreeEnergyGap(torch.autograd.Function):
     def forward(ctx: Any, weight: Tensor, data: Held, model: Held) -> Tensor:
         weight = weight.contiguous()
         plan = tiled(weight, "learn")
-        pulls = []
+        held = (data, model)
+        zs = [each.z.contiguous() for each in held]
+        ons = [z if each.on is None else each.on.contiguous() for z, each in zip(zs, held, strict=True)]
+        pulls = [torch.empty_like(z, dtype=torch.float32) for z in zs]
+        rows = [len(z) * plan.outputs for z in zs]
         block = rows_in_block(plan.out_dim)
-        blocks = [-(-held.x.shape[0] * plan.outputs // block) for held in (data, model)]
-        part = weight.new_empty(sum(blocks), dtype=torch.float32)
-        for sign, held, piece in zip((1.0, -1.0), (data, model), part.split(blocks), strict=True):
-            z = held.z.contiguous()
-            pull = torch.empty_like(z, dtype=torch.float32)
-            on = None if held.on is None else held.on.contiguous()
-            run_rows(
-                "free_energy",
-                (z, z if on is None else on, pull, piece),
-                (z.shape[0] * plan.outputs, sign / z.shape[0]),
-                plan.out_dim,
-                {"HAS_ON": on is not None},
-            )
-            pulls.append(pull)
+        part = weight.new_empty(2, -(-max(rows) // block), dtype=torch.float32)
+        run(
+            "free_energy_gap",
+            (part.shape[1], 2),
+            (*zs, *ons, *pulls, part, *rows, 1 / len(zs[0]), -1 / len(zs[1])),
+            {
+                **rows_of(plan.out_dim),
+                "HAS_ON": data.on is not None,
+                "HAS_ON_MODEL": model.on is not None,
+            },
+        )
         ctx.data, ctx.model = data, model
         # The capsules are saved as well, so that autograd notices if they are overwritten before the way back.
         ctx.save_for_backward(weight, *pulls, data.x, model.x)
@@ -536,12 +537,13 @@ def _learn(
     rest = (p if scale is None else scale, result, source.beta, _uniform(plan, source.options), batch)
     if source.kind == LOGITS and plan.in_strips:
         strip = stripped(weight, "learn")
-        lying, pulls = _turned([x, v][-len(terms) :]), _turned([p, q][-len(terms) :])
+        turned = _turned(terms)
+        (p, x), (q, v) = turned[0], turned[-1]
         strip.launch(
             "strip_learn",
             batch,
             (strip.input_blocks * plan.outputs,),
-            (lying[0], lying[-1], pulls[0], pulls[-1], source.level, source.c, *rest[:2], batch),
+            (x, v, p, q, source.level, source.c, *rest[:2], batch),
             {**flags, "INPUTS": source.options.inputs},
         )
         return
@@ -554,13 +556,17 @@ def _learn(
     )
 
 
-def _turned(capsules: Sequence[Tensor]) -> list[Tensor]:
-    """Turn one or two sets of capsules so that images are last: (B, I, K) → (I·K, P)."""
-    batch, count, dim = capsules[0].shape
-    turned = [each.new_empty(count * dim, pitch(batch)) for each in capsules]
-    pointers = (capsules[0].contiguous(), capsules[-1].contiguous(), turned[0], turned[-1])
-    grid = (-(-pitch(batch) // TURN), -(-count * dim // TURN), len(capsules))
-    run("strip_turn", grid, (*pointers, batch, count), {"K": dim, "BB": TURN, "C": TURN})
+def _turned(terms: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+    """Turn one or two pairs of experts (B, J, D) and capsules (B, I, K) so that images are last: (J·D, P), (I·K, P)."""
+    (batch, outputs, out_dim), (_, inputs, in_dim) = terms[0][0].shape, terms[0][1].shape
+    widest = max(inputs * in_dim, outputs * out_dim)
+    turned = [
+        (p.new_empty(outputs * out_dim, pitch(batch)), v.new_empty(inputs * in_dim, pitch(batch))) for p, v in terms
+    ]
+    pointers = [each.contiguous() for pairs in (terms, turned) for p, v in (pairs[0], pairs[-1]) for each in (v, p)]
+    grid = (-(-pitch(batch) // TURN), -(-widest // TURN), 2 * len(terms))
+    sizes = {"J": outputs, "D": out_dim, "K": in_dim, "BB": TURN, "C": TURN}
+    run("strip_turn", grid, (*pointers, batch, inputs), sizes)
     return turned
 
 

@@ -186,8 +186,12 @@ def run_rows(
     name: str, pointers: tuple[Tensor, ...], scalars: tuple[Any, ...], dim: int, flags: dict[str, Any]
 ) -> None:
     """Launch a kernel over rows of `dim` numbers; their count is the first scalar."""
-    block = rows_in_block(dim)
-    run(name, (-(-scalars[0] // block),), pointers + scalars, {"D": dim, "DP": padded(dim, 1), "ROWS": block, **flags})
+    run(name, (-(-scalars[0] // rows_in_block(dim)),), pointers + scalars, {**rows_of(dim), **flags})
+
+
+def rows_of(dim: int) -> dict[str, int]:
+    """Return what a kernel over rows of `dim` numbers is told."""
+    return {"D": dim, "DP": padded(dim, 1), "ROWS": rows_in_block(dim)}
 
 
 def rows_in_block(dim: int) -> int:

@@ -137,20 +137,31 @@ def strip_down(
 
 
 @kernel
-def strip_turn(x, v, x_out, v_out, B, I, K: tl.constexpr, BB: tl.constexpr, C: tl.constexpr):
-    """Turn capsules, of one or two kinds, so that images are last, and 0 beyond them: (B, I, K) → (I·K, P)."""
+def strip_turn(
+    x, p, v, q, x_out, p_out, v_out, q_out, B, I,
+    J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, BB: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Turn capsules x, v (B, I, K) → (I·K, P) and experts p, q (B, J, D) → (J·D, P): images last, 0 beyond them."""
+    which = tl.program_id(2)
+    if which == 0:
+        _turn(x, x_out, B, I, K, BB, C)
+    elif which == 1:
+        _turn(p, p_out, B, J, D, BB, C)
+    elif which == 2:
+        _turn(v, v_out, B, I, K, BB, C)
+    else:
+        _turn(q, q_out, B, J, D, BB, C)
+
+
+@triton.jit
+def _turn(x, out, B, I, K: tl.constexpr, BB: tl.constexpr, C: tl.constexpr):
     P = _pitch(B)
     b = tl.program_id(0) * BB + tl.arange(0, BB)
     n = tl.program_id(1) * C + tl.arange(0, C)
     i = n // K
     source = (b.to(tl.int64)[:, None] * I + i[None, :]) * K + (n % K)[None, :]
-    inside = (b < B)[:, None] & (i < I)[None, :]
-    target = n[:, None] * P + b[None, :]
-    room = (i < I)[:, None] & (b < P)[None, :]
-    if tl.program_id(2) == 0:
-        tl.store(x_out + target, tl.trans(tl.load(x + source, mask=inside, other=0.0)), mask=room)
-    else:
-        tl.store(v_out + target, tl.trans(tl.load(v + source, mask=inside, other=0.0)), mask=room)
+    value = tl.load(x + source, mask=(b < B)[:, None] & (i < I)[None, :], other=0.0)
+    tl.store(out + n[:, None] * P + b[None, :], tl.trans(value), mask=(i < I)[:, None] & (b < P)[None, :])
 
 
 @triton.jit

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 # Counts that may change from call to call: a kernel compiled for one value would be compiled again for the next.
-_COUNTS = ("B", "I", "each", "rows", "splits", "R")
+_COUNTS = ("B", "I", "each", "rows", "rows_model", "splits", "R")
 
 
 def kernel(function):
@@ -482,11 +482,23 @@ def speak(
 
 
 @kernel
-def free_energy(
-    z, on, pull, part, rows, scale,
-    D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr, HAS_ON: tl.constexpr,
+def free_energy_gap(
+    z, z_model, on, on_model, pull, pull_model, part, rows, rows_model, scale, scale_model,
+    D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr, HAS_ON: tl.constexpr, HAS_ON_MODEL: tl.constexpr,
 ):  # fmt: skip
-    """Sum −scale·log(1+‖z_j‖²) by blocks of rows, and write its derivative: z, pull (rows, D) → part (blocks,)."""
+    """Sum −scale·log(1+‖z_j‖²) of data and model by blocks of rows, and write its derivative.
+
+    z, pull (rows, D), on (rows), the same of the model → part (2, blocks).
+    """
+    if tl.program_id(1) == 0:
+        term = _free_energy(z, on, pull, rows, scale, D, DP, ROWS, HAS_ON)
+    else:
+        term = _free_energy(z_model, on_model, pull_model, rows_model, scale_model, D, DP, ROWS, HAS_ON_MODEL)
+    tl.store(part + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), term)
+
+
+@triton.jit
+def _free_energy(z, on, pull, rows, scale, D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr, HAS_ON: tl.constexpr):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     d = tl.arange(0, DP)
     inside = row < rows
@@ -503,7 +515,7 @@ def free_energy(
         term = tl.where(active, term, 0.0)
         gradient = tl.where(active[:, None], gradient, 0.0)
     tl.store(pull + at, gradient, mask=mask)
-    tl.store(part + tl.program_id(0), -scale * tl.sum(tl.where(inside, term, 0.0), 0))
+    return -scale * tl.sum(tl.where(inside, term, 0.0), 0)
 
 
 @kernel
