@@ -62,7 +62,7 @@ def _kept(kept, level, b, i0, j, B, I, J: tl.constexpr, IB: tl.constexpr, INPUTS
         shared = tl.load(level + b.to(tl.int64) * J + j, mask=b < B, other=0.0)[None, :]
     else:
         shared = tl.load(level + (i * P)[:, None] + b[None, :], mask=mask, other=0.0)
-    return tl.exp(logit - shared)
+    return tl.exp2(logit - shared)
 
 
 @kernel
@@ -78,9 +78,9 @@ def strip_levels(kept, level, B, I, J: tl.constexpr, BB: tl.constexpr, IB: tl.co
     for j in range(J):
         logit = tl.load(kept + j * I * P + at, mask=mask, other=0.0)
         higher = tl.maximum(largest, logit)
-        weight = weight * tl.exp(largest - higher) + tl.exp(logit - higher)
+        weight = weight * tl.exp2(largest - higher) + tl.exp2(logit - higher)
         largest = higher
-    tl.store(level + at, largest + tl.log(weight), mask=mask)
+    tl.store(level + at, largest + tl.log2(weight), mask=mask)
 
 
 @kernel

@@ -8,7 +8,8 @@ what the expert sent: with h_j = Σ_s speak(z_j^(s)), where speak is `direction`
 
     b_ij = β ⟨u_ij, h_j⟩, divided by ‖u_ij‖ for the cosine,        c_ij = exp(b_ij − level)
 
-where level is the logarithm of the softmax's sum: one number per (b, j) if the inputs share, per (b, i) otherwise.
+where level is the logarithm of the softmax's sum: one number per (b, j) if the inputs share, per (i, b) otherwise.
+Logits and levels are kept times log₂ e, for the chip takes powers of 2.
 
 Shapes: capsules (B, I, K), weight (I, J, D, K), anything of the experts (B, J, D), coefficients (B, I, J); what has
 the images last, kept logits and the level where the outputs share, has rows of P numbers, B padded to a multiple of 16.
@@ -30,6 +31,8 @@ def kernel(function):
     counts = [name for name in inspect.signature(function).parameters if name in _COUNTS]
     return triton.jit(function, do_not_specialize=counts)
 
+
+LOG2E = tl.constexpr(1.4426950408889634)
 
 # Where a kernel takes the coefficients from.
 UNIFORM = tl.constexpr(0)  # all equal
@@ -73,6 +76,12 @@ def _experts(z, b, j0, B, J: tl.constexpr, D: tl.constexpr, JB: tl.constexpr, DP
     at = ((b.to(tl.int64) * J)[:, None, None] + j[None, :, None]) * D + d[None, None, :]
     mask = (b < B)[:, None, None] & (j < J)[None, :, None] & (d < D)[None, None, :]
     return tl.load(z + at, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _sent(h, beta, b, j0, B, J: tl.constexpr, D: tl.constexpr, JB: tl.constexpr, DP: tl.constexpr):
+    """Load h_j of JB experts from j0 on, times what makes agreement with it a logit: (BB, JB, DP)."""
+    return _experts(h, b, j0, B, J, D, JB, DP) * (beta * LOG2E)
 
 
 @triton.jit
@@ -221,7 +230,7 @@ def up(
     high = tl.minimum(low + each, I)
     total = tl.zeros([BB, JB, DP], tl.float32)
     if SOURCE == ONLINE:
-        sent = _experts(h, b, j0, B, J, D, JB, DP) * beta
+        sent = _sent(h, beta, b, j0, B, J, D, JB, DP)
         largest = tl.full([BB, JB], float("-inf"), tl.float32)
         weight = tl.zeros([BB, JB], tl.float32)
         for i in range(low, high):
@@ -230,13 +239,13 @@ def up(
             if STORE:
                 _store_pairs(c, logit, b, i, j0, B, I, J, JB, True)
             if BOUNDED:
-                share = tl.exp(logit)
+                share = tl.exp2(logit)
                 weight += share
                 total += share[:, :, None] * u
             else:
                 higher = tl.maximum(largest, logit)
-                old = tl.exp(largest - higher)
-                share = tl.exp(logit - higher)
+                old = tl.exp2(largest - higher)
+                share = tl.exp2(logit - higher)
                 weight = weight * old + share
                 total = total * old[:, :, None] + share[:, :, None] * u
                 largest = higher
@@ -247,17 +256,17 @@ def up(
             tl.store(part_max + at, largest, mask=mask)
     else:
         if SOURCE == HISTORY:
-            sent = _experts(h, b, j0, B, J, D, JB, DP) * beta
+            sent = _sent(h, beta, b, j0, B, J, D, JB, DP)
         for i in range(low, high):
             maps = _maps(w, i, j0, J, D, K, N, DP, KP)
             moved = _votes(_capsules(v, b, i, B, I, K, KP), maps, JB, DP, EXACT)
             if SOURCE == GIVEN:
                 share = _pairs(c, b, i, j0, B, I, J, JB, False)
             elif SOURCE == LOGITS:
-                share = tl.exp(_pairs(c, b, i, j0, B, I, J, JB, True) - _shared(level, b, i, j0, B, J, JB, INPUTS))
+                share = tl.exp2(_pairs(c, b, i, j0, B, I, J, JB, True) - _shared(level, b, i, j0, B, J, JB, INPUTS))
             else:
                 u = moved if SAME else _votes(_capsules(x, b, i, B, I, K, KP), maps, JB, DP, EXACT)
-                share = tl.exp(_agreement(u, sent, COSINE) - _shared(level, b, i, j0, B, J, JB, INPUTS))
+                share = tl.exp2(_agreement(u, sent, COSINE) - _shared(level, b, i, j0, B, J, JB, INPUTS))
             total += share[:, :, None] * moved
     _store_experts(part + split.to(tl.int64) * B * J * D, total, b, j0, B, J, D, JB, DP)
 
@@ -324,8 +333,8 @@ def gather(
             else:
                 piece_largest = tl.load(part_max + offset + row, mask=inside, other=0.0)
                 higher = tl.maximum(largest, piece_largest)
-                old = tl.exp(largest - higher)
-                new = tl.exp(piece_largest - higher)
+                old = tl.exp2(largest - higher)
+                new = tl.exp2(piece_largest - higher)
                 weight = weight * old + piece_weight * new
                 total = total * old[:, None] + piece * new[:, None]
                 largest = higher
@@ -334,9 +343,9 @@ def gather(
     if SOFTMAX:
         total = total / weight[:, None]
         if BOUNDED:
-            tl.store(level + row, tl.log(weight), mask=inside)
+            tl.store(level + row, tl.log2(weight), mask=inside)
         else:
-            tl.store(level + row, largest + tl.log(weight), mask=inside)
+            tl.store(level + row, largest + tl.log2(weight), mask=inside)
     else:
         total = total * factor
     tl.store(z + at, total, mask=mask)
@@ -358,7 +367,7 @@ def agree(
     b = tl.program_id(0) * BB + tl.arange(0, BB)
     j0 = tl.program_id(1) * JB
     low = tl.program_id(2) * each
-    sent = _experts(h, b, j0, B, J, D, JB, DP) * beta
+    sent = _sent(h, beta, b, j0, B, J, D, JB, DP)
     for i in range(low, tl.minimum(low + each, I)):
         u = _votes(_capsules(x, b, i, B, I, K, KP), _maps(w, i, j0, J, D, K, N, DP, KP), JB, DP, EXACT)
         _store_pairs(c, _agreement(u, sent, COSINE), b, i, j0, B, I, J, JB, True)
@@ -379,12 +388,12 @@ def levels(
     weight = tl.zeros([BB], tl.float32)
     for j0 in range(0, J, JB):
         u = _votes(capsules, _maps(w, i, j0, J, D, K, N, DP, KP), JB, DP, EXACT)
-        logit = _agreement(u, _experts(h, b, j0, B, J, D, JB, DP) * beta, COSINE)
+        logit = _agreement(u, _sent(h, beta, b, j0, B, J, D, JB, DP), COSINE)
         logit = tl.where((j0 + tl.arange(0, JB) < J)[None, :], logit, float("-inf"))
         higher = tl.maximum(largest, tl.max(logit, 1))
-        weight = weight * tl.exp(largest - higher) + tl.sum(tl.exp(logit - higher[:, None]), 1)
+        weight = weight * tl.exp2(largest - higher) + tl.sum(tl.exp2(logit - higher[:, None]), 1)
         largest = higher
-    tl.store(level + i * _pitch(B) + b, largest + tl.log(weight), mask=b < _pitch(B))
+    tl.store(level + i * _pitch(B) + b, largest + tl.log2(weight), mask=b < _pitch(B))
 
 
 @triton.jit
@@ -399,11 +408,11 @@ def _share(
     elif SOURCE == GIVEN:
         share = _pairs(c, b, i, j0, B, I, J, JB, False)
     elif SOURCE == LOGITS:
-        share = tl.exp(_pairs(c, b, i, j0, B, I, J, JB, True) - _shared(level, b, i, j0, B, J, JB, INPUTS))
+        share = tl.exp2(_pairs(c, b, i, j0, B, I, J, JB, True) - _shared(level, b, i, j0, B, J, JB, INPUTS))
     else:
         u = _votes(x, maps, JB, DP, EXACT)
-        logit = _agreement(u, _experts(h, b, j0, B, J, D, JB, DP) * beta, COSINE)
-        share = tl.exp(logit - _shared(level, b, i, j0, B, J, JB, INPUTS))
+        logit = _agreement(u, _sent(h, beta, b, j0, B, J, D, JB, DP), COSINE)
+        share = tl.exp2(logit - _shared(level, b, i, j0, B, J, JB, INPUTS))
     return share
 
 
@@ -580,8 +589,8 @@ def averages(
     total = tl.zeros([BB], tl.float32)
     for j0 in range(0, J, JB):
         u = _votes(capsules, _maps(w, i, j0, J, D, K, N, DP, KP), JB, DP, EXACT)
-        logit = _agreement(u, _experts(h, b, j0, B, J, D, JB, DP) * beta, COSINE)
-        share = tl.exp(logit - _shared(level, b, i, j0, B, J, JB, False))
+        logit = _agreement(u, _sent(h, beta, b, j0, B, J, D, JB, DP), COSINE)
+        share = tl.exp2(logit - _shared(level, b, i, j0, B, J, JB, False))
         total += tl.sum(share * tl.sum(u * _experts(g, b, j0, B, J, D, JB, DP), 2), 1)
     tl.store(out + i * _pitch(B) + b, total, mask=b < _pitch(B))
 
@@ -599,12 +608,12 @@ def up_gradient(
     split = tl.program_id(2)
     low = split * each
     high = tl.minimum(low + each, I)
-    sent = _experts(h, b, j0, B, J, D, JB, DP) * beta
+    sent = _sent(h, beta, b, j0, B, J, D, JB, DP)
     pull = _experts(g, b, j0, B, J, D, JB, DP)
     total = tl.zeros([BB, JB, DP], tl.float32)
     for i in range(low, high):
         u = _votes(_capsules(x, b, i, B, I, K, KP), _maps(w, i, j0, J, D, K, N, DP, KP), JB, DP, EXACT)
-        share = tl.exp(_agreement(u, sent, COSINE) - _shared(level, b, i, j0, B, J, JB, INPUTS))
+        share = tl.exp2(_agreement(u, sent, COSINE) - _shared(level, b, i, j0, B, J, JB, INPUTS))
         slope = share * (tl.sum(u * pull, 2) - _shared(a, b, i, j0, B, J, JB, INPUTS)) * beta
         if COSINE:
             slope = slope * _inverse_norm(u)
@@ -664,7 +673,7 @@ def _vote_gradient(
         agree = tl.sum(u * sent, 2)
         if COSINE:
             agree = agree * inverse
-        share = tl.exp(beta * agree - _shared(level + shared, b, i, j0, B, J, JB, INPUTS))
+        share = tl.exp2(agree * (beta * LOG2E) - _shared(level + shared, b, i, j0, B, J, JB, INPUTS))
         average = _shared(a + shared, b, i, j0, B, J, JB, INPUTS)
         slope = share * (tl.sum(u * pull, 2) - average) * beta
         if COSINE:
