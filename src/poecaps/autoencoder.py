@@ -252,7 +252,7 @@ def _from_few(images: Tensor, filters: Tensor, bias: Tensor | None) -> Tensor:
         images = images.to(torch.get_autocast_dtype(kind))
     patches = _patches(images, filters.shape[-1])
     if bias is not None:
-        patches[..., filters[0].numel()] = 1
+        patches.select(-1, filters[0].numel()).fill_(1)
     return (patches @ _matrix(filters, bias).to(patches.dtype)).permute(0, 3, 1, 2)
 
 
