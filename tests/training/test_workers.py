@@ -101,7 +101,7 @@ def test_a_killed_worker_costs_at_most_the_steps_since_the_last_checkpoint(
     first, second = json.loads((folder / "run.json").read_text())["starts"]
     assert first["stage"] == "autoencoder"
     assert second["stage"] != "autoencoder"  # it did not begin anew
-    assert (second["stage"], second["step"]) > ("encoder 1", 0)  # but where the last checkpoint was
+    assert second["stage"] != "encoder 1" or second["step"] >= before["step"]  # but where the last checkpoint was
     assert_same_weights(folder, pair)
     assert metrics(folder) == metrics(pair)
 

@@ -21,6 +21,7 @@ from poecaps.data.named import NAMES
 from poecaps.network import FORMAT, VERSION, Architecture, CapsuleNetwork, check_version
 from poecaps.training import record as records
 from poecaps.training import workers as processes
+from poecaps.training.adam import FusedAdam
 from poecaps.training.config import Config, Stage, from_json
 from poecaps.training.errors import TrainingError
 from poecaps.training.interrupts import Interrupts
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
     Report = Callable[[Progress], None]
     Found = Callable[[ImageSet], None]
+    Optimizer = torch.optim.Optimizer | FusedAdam
 
 CHECKPOINT, METRICS = "checkpoint.safetensors", "metrics.jsonl"
 MEASURES_PER_EPOCH = 2
@@ -295,7 +297,7 @@ class _Run:
         parameters, buffers = list(task.part.parameters()), list(task.part.buffers())
         self.workers.follow_first([tensor.detach() for tensor in (*parameters, *buffers)])
         recorded = self._can_record(task, total - first_step)
-        optimizer = _optimizer(task.stage, parameters, recorded=recorded)
+        optimizer = _optimizer(task.stage, parameters)
         _restore(optimizer, parameters, optimizer_state, self.folder / CHECKPOINT)
         draws = torch.Generator(self.device)
         every = max(1, self.steps_per_epoch // MEASURES_PER_EPOCH)
@@ -429,7 +431,7 @@ class _Run:
         if not bool((means < EXPLODED).all()):
             raise self._diverged(task, step)
 
-    def _keep(self, index: int, step: int, optimizer: torch.optim.Optimizer | None = None) -> None:
+    def _keep(self, index: int, step: int, optimizer: Optimizer | None = None) -> None:
         """Save everything that the run needs to go on from this position."""
         if not self.workers.first:
             return
@@ -522,21 +524,16 @@ def _settled(path: Any) -> Any:
     return str(Path(path).expanduser().resolve())
 
 
-def _optimizer(stage: Stage, parameters: list[nn.Parameter], *, recorded: bool) -> torch.optim.Optimizer:
-    if stage.optimizer == "adam":
-        device = parameters[0].device
-        return torch.optim.Adam(
-            parameters,
-            lr=torch.tensor(stage.rate, device=device) if recorded else stage.rate,
-            betas=(stage.momentum, 0.999),
-            weight_decay=stage.l2,
-            capturable=recorded,
-            fused=device.type == "cuda" or None,
-        )
-    return torch.optim.SGD(parameters, lr=stage.rate, momentum=stage.momentum, weight_decay=stage.l2)
+def _optimizer(stage: Stage, parameters: list[nn.Parameter]) -> Optimizer:
+    betas = (stage.momentum, 0.999)
+    if stage.optimizer == "sgd":
+        return torch.optim.SGD(parameters, lr=stage.rate, momentum=stage.momentum, weight_decay=stage.l2)
+    if parameters[0].device.type == "cuda":
+        return FusedAdam(parameters, stage.rate, betas, stage.l2)
+    return torch.optim.Adam(parameters, lr=stage.rate, betas=betas, weight_decay=stage.l2)
 
 
-def _set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+def _set_rate(optimizer: Optimizer, rate: float) -> None:
     for group in optimizer.param_groups:
         if isinstance(group["lr"], torch.Tensor):
             group["lr"].fill_(rate)
@@ -544,9 +541,7 @@ def _set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
             group["lr"] = rate
 
 
-def _restore(
-    optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], state: dict[str, Tensor], source: Path
-) -> None:
+def _restore(optimizer: Optimizer, parameters: list[nn.Parameter], state: dict[str, Tensor], source: Path) -> None:
     """Give an optimiser its memory back: for each parameter, what the optimiser keeps, in the parameter's shape."""
     if not state:
         return
@@ -565,8 +560,8 @@ def _restore(
     for number, parameter in enumerate(parameters):
         for name in names:
             value = state[f"optimizer.{number}.{name}"]
-            if name == "step":  # Adam counts on the host, unless it is fused
-                kept = value.to(parameter.device if optimizer.defaults["fused"] else "cpu", torch.float32)
+            if name == "step":  # torch's own Adam counts on the host
+                kept = value.to(parameter.device if isinstance(optimizer, FusedAdam) else "cpu", torch.float32)
             else:
                 kept = torch.empty_like(parameter).copy_(value)  # laid out as the parameter is
             optimizer.state[parameter][name] = kept
