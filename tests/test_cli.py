@@ -149,7 +149,7 @@ def test_a_run_goes_on_on_a_terminal(source: Path, tmp_path: Path) -> None:
     """From the middle of a stage, where no pace is known yet."""
     train = [sys.executable, "-m", "poecaps", "train", "--no-figures"]
     process = subprocess.Popen([*train, "--data", str(source), "--out", "run", *SMALL, "--autoencoder.epochs", "200",
-                                "--checkpoint-every", "10"], stderr=subprocess.DEVNULL, cwd=tmp_path)  # fmt: skip
+                                "--checkpoint-every", "0.1"], stderr=subprocess.DEVNULL, cwd=tmp_path)  # fmt: skip
     while True:
         assert process.poll() is None
         if (tmp_path / "run" / "run.json").exists() and read_tensors(tmp_path / "run" / CHECKPOINT)[1]["step"] > 0:

@@ -14,7 +14,7 @@ from poecaps import functional as F
 from poecaps.kernels import flash
 from poecaps.layer import MIXINGS, Mixing
 from poecaps.network import ModelOptions
-from poecaps.training import Config, DecoderStage, EncoderStage, PainterStage, Stage, loop, train
+from poecaps.training import Config, DecoderStage, EncoderStage, PainterStage, Progress, Stage, loop, resume, train
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -153,6 +153,40 @@ def test_training_by_replays_gives_what_plain_steps_give(
     for name, value in plain.items():
         if not name.startswith("density."):  # clusters may be numbered otherwise
             assert (replayed[name] - value).norm() <= 0.02 * value.norm() + 1e-6, name
+
+
+def test_a_run_goes_on_on_a_gpu(tmp_path: Path) -> None:
+    """In the middle of each stage, with what Adam remembers: as good as without a break."""
+    images = np.random.default_rng(0).integers(0, 255, (192, 20, 19), dtype=np.uint8)
+    np.save(tmp_path / "images.npy", images)
+    config = Config(
+        data=str(tmp_path / "images.npy"),
+        model=ModelOptions(features=8, capsule_dim=4, experts=((4, 5),), whiten=True, painter=True),
+        autoencoder=Stage(epochs=1),
+        encoder=EncoderStage(epochs=1, rate=1e-3),
+        decoder=DecoderStage(epochs=1, rate=1e-3),
+        painter=PainterStage(epochs=1),
+        batch_size=16,
+        device="cuda",
+        precision="float32",
+        checkpoint_every=0,
+    )
+    whole = train(config, tmp_path / "whole").state_dict()
+
+    def stop(progress: Progress) -> None:
+        if progress.step == 7 and progress.number not in broken:
+            broken.append(progress.number)
+            raise KeyboardInterrupt
+
+    broken: list[int] = []
+    with pytest.raises(KeyboardInterrupt):
+        train(config, tmp_path / "run", report=stop)
+    for _ in range(3):
+        with pytest.raises(KeyboardInterrupt):
+            resume(tmp_path / "run", report=stop)
+    for name, value in resume(tmp_path / "run").state_dict().items():
+        if not name.startswith("density."):
+            assert (whole[name] - value).norm() <= 0.02 * value.norm() + 1e-6, name
 
 
 def test_without_triton_the_gpu_takes_the_version_without_votes(monkeypatch: pytest.MonkeyPatch) -> None:

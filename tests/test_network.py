@@ -15,7 +15,16 @@ from torch import Tensor
 
 from poecaps import squash, unsquash
 from poecaps._files import ModelError, read_tensors, write_tensors
-from poecaps.network import DOMAINS, Architecture, CapsuleDecoder, CapsuleNetwork, CapsuleScaling, CodeDensity
+from poecaps.network import (
+    DOMAINS,
+    Architecture,
+    CapsuleDecoder,
+    CapsuleNetwork,
+    CapsuleScaling,
+    CodeDensity,
+    _by_iteration,
+    _leading_eigenvectors,
+)
 from tests.networks import untrained
 
 if TYPE_CHECKING:
@@ -539,3 +548,18 @@ def test_a_failing_write_leaves_the_old_model_whole(
     after = CapsuleNetwork.load(saved).state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert sorted(file.name for file in saved.iterdir()) == ["config.json", "model.safetensors"]
+
+
+@pytest.mark.parametrize("points", [5, 26, 60, 200])
+def test_leading_eigenvectors_by_iteration_are_those_of_lapack(points: int, generator: torch.Generator) -> None:
+    """Of covariances of as many points as a cluster has, some of lower rank, and one that is 0."""
+    deviation = torch.linspace(0, 3, 128).exp()
+    centred = torch.randn(20, points, 128, generator=generator, dtype=torch.float64) * deviation
+    covariance = centred.mT @ centred / points
+    covariance[0] = 0
+    results = []
+    for find in (_by_iteration, _leading_eigenvectors):
+        values, vectors = find(covariance, 8)
+        results.append((values, vectors * values.clamp(min=0).unsqueeze(1) @ vectors.mT))
+    for ours, exact in zip(*results, strict=True):
+        torch.testing.assert_close(ours, exact, rtol=1e-3, atol=1e-3 * float(exact.abs().max()))

@@ -96,5 +96,5 @@ def _digest(tensors: Mapping[str, Tensor]) -> str:
     digest = hashlib.sha256()
     for name in sorted(tensors):
         digest.update(f"{name} {tensors[name].dtype} {tuple(tensors[name].shape)}".encode())
-        digest.update(tensors[name].reshape(-1).view(torch.uint8).numpy().tobytes())
+        digest.update(tensors[name].reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()

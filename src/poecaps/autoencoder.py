@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -116,8 +116,8 @@ class ConvAutoencoder(nn.Module):
         checks.require_floating("images", images, pixels=True)
         checks.require_shape("images", images, "BCHW", (None, self.channels, None, None), "C must be that of the model")
         self.grid((images.shape[2], images.shape[3]))
-        hidden = self._leak(nn.functional.conv2d(images, self.first, self.up_1))
-        return self._leak(nn.functional.conv2d(hidden, self.second, self.up_2, stride=2))
+        hidden = nn.functional.leaky_relu(_from_few(images, self.first, self.up_1), self.slope, inplace=True)
+        return _leak(nn.functional.conv2d(hidden, self.second, stride=2), self.up_2, self.slope)
 
     def decode(self, features: Tensor, size: tuple[int, int]) -> Tensor:
         """Draw images of this height and width from features.
@@ -164,9 +164,6 @@ class ConvAutoencoder(nn.Module):
         elif self.training:
             features = features * (draw(features) >= self.dropout) / (1 - self.dropout)
         return self.logits(features, (images.shape[2], images.shape[3]))
-
-    def _leak(self, x: Tensor) -> Tensor:
-        return _leak(x, self.slope)
 
 
 class Painter(nn.Module):
@@ -231,15 +228,81 @@ def _way_down(of: ConvAutoencoder | Painter, features: Tensor, size: tuple[int, 
     checks.require_shape("features", features, "BFhw", sizes, "encode an image of the size that you decode")
     # A stride of 2 forgets whether the side before it was odd or even; the image's size tells.
     padding = [(side - 2 * kernel + 1) % 2 for side in size]
-    hidden = nn.functional.conv_transpose2d(features, of.second, of.down_2, stride=2, output_padding=padding)
-    hidden = _leak(hidden, of.slope)
-    if hidden.device.type != "cpu" or torch.is_autocast_enabled("cpu"):
-        return nn.functional.conv_transpose2d(hidden, of.first, of.down_1)
-    # A CPU is nine times as fast with a product and a sum as with a transposed convolution to one channel.
-    images = nn.functional.fold(of.first.flatten(1).T @ hidden.flatten(2), size, kernel)
+    hidden = nn.functional.conv_transpose2d(features, of.second, stride=2, output_padding=padding)
+    images = _to_few(_leak(hidden, of.down_2, of.slope), of.first)
     return images if of.down_1 is None else images + of.down_1.view(-1, 1, 1)
 
 
-def _leak(x: Tensor, slope: float) -> Tensor:
-    """Apply the leaky ReLU in place; nobody else holds what a convolution returns."""
+def _leak(x: Tensor, bias: Tensor | None, slope: float) -> Tensor:
+    """Add a bias and apply the leaky ReLU, in place; nobody else holds what a convolution returns: (B, F, h, w)."""
+    if bias is not None:
+        # As many biases as images: the gradient is summed for each image first, which a GPU does five times as fast.
+        x = x.add_(bias.to(x.dtype).view(-1, 1, 1).expand(len(x), -1, 1, 1))
     return nn.functional.leaky_relu(x, slope, inplace=True)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Convolutions of few channels, as products: several times as fast as those of the libraries, on CPUs and GPUs
+
+
+def _from_few(images: Tensor, filters: Tensor, bias: Tensor | None) -> Tensor:
+    """Convolve images of few channels: (B, C, H, W), (F, C, k, k), (F,) → (B, F, h, w), with F the last in memory."""
+    kind = images.device.type
+    if torch.is_autocast_enabled(kind):
+        images = images.to(torch.get_autocast_dtype(kind))
+    patches = _patches(images, filters.shape[-1])
+    if bias is not None:
+        patches.select(-1, filters[0].numel()).fill_(1)
+    return (patches @ _matrix(filters, bias).to(patches.dtype)).permute(0, 3, 1, 2)
+
+
+def _to_few(hidden: Tensor, filters: Tensor) -> Tensor:
+    """Convolve with the filters transposed: (B, F, h, w), (F, C, k, k) → (B, C, H, W)."""
+    compiling = torch.compiler.is_compiling()  # compilers know a gradient of their own
+    spread: Callable[..., Tensor] = _Transposed.forward if compiling else _Transposed.apply
+    return spread(hidden, _matrix(filters).to(hidden.dtype), *filters.shape[1:3])
+
+
+class _Transposed(torch.autograd.Function):
+    """The convolution with a matrix of filters transposed: a product and a sum; backward, patches and two products."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(hidden: Tensor, matrix: Tensor, channels: int, kernel: int) -> Tensor:
+        columns = matrix[: channels * kernel**2].expand(len(hidden), -1, -1) @ hidden.flatten(2)
+        height, width = hidden.shape[2] + kernel - 1, hidden.shape[3] + kernel - 1
+        return nn.functional.fold(columns, (height, width), kernel)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG004 (not needed)
+        hidden, matrix, _, ctx.kernel = inputs
+        ctx.save_for_backward(hidden, matrix)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        hidden, matrix = ctx.saved_tensors
+        patches = _patches(gradient, ctx.kernel)
+        to_hidden = (patches @ matrix).permute(0, 3, 1, 2)
+        return to_hidden, patches.flatten(0, 2).T @ hidden.permute(0, 2, 3, 1).flatten(0, 2), None, None
+
+
+def _patches(images: Tensor, kernel: int) -> Tensor:
+    """Cut out what a filter sees: (B, C, H, W) → (B, h, w, C·k·k and zeros)."""
+    seen = images.unfold(2, kernel, 1).unfold(3, kernel, 1).permute(0, 2, 3, 1, 4, 5)
+    count = seen[0, 0, 0].numel()
+    patches = images.new_zeros(*seen.shape[:3], _padded(count))
+    patches[..., :count].view(seen.shape).copy_(seen)
+    return patches
+
+
+def _matrix(filters: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Lay filters (F, C, k, k) in columns, the bias below them: (C·k·k and more, F)."""
+    flat = filters.flatten(1).T
+    below = flat.new_zeros(1, len(filters)) if bias is None else bias.unsqueeze(0)
+    return torch.cat([flat, below.expand(_padded(len(flat)) - len(flat), -1)])
+
+
+def _padded(count: int) -> int:
+    """Make room for a bias, and a multiple of 8, as tensor cores like it."""
+    return 8 * (count // 8 + 1)

@@ -398,7 +398,7 @@ class CapsuleExperts(nn.Module):
         if on is None or self.winners is None:
             return
         fair = self.winners / self.out_capsules
-        self.balance += self.balance_rate * (fair - on.to(self.balance.dtype).mean(0))
+        self.balance += self.balance_rate * (fair - on.mean(0, dtype=self.balance.dtype))
 
 
 def _only(on: Tensor | None, y: Tensor) -> Tensor:

@@ -31,6 +31,7 @@ JOINT_RANK = 8  # of the Gaussians that they are drawn from
 MOST_LEVELLED = 100  # times that a direction is weakened
 FEWEST = 25  # points that a Gaussian of a mixture is fitted to, on average
 STEPS, REACH = 7, 3.0  # images in a row of a traversal, and how many standard deviations it goes to both sides
+BATCHED = 32  # rows of the largest symmetric matrices whose eigenvectors a GPU finds for many at once
 HALF_ERROR = 1e-3  # of the norm of a tensor that rounding to float16 may cost; 2e-4 is usual
 
 
@@ -256,9 +257,10 @@ class CapsuleDecoder(CapsuleExperts):
         with torch.no_grad():
             routing = self.route(y)
             e = kernels.held(routing)
-            y_model = kernels.reconstruction(F.squash(routing.preactivation), self.weight, e, backend=self.backend)
-            data, model = _pull(F.unsquash(x)), _pull(routing.preactivation)
-        return kernels.pulled(self.weight, e, [(-data, y), (model, y_model)], backend=self.backend) * (2 / len(x))
+            x_model = kernels.squash(routing.preactivation, weight=self.weight, backend=self.backend)
+            y_model = kernels.reconstruction(x_model, self.weight, e, backend=self.backend)
+            data, model = _pull_of_squashed(x), _pull(routing.preactivation)
+        return kernels.pulled(self.weight, e, [(-data, y), (model, y_model)], backend=self.backend) * (2 / len(y))
 
     def preactivation(self, y: Tensor) -> Tensor:
         """Compute z̃_i = Σ_j e_ji U_ji y_j; e and y count as constants: a gradient reaches U alone.
@@ -282,6 +284,12 @@ def _pull(z: Tensor) -> Tensor:
     return pull
 
 
+def _pull_of_squashed(x: Tensor) -> Tensor:
+    """g(unsquash(x)) = √(1/‖x‖ − 1) x, because ‖x‖ = ‖z‖²/(1+‖z‖²)."""
+    norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return (1 / norm.clamp(min=torch.finfo(x.dtype).tiny, max=1) - 1).sqrt() * x
+
+
 class GaussianMixtures(nn.Module):
     """Several mixtures of Gaussians over vectors of S numbers, each with M parts of low rank R."""
 
@@ -298,14 +306,14 @@ class GaussianMixtures(nn.Module):
     @torch.no_grad()
     def fit(self, index: int, points: Tensor, generator: torch.Generator | None) -> None:
         """Fit one of the mixtures to points (N, S): a Gaussian for each cluster, of which there may be fewer than M."""
-        parts, size, rank = self.factor[index].shape
+        parts, _, rank = self.factor[index].shape
         nearest = _clusters(points, min(parts, max(1, len(points) // FEWEST)), generator)
         count = torch.bincount(nearest, minlength=parts)
         mean = torch.zeros_like(self.mean[index]).index_add_(0, nearest, points) / count.clamp(min=1).unsqueeze(1)
         members = (points - mean[nearest])[nearest.argsort(stable=True)].split(count.tolist())
         covariance = torch.stack([each.T @ each / max(1, len(each)) for each in members])
-        values, vectors = torch.linalg.eigh(covariance.double())
-        factor = vectors[:, :, size - rank :] * values[:, None, size - rank :].clamp(min=0).sqrt()
+        values, vectors = _leading_eigenvectors(covariance.double(), rank)
+        factor = vectors * values.clamp(min=0).sqrt().unsqueeze(1)
         self.share[index], self.mean[index], self.factor[index] = count / len(points), mean, factor.to(mean.dtype)
 
     def sample(self, which: Tensor, generator: torch.Generator | None) -> Tensor:
@@ -396,6 +404,30 @@ class CodeDensity(nn.Module):
             agrees = (noise * self.mean_direction[chosen]).sum(-1, keepdim=True) >= 0
             noise = torch.where(agrees, noise, -noise)
         return nn.functional.one_hot(chosen, experts).unsqueeze(-1) * noise.unsqueeze(1)
+
+
+def _leading_eigenvectors(matrices: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Largest eigenvalues (M, R), rising, and eigenvectors (M, S, R) of symmetric matrices (M, S, S), all ≥ 0."""
+    size = matrices.shape[-1]
+    if matrices.device.type != "cpu" and size > BATCHED >= 2 * count:
+        return _by_iteration(matrices, count)
+    values, vectors = torch.linalg.eigh(matrices)
+    return values[:, size - count :], vectors[:, :, size - count :]
+
+
+def _by_iteration(matrices: Tensor, count: int, rounds: int = 16) -> tuple[Tensor, Tensor]:
+    """`_leading_eigenvectors`, by products that turn a few directions to where a matrix is largest.
+
+    For a GPU, where torch takes matrices of more than 32 rows one after the other: here only the small eigenproblems
+    that keep the directions orthogonal are left.
+    """
+    directions = torch.randn(matrices.shape[-1], BATCHED, generator=torch.Generator().manual_seed(0)).to(matrices)
+    for _ in range(rounds):
+        image = matrices @ directions
+        square, turn = torch.linalg.eigh(image.mT @ image)  # in the end λ²
+        known = square > 1e-20 * square[:, -1:]
+        directions = image @ turn * torch.where(known, square, torch.inf).rsqrt().unsqueeze(1)
+    return square[:, -count:].clamp(min=0).sqrt(), directions[:, :, -count:]
 
 
 def _clusters(z: Tensor, count: int, generator: torch.Generator | None, rounds: int = 25) -> Tensor:

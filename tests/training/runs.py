@@ -31,7 +31,7 @@ def config_for(data: Path, **changes: Any) -> Config:
         painter=PainterStage(epochs=3, optimizer="sgd", rate=0.1, alone=0.5),
         batch_size=16,
         device="cpu",
-        checkpoint_every=7,
+        checkpoint_every=0,
     )
     return replace(tiny, **changes)
 
@@ -42,7 +42,7 @@ OPTIONS = shlex.split("""
     --autoencoder.rate 5e-3 --encoder.epochs 4 --encoder.rate 0.05 --encoder.mixing bernoulli --encoder.winners 2
     --decoder.epochs 6 --decoder.rate 0.03 --decoder.alone 0.5
     --painter.epochs 3 --painter.optimizer sgd --painter.rate 0.1 --painter.alone 0.5
-    --batch-size 16 --device cpu --checkpoint-every 7""")  # the same as config_for
+    --batch-size 16 --device cpu --checkpoint-every 0""")  # the same as config_for
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

@@ -37,7 +37,7 @@ from poecaps.training import (
     train,
 )
 from poecaps.training.loop import CHECKPOINT, METRICS, _wants_bfloat16
-from poecaps.training.stages import AutoencoderTask, DecoderTask, effective_rank, factor_for_firing
+from poecaps.training.stages import AutoencoderTask, DecoderTask, Material, effective_rank, factor_for_firing
 from tests.training.runs import OPTIONS, assert_same_weights, config_for, metrics, weights
 
 
@@ -223,6 +223,40 @@ def test_an_interrupt_saves_and_prints_the_command_to_go_on_with(
     assert_same_weights(folder, finished)
 
 
+@pytest.mark.parametrize(("what", "task"), [("make_codes", 2), ("fit_scaling", 1), ("_for_all", 1)])
+def test_an_interrupt_between_two_stages_loses_no_step(
+    what: str, task: int, data: Path, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Material, what, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            train(config_for(data, checkpoint_every=1e9), tmp_path / "run")
+    _, about = read_tensors(tmp_path / "run" / CHECKPOINT)
+    assert (about["task"], about["step"]) == (task, 0)
+    resume(tmp_path / "run")
+    assert_same_weights(tmp_path / "run", finished)
+
+
+def test_a_checkpoint_is_as_old_as_was_allowed(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step takes ten seconds here, on the clock of the run; a checkpoint is due after half a minute."""
+    clock, kept = 0.0, []
+    monkeypatch.setattr("poecaps.training.loop.time.monotonic", lambda: clock)
+
+    def tick(progress: Progress) -> None:
+        nonlocal clock
+        clock += 10
+        kept.append(read_tensors(tmp_path / "run" / CHECKPOINT)[1]["step"])
+        if progress.total_step == 10:
+            raise Stop
+
+    with pytest.raises(Stop):
+        train(config_for(data, checkpoint_every=30), tmp_path / "run", report=tick)
+    assert kept == [0, 0, 0, 2, 2, 2, 5, 5, 5, 8, 8]
+
+
 def test_divergence_names_stage_step_and_rate_and_keeps_the_checkpoint(data: Path, tmp_path: Path) -> None:
     wild = config_for(data, encoder=EncoderStage(epochs=4, optimizer="sgd", rate=1e30))
     with pytest.raises(TrainingError, match=r"encoder 1 diverged at step \d+ with a learning rate of \d\S*; lower"):
@@ -397,7 +431,7 @@ def test_a_folder_that_cannot_be_written_is_one_clear_error(data: Path) -> None:
     [
         ({"batch_size": 0}, "batch_size must be a whole number of at least 1, but is 0"),
         ({"seed": -1}, "seed must be a whole number from 0"),
-        ({"checkpoint_every": 0}, "checkpoint_every must be"),
+        ({"checkpoint_every": -1.0}, "checkpoint_every must be"),
         ({"precision": "float16"}, "precision must be one of"),
         ({"device": "meta"}, "device must be auto, cpu, or a GPU"),
         ({"device": "cudda"}, "device must be auto, cpu, or a GPU such as cuda:0, but is 'cudda'"),

@@ -150,8 +150,8 @@ class Config:
     """cpu, cuda, cuda:1, or auto for a GPU where there is one."""
     precision: Precision = "auto"
     """Numbers that the convolutions compute with; auto: bfloat16 where the machine is fast with it, else float32."""
-    checkpoint_every: int = 200
-    """Steps between checkpoints."""
+    checkpoint_every: float = 60.0
+    """Seconds between checkpoints, and so the most that a crash can cost; 0: one after every step."""
 
     def check(self) -> None:
         """Refuse values that cannot be meant.
@@ -179,7 +179,7 @@ class Config:
         if self.encoder.winners is not None and self.model.agreement != "cosine":
             raise ValueError("encoder.winners needs model.agreement cosine; set model.winners instead")
         checks.require_int("batch_size", self.batch_size, 1)
-        checks.require_int("checkpoint_every", self.checkpoint_every, 1)
+        checks.require_nonnegative("checkpoint_every", self.checkpoint_every)
         checks.require_int("seed", self.seed, 0, 2**63 - 1)
         for name in ("data", "device"):
             if not isinstance(getattr(self, name), str):

@@ -21,6 +21,7 @@ from poecaps.data.named import NAMES
 from poecaps.network import FORMAT, VERSION, Architecture, CapsuleNetwork, check_version
 from poecaps.training import record as records
 from poecaps.training import workers as processes
+from poecaps.training.adam import FusedAdam
 from poecaps.training.config import Config, Stage, from_json
 from poecaps.training.errors import TrainingError
 from poecaps.training.interrupts import Interrupts
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
     Report = Callable[[Progress], None]
     Found = Callable[[ImageSet], None]
+    Optimizer = torch.optim.Optimizer | FusedAdam
 
 CHECKPOINT, METRICS = "checkpoint.safetensors", "metrics.jsonl"
 MEASURES_PER_EPOCH = 2
@@ -162,6 +164,8 @@ def resume(
     with _started(config, folder, report, found, data) as run:
         if not 0 <= task <= len(run.tasks) or not 0 <= step <= run.steps_of(task):
             raise ModelError(f"{source} is damaged: it stands at step {step} of stage {task + 1} of {len(run.tasks)}")
+        if (task, step) == (0, 0):  # nothing is learned yet, and nothing was saved
+            return run.go(task, step)
         model = {name.removeprefix("model."): value for name, value in tensors.items() if name.startswith("model.")}
         run.network.load_tensors(model, source)
         run.network.to(run.device)
@@ -230,6 +234,7 @@ class _Run:
         self.material = Material(data, self.network, device, workers, half=self.half)
         self.tasks = plan(config, self.material)
         self.order: tuple[tuple[int, int], Tensor] | None = None
+        self.saved = time.monotonic()
 
     def go(self, task: int, step: int, optimizer_state: dict[str, Tensor] | None = None) -> CapsuleNetwork:
         """Run the tasks from this position on, then fit the density of codes and save the network."""
@@ -238,7 +243,8 @@ class _Run:
         for index in range(task, len(self.tasks)):
             self._do(index, step, optimizer_state or {})
             step, optimizer_state = 0, None
-        self._fit_density()
+        with self._kept_if_interrupted(len(self.tasks)):
+            self._fit_density()
         self._lay_filters(torch.contiguous_format)
         if self.workers.first:
             self._write(lambda: self.network.save(self.folder))
@@ -259,7 +265,7 @@ class _Run:
         """Write into the folder what is started here, on which data."""
         self._write(lambda: self.folder.mkdir(parents=True, exist_ok=True))
         if (task, step) == (0, 0):  # so that a run killed at any moment can go on
-            self._save_checkpoint(self.tasks[0], 0, 0, None, [])
+            self._save_checkpoint(0, 0, {})
         data = records.describe_data(self.material.data)
         record = records.begin(self.config, data)
         if (self.folder / records.RECORD).is_file():
@@ -286,11 +292,12 @@ class _Run:
         total = self.steps_of(index)
         pace = _Pace(self, index, first_step)
         pace.tell(first_step, {})
-        task.prepare(fresh, _generator(self.config.seed, 4, index))
+        with self._kept_if_interrupted(index) if fresh else nullcontext():
+            task.prepare(fresh, _generator(self.config.seed, 4, index))
         parameters, buffers = list(task.part.parameters()), list(task.part.buffers())
         self.workers.follow_first([tensor.detach() for tensor in (*parameters, *buffers)])
         recorded = self._can_record(task, total - first_step)
-        optimizer = _optimizer(task.stage, parameters, recorded=recorded)
+        optimizer = _optimizer(task.stage, parameters)
         _restore(optimizer, parameters, optimizer_state, self.folder / CHECKPOINT)
         draws = torch.Generator(self.device)
         every = max(1, self.steps_per_epoch // MEASURES_PER_EPOCH)
@@ -308,16 +315,20 @@ class _Run:
             seen = self._measure(task, done, total, loss) if done % every == 0 or done == total else {}
             pace.tell(done, seen)
             stop = self._is_interrupted(done)
-            if done < total and (stop or done % self.config.checkpoint_every == 0):
-                self._save_checkpoint(task, index, done, optimizer, parameters)
+            if done < total and (stop or self._is_time()):
+                self._require_sane(task, done)
+                self._keep(index, done, optimizer)
             if stop and done < total:
                 raise KeyboardInterrupt
         task.part.eval()
         task.finish()
         self.workers.follow_first([tensor.detach() for tensor in (*parameters, *buffers)])
-        self._save_checkpoint(task, index + 1, 0, None, parameters)
+        stop = self.workers.any(self.interrupts.asked, self.device)
+        self._require_sane(task, total)
+        if stop or self._is_time():
+            self._keep(index + 1, 0)
         self.interrupts.stepping = False
-        if self.workers.any(self.interrupts.asked, self.device):
+        if stop:
             raise KeyboardInterrupt
 
     def _can_record(self, task: Task, steps: int) -> bool:
@@ -410,25 +421,38 @@ class _Run:
             f"{task.name} diverged at step {step} with a learning rate of {rate:.3g}; lower the rate of the stage{kept}"
         )
 
-    def _save_checkpoint(
-        self,
-        trained: Task,
-        index: int,
-        step: int,
-        optimizer: torch.optim.Optimizer | None,
-        parameters: list[nn.Parameter],
-    ) -> None:
-        """Save everything that the run needs to go on from this position, unless the part has diverged."""
+    def _is_time(self) -> bool:
+        """Tell whether the last checkpoint is so old that the next is due."""
+        return self.workers.first and time.monotonic() - self.saved >= self.config.checkpoint_every
+
+    def _require_sane(self, task: Task, step: int) -> None:
+        """Fail if the weights of a part have run away."""
+        means = torch.stack([parameter.detach().abs().mean() for parameter in task.part.parameters()])
+        if not bool((means < EXPLODED).all()):
+            raise self._diverged(task, step)
+
+    def _keep(self, index: int, step: int, optimizer: Optimizer | None = None) -> None:
+        """Save everything that the run needs to go on from this position."""
         if not self.workers.first:
             return
-        for parameter in parameters:
-            if not parameter.detach().abs().mean().item() < EXPLODED:
-                raise self._diverged(trained, step or trained.stage.epochs * self.steps_per_epoch)
         tensors = {f"model.{name}": value for name, value in self.network.state_dict().items()}
         if optimizer is not None:
-            for number, parameter in enumerate(parameters):
+            for number, parameter in enumerate(self.tasks[index].part.parameters()):
                 for name, value in optimizer.state[parameter].items():
                     tensors[f"optimizer.{number}.{name}"] = torch.as_tensor(value)
+        self._save_checkpoint(index, step, tensors)
+
+    @contextmanager
+    def _kept_if_interrupted(self, index: int) -> Iterator[None]:
+        """Where an interrupt comes between two stages, save what those before this one have learned."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            if index > 0:
+                self._keep(index, 0)
+            raise
+
+    def _save_checkpoint(self, index: int, step: int, tensors: dict[str, Tensor]) -> None:
         about = {
             "format": FORMAT,
             "version": VERSION,
@@ -438,6 +462,7 @@ class _Run:
             "launch": processes.launch(),
         }
         self._write(lambda: write_tensors(self.folder / CHECKPOINT, tensors, about))
+        self.saved = time.monotonic()
 
     def _write(self, write: Callable[[], None]) -> None:
         try:
@@ -499,16 +524,16 @@ def _settled(path: Any) -> Any:
     return str(Path(path).expanduser().resolve())
 
 
-def _optimizer(stage: Stage, parameters: list[nn.Parameter], *, recorded: bool) -> torch.optim.Optimizer:
-    if stage.optimizer == "adam":
-        rate = torch.tensor(stage.rate, device=parameters[0].device) if recorded else stage.rate
-        return torch.optim.Adam(
-            parameters, lr=rate, betas=(stage.momentum, 0.999), weight_decay=stage.l2, capturable=recorded
-        )
-    return torch.optim.SGD(parameters, lr=stage.rate, momentum=stage.momentum, weight_decay=stage.l2)
+def _optimizer(stage: Stage, parameters: list[nn.Parameter]) -> Optimizer:
+    betas = (stage.momentum, 0.999)
+    if stage.optimizer == "sgd":
+        return torch.optim.SGD(parameters, lr=stage.rate, momentum=stage.momentum, weight_decay=stage.l2)
+    if parameters[0].device.type == "cuda":
+        return FusedAdam(parameters, stage.rate, betas, stage.l2)
+    return torch.optim.Adam(parameters, lr=stage.rate, betas=betas, weight_decay=stage.l2)
 
 
-def _set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+def _set_rate(optimizer: Optimizer, rate: float) -> None:
     for group in optimizer.param_groups:
         if isinstance(group["lr"], torch.Tensor):
             group["lr"].fill_(rate)
@@ -516,9 +541,7 @@ def _set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
             group["lr"] = rate
 
 
-def _restore(
-    optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], state: dict[str, Tensor], source: Path
-) -> None:
+def _restore(optimizer: Optimizer, parameters: list[nn.Parameter], state: dict[str, Tensor], source: Path) -> None:
     """Give an optimiser its memory back: for each parameter, what the optimiser keeps, in the parameter's shape."""
     if not state:
         return
@@ -537,9 +560,11 @@ def _restore(
     for number, parameter in enumerate(parameters):
         for name in names:
             value = state[f"optimizer.{number}.{name}"]
-            # Adam keeps its count of steps on the host, unless steps are recorded.
-            host = name == "step" and not optimizer.defaults.get("capturable")
-            optimizer.state[parameter][name] = value.cpu() if host else value.to(parameter)
+            if name == "step":  # torch's own Adam counts on the host
+                kept = value.to(parameter.device if isinstance(optimizer, FusedAdam) else "cpu", torch.float32)
+            else:
+                kept = torch.empty_like(parameter).copy_(value)  # laid out as the parameter is
+            optimizer.state[parameter][name] = kept
 
 
 def _seed(*numbers: int) -> int:

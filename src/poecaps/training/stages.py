@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
     Draw = Callable[[Tensor], Tensor]
 
-CHUNK = 250  # images that go through a frozen part together
+CHUNK = 250  # images that go through a frozen part together, on a CPU
+WIDE = 1000  # and on a GPU
 PROBE = 512  # training images that the running numbers are measured on
 
 
@@ -41,14 +42,16 @@ class Material:
         self, data: ImageSet, network: CapsuleNetwork, device: torch.device, workers: Workers, *, half: bool
     ) -> None:
         self.data, self.network, self.device, self.workers, self.half = data, network, device, workers, half
+        self.chunk = CHUNK if device.type == "cpu" else WIDE
         self.features: Tensor | None = None
+        self.capsules: Tensor | None = None
         self.experts: dict[int, Tensor] = {}
         self.pixels: Tensor | None = None
         if data.images.dtype == np.uint8 and self._has_room(data.images.nbytes):
             self.pixels = torch.empty(len(data), *data.shape, dtype=torch.uint8, device=device)
-            for start in range(0, len(data), CHUNK):  # in chunks, for the images may be a mapped file
-                part = np.moveaxis(data.images[start : start + CHUNK], -1, 1)
-                self.pixels[start : start + CHUNK] = torch.from_numpy(np.ascontiguousarray(part))
+            for start in range(0, len(data), WIDE):  # in chunks, for the images may be a mapped file
+                part = np.array(data.images[start : start + WIDE])
+                self.pixels[start : start + WIDE] = torch.from_numpy(part).permute(0, 3, 1, 2)
 
     def __len__(self) -> int:
         return len(self.data)
@@ -56,7 +59,7 @@ class Material:
     def images(self, indices: Tensor) -> Tensor:
         """Images from 0 to 1: (B,) → (B, C, H, W)."""
         if self.pixels is not None:
-            return self.pixels[indices.to(self.device)].float() / 255
+            return self.pixels[indices.to(self.device)] / 255
         return self.data.batch(indices.cpu()).to(self.device)
 
     def has_images(self) -> bool:
@@ -82,10 +85,17 @@ class Material:
 
             self.features = self._for_all(see, rows, torch.float16 if self.half else torch.float32)
 
+    def keep_inputs(self) -> None:
+        """Keep the `inputs` of the first layer, once it is known how they are scaled, where there is room for them."""
+        size = len(self) * self.network.scaling.mean.numel() * torch.float32.itemsize
+        if self.capsules is None and self._has_room(size):
+            self.capsules = torch.cat([self.inputs(0, part) for part in torch.arange(len(self)).split(self.chunk)])
+
     def make_codes(self, layer: int) -> None:
         """Make the `codes` of this layer, counted from 1; every process must call it."""
         if layer not in self.experts:
             self.make_inputs(layer - 1)
+            self.keep_inputs()
             encoder: CapsuleExperts = self.network.encoders[layer - 1].eval()  # type: ignore[assignment]
             rows = (encoder.out_capsules, encoder.out_dim)
             self.experts[layer] = self._for_all(
@@ -96,13 +106,15 @@ class Material:
         """Fit the scaling of the input capsules to the features."""
         features = self.features
         assert features is not None  # noqa: S101 (make_inputs(0) comes first)
-        self.network.scaling.fit(_Parts(features, self.device))
+        self.network.scaling.fit(_Parts(features, self.device, self.chunk))
         self.workers.follow_first(list(self.network.scaling.buffers()))
 
     def inputs(self, layer: int, indices: Tensor) -> Tensor:
         """Squashed capsules that a layer sees: (B,) → (B, I, K)."""
         if layer > 0:
             return self.codes(layer, indices)
+        if self.capsules is not None:
+            return _take(self.capsules, indices, self.device)
         assert self.features is not None  # noqa: S101 (make_inputs(0) comes first)
         with torch.no_grad():
             return self.network.scaling.to_capsules(_take(self.features, indices, self.device).float())
@@ -124,8 +136,8 @@ class Material:
         """Make something of every image, each process its share: → (N, *shape)."""
         count, size = len(self), self.workers.size
         kept = self._room(count, *shape, dtype=dtype)
-        for start in range(0, count, CHUNK * size):
-            stop = min(start + CHUNK * size, count)
+        for start in range(0, count, self.chunk * size):
+            stop = min(start + self.chunk * size, count)
             length = size * math.ceil((stop - start) / size)  # shares are equally long; the last image may come twice
             indices = torch.arange(start, start + length).clamp(max=count - 1)
             made = self.workers.gather(make(self.workers.share(indices)).to(dtype))
@@ -146,11 +158,11 @@ class Material:
 class _Parts:
     """A tensor in chunks on a device, as often as one looks."""
 
-    def __init__(self, whole: Tensor, device: torch.device) -> None:
-        self.whole, self.device = whole, device
+    def __init__(self, whole: Tensor, device: torch.device, chunk: int) -> None:
+        self.whole, self.device, self.chunk = whole, device, chunk
 
     def __iter__(self) -> Iterator[Tensor]:
-        return (part.to(self.device) for part in self.whole.split(CHUNK))
+        return (part.to(self.device) for part in self.whole.split(self.chunk))
 
 
 def _take(kept: Tensor, indices: Tensor, device: torch.device) -> Tensor:
@@ -231,6 +243,7 @@ class EncoderTask(Task):
             if self.layer == 0:
                 self.material.fit_scaling()
             self._reset(self.stage.std, generator)
+        self.material.keep_inputs()
         if self.stage.winners is not None:
             self.part.winners = self.stage.winners
 

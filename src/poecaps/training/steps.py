@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from poecaps.training.adam import FusedAdam
     from poecaps.training.stages import Task
     from poecaps.training.workers import Workers
 
@@ -30,7 +31,7 @@ class Steps:
     task
         What learns.
     optimizer
-        Its optimiser; for a recording, an Adam made with ``capturable=True`` and a tensor for a learning rate.
+        Its optimiser; for a recording, one that keeps all its numbers on the device.
     workers
         Processes that learn together.
     draws
@@ -40,7 +41,13 @@ class Steps:
     """
 
     def __init__(
-        self, task: Task, optimizer: torch.optim.Optimizer, workers: Workers, draws: torch.Generator, *, recorded: bool
+        self,
+        task: Task,
+        optimizer: torch.optim.Optimizer | FusedAdam,
+        workers: Workers,
+        draws: torch.Generator,
+        *,
+        recorded: bool,
     ) -> None:
         self.task, self.optimizer, self.workers, self.draws = task, optimizer, workers, draws
         self.parameters, self.buffers = list(task.part.parameters()), list(task.part.buffers())
@@ -58,7 +65,7 @@ class Steps:
         return self._step_on(self.stream, indices) if self.replay is None else self.replay(indices)
 
     def _step(self, indices: Tensor) -> Tensor:
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad()
         loss = self.task.loss(self.workers.share(indices), lambda like: self.workers.uniform(like, self.draws))
         loss.backward()
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
