@@ -62,7 +62,7 @@ def make_steps(data: ImageSet, batch: int, device: torch.device) -> tuple[Step, 
     task = AutoencoderTask("autoencoder", config.autoencoder, network.autoencoder, material)
     task.prepare(True, torch.Generator().manual_seed(0))
     recorded = device.type == "cuda" and task.is_resident()
-    optimizer = loop._optimizer(task.stage, list(task.part.parameters()), recorded=recorded)
+    optimizer = loop._optimizer(task.stage, list(task.part.parameters()))
     draws = torch.Generator(device).manual_seed(0)
     network.eval()
     task.part.train()
