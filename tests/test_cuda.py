@@ -145,6 +145,7 @@ def test_training_by_replays_gives_what_plain_steps_give(
         recorded.append(can_record(*arguments))
         return recorded[-1]
 
+    monkeypatch.setattr(loop, "FEWEST", 1)
     monkeypatch.setattr(loop._Run, "_can_record", note)
     replayed = train(config, tmp_path / "replayed").state_dict()
     assert recorded == [True] * 6
