@@ -79,7 +79,7 @@ class Coefficients:
         How they were routed.
     history : (B, J, D)
         What the experts sent before the last iteration, summed; not used after a single iteration.
-    level : (B, J) or (I, P)
+    level : (J, P) or (I, P)
         Logarithm of the softmax's sum, over the inputs or the outputs; not used after a single iteration.
     logits : (J, I, P), optional
         Kept where they are small; P is B, padded.
@@ -288,9 +288,9 @@ class _Route(torch.autograd.Function):
         g = torch.empty_like(z)  # ∂L/∂z of every iteration
         g[last] = gradient
         a = torch.empty_like(level)  # Σ c⟨g, u⟩ over the axis of the softmax
-        spare = a[0] if options.inputs else g.new_empty(batch, plan.outputs)
+        spare = a[0] if options.inputs else g.new_empty(plan.outputs, pitch(batch))
         if options.inputs:
-            a[last] = (g[last] * z[last]).sum(-1)
+            a[last, :, :batch] = (g[last] * z[last]).sum(-1).T
         splits, each = plan.split(blocks * plan.expert_blocks, plan.inputs, x.device)
         part, total = g.new_empty(splits, *g.shape[1:]), torch.empty_like(g[0])
         cosine = {"COSINE": options.cosine}
@@ -311,7 +311,7 @@ class _Route(torch.autograd.Function):
                 (part, z[r - 1], total, g[r - 1], a[r - 1] if options.inputs else spare),
                 (batch * plan.outputs, splits),
                 plan.out_dim,
-                {**cosine, "ADD": r < last},
+                {**cosine, "J": plan.outputs, "ADD": r < last},
             )
         x_gradient = weight_gradient = None
         scalars = (options.sharpness, _uniform(plan, options), batch, options.iterations)
@@ -410,7 +410,7 @@ class _FreeEnergyGap(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Trail:
-    """What routing leaves behind: z, h (R, B, J, D) and level (R, B, J) or (R, I, P), or the last of each alone."""
+    """What routing leaves behind: z, h (R, B, J, D) and level (R, J, P) or (R, I, P), or the last of each alone."""
 
     z: Tensor
     h: Tensor
@@ -430,7 +430,8 @@ def _route(x: Tensor, weight: Tensor, options: Options, *, keep: bool, record: b
     stack = options.iterations if record else 1
     z = x.new_empty(stack, batch, plan.outputs, plan.out_dim, dtype=torch.float32)
     h = torch.empty_like(z)
-    level = z.new_empty(stack, *((batch, plan.outputs) if options.inputs else (plan.inputs, pitch(batch))))
+    fresh = z.new_empty if pitch(batch) == batch else z.new_zeros  # what pads a row must be finite
+    level = fresh(stack, plan.outputs if options.inputs else plan.inputs, pitch(batch))
     room = options.iterations > 1 and keep and batch * plan.inputs * plan.outputs * 4 <= KEEP_BYTES
     logits = z.new_empty(plan.outputs, plan.inputs, pitch(batch)) if room else None
     zs, hs, levels = z.unbind(), h.unbind(), level.unbind()
@@ -507,13 +508,13 @@ def _up(
         plan.launch("up", batch, (blocks, plan.expert_blocks, splits), (*held, batch, each), flags)
     h_old, h_new = (z, z) if h is None else h
     factor = _uniform(plan, options) if source.kind == UNIFORM else 1.0
-    flags = {"SOFTMAX": online, "FIRST": first, "LAST": h is None, "COSINE": options.cosine}
+    ends = {"SOFTMAX": online, "FIRST": first, "LAST": h is None, "COSINE": options.cosine}
     run_rows(
         "gather",
         (part, largest, total, z, z if level is None else level, h_old, h_new),
         (batch * plan.outputs, splits, factor),
         plan.out_dim,
-        {**flags, **softmax, "LARGEST": F._largest_norm(v.dtype)},
+        {**ends, **softmax, "J": plan.outputs, "LARGEST": F._largest_norm(v.dtype)},
     )
     return z
 

@@ -42,7 +42,7 @@ TILES = {
 # The same for kernels that work in strips, columns being those of the inputs.
 STRIPS = {
     "up": Tile(images=32, columns=32, warps=1, stages=3, resident=12),
-    "down": Tile(columns=32, warps=2),
+    "down": Tile(columns=32, warps=2, registers=168),
     "learn": Tile(images=32, columns=32, warps=2),
 }
 

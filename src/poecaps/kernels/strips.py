@@ -52,14 +52,14 @@ def _expert(z, b, j, B, J: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
 
 
 @triton.jit
-def _kept(kept, level, b, i0, j, B, I, J: tl.constexpr, IB: tl.constexpr, INPUTS: tl.constexpr):
+def _kept(kept, level, b, i0, j, B, I, IB: tl.constexpr, INPUTS: tl.constexpr):
     """Load c_ij = exp(logit − level) of IB inputs: (IB, BB)."""
     P = _pitch(B)
     i = i0 + tl.arange(0, IB)
     mask = (i < I)[:, None] & (b < P)[None, :]
     logit = tl.load(kept + ((j * I + i) * P)[:, None] + b[None, :], mask=mask, other=float("-inf"))
     if INPUTS:
-        shared = tl.load(level + b.to(tl.int64) * J + j, mask=b < B, other=0.0)[None, :]
+        shared = tl.load(level + j * P + b, mask=b < P, other=0.0)[None, :]
     else:
         shared = tl.load(level + (i * P)[:, None] + b[None, :], mask=mask, other=0.0)
     return tl.exp2(logit - shared)
@@ -97,7 +97,7 @@ def strip_up(
     low = split * each
     total = tl.zeros([BB, DP], tl.float32)
     for i0 in range(low, tl.minimum(low + each, I), IB):
-        share = tl.trans(_kept(kept, level, b, i0, j, B, I, J, IB, INPUTS))[:, :, None]
+        share = tl.trans(_kept(kept, level, b, i0, j, B, I, IB, INPUTS))[:, :, None]
         routed = tl.reshape(share * tl.reshape(_row(v, b, i0, B, I, K, C, KP), [BB, IB, KP]), [BB, C])
         total += _product(routed, tl.trans(_row_maps(w, i0, j, I, J, D, K, C, DP, KP)), EXACT)
     d = tl.arange(0, DP)
@@ -116,11 +116,11 @@ def strip_down(
     i0 = tl.program_id(0) * IB
     b = tl.program_id(1) * BB + tl.arange(0, BB)
     total = tl.zeros([BB, IB, KP], tl.float32)
-    coming = _kept(kept, level, b, i0, 0, B, I, J, IB, INPUTS)
+    coming = _kept(kept, level, b, i0, 0, B, I, IB, INPUTS)
     for j in range(J):
         # What the next expert needs is under way while this one is computed.
         share = coming
-        coming = _kept(kept, level, b, i0, tl.minimum(j + 1, J - 1), B, I, J, IB, INPUTS)
+        coming = _kept(kept, level, b, i0, tl.minimum(j + 1, J - 1), B, I, IB, INPUTS)
         back = _product(_expert(y, b, j, B, J, D, DP), _row_maps(w, i0, j, I, J, D, K, C, DP, KP), EXACT)
         total += tl.trans(share)[:, :, None] * tl.reshape(back, [BB, IB, KP])
     scale = tl.max(tl.abs(total), 2)
@@ -192,7 +192,7 @@ def strip_learn(
     total = tl.zeros([C, DP], tl.float32)
     for b0 in range(0, B, BB):
         b = b0 + tl.arange(0, BB)
-        share = _kept(kept, level, b, i0, j, B, I, J, IB, INPUTS)[:, None, :]
+        share = _kept(kept, level, b, i0, j, B, I, IB, INPUTS)[:, None, :]
         routed = share * tl.reshape(_turned(v, i * K + k, inside, b, P), [IB, KP, BB])
         total += _product(tl.reshape(routed, [C, BB]), tl.trans(_turned(q, j * D + d, d < D, b, P)), EXACT)
         if PAIR:

@@ -8,11 +8,11 @@ what the expert sent: with h_j = Σ_s speak(z_j^(s)), where speak is `direction`
 
     b_ij = β ⟨u_ij, h_j⟩, divided by ‖u_ij‖ for the cosine,        c_ij = exp(b_ij − level)
 
-where level is the logarithm of the softmax's sum: one number per (b, j) if the inputs share, per (i, b) otherwise.
+where level is the logarithm of the softmax's sum: one number per (j, b) if the inputs share, per (i, b) otherwise.
 Logits and levels are kept times log₂ e, for the chip takes powers of 2.
 
 Shapes: capsules (B, I, K), weight (I, J, D, K), anything of the experts (B, J, D), coefficients (B, I, J); what has
-the images last, kept logits and the level where the outputs share, has rows of P numbers, B padded to a multiple of 16.
+the images last, kept logits and levels, has rows of P numbers, B padded to a multiple of 16.
 Constants of a tile: BB images, JB experts, N = JB·DP columns, with DP and KP the sizes D and K padded to powers of two.
 This module imports Triton; nothing imports it before the first call that needs it.
 """
@@ -126,27 +126,32 @@ def _store_pairs(c, value, b, i, j0, B, I, J: tl.constexpr, JB: tl.constexpr, TU
 
 @triton.jit
 def _shared(level, b, i, j0, B, J: tl.constexpr, JB: tl.constexpr, INPUTS: tl.constexpr):
-    """Load a number per (b, j), or per (i, b) where the outputs share: (BB, JB)."""
+    """Load a number per (j, b), or per (i, b) where the outputs share: (BB, JB)."""
     j = j0 + tl.arange(0, JB)
-    at = (b.to(tl.int64) * J)[:, None] + j[None, :] if INPUTS else (i * _pitch(B) + b)[:, None] + 0 * j[None, :]
+    row = j if INPUTS else i + 0 * j
+    at = (row * _pitch(B))[None, :] + b[:, None]
     return tl.load(level + at, mask=(b < B)[:, None] & (j < J)[None, :], other=0.0)
 
 
 @triton.jit
-def _high(v):
-    """Round float32 to the bits that the matrix units take of it."""
-    return ((v.to(tl.uint32, bitcast=True) + 0x1000) & 0xFFFFE000).to(tl.float32, bitcast=True)
+def _high(v, ROUND: tl.constexpr):
+    """Cut or round float32 to the bits that the matrix units take of it."""
+    bits = v.to(tl.uint32, bitcast=True)
+    if ROUND:
+        bits += 0x1000
+    return (bits & 0xFFFFE000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _product(a, b, EXACT: tl.constexpr):
     """Multiply by the matrix units, which take tf32; EXACT: with what that leaves out of a and of b, but not of both.
 
-    The units cut sums instead of rounding them. A sum of many such products is therefore not for them to make.
+    What is left out of both has either sign, for b is rounded; rounding a as well would take longer. The units cut sums
+    instead of rounding them. A sum of many such products is therefore not for them to make.
     """
     if EXACT:
-        a_high = _high(a)
-        b_high = _high(b)
+        a_high = _high(a, False)
+        b_high = _high(b, True)
         product = tl.dot(a - a_high, b_high, input_precision="tf32")
         product = tl.dot(a_high, b - b_high, product, input_precision="tf32")
         product = tl.dot(a_high, b_high, product, input_precision="tf32")
@@ -307,11 +312,18 @@ def even(
     tl.store(part + at, total, mask=(b < B)[:, None] & ((j < J) & (d < D))[None, :])
 
 
+@triton.jit
+def _experts_at(row, rows, J: tl.constexpr):
+    """Where the number of an expert lies whose place in (B, J) is `row`: in (J, P)."""
+    return row % J * _pitch(rows // J) + row // J
+
+
 @kernel
 def gather(
     part, part_max, part_sum, z, level, h, h_next, rows, splits, factor,
-    D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr, SOFTMAX: tl.constexpr, BOUNDED: tl.constexpr,
-    FIRST: tl.constexpr, LAST: tl.constexpr, COSINE: tl.constexpr, LARGEST: tl.constexpr,
+    J: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr,
+    SOFTMAX: tl.constexpr, BOUNDED: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, COSINE: tl.constexpr,
+    LARGEST: tl.constexpr,
 ):  # fmt: skip
     """Join the parts of z (rows = B·J), and add what the experts send to h, except after the last iteration."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -342,10 +354,8 @@ def gather(
             total += piece
     if SOFTMAX:
         total = total / weight[:, None]
-        if BOUNDED:
-            tl.store(level + row, tl.log2(weight), mask=inside)
-        else:
-            tl.store(level + row, largest + tl.log2(weight), mask=inside)
+        height = tl.log2(weight) if BOUNDED else largest + tl.log2(weight)
+        tl.store(level + _experts_at(row, rows, J), height, mask=inside)
     else:
         total = total * factor
     tl.store(z + at, total, mask=mask)
@@ -624,7 +634,7 @@ def up_gradient(
 @kernel
 def speak_gradient(
     part, z, history, g, a, rows, splits,
-    D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr, ADD: tl.constexpr, COSINE: tl.constexpr,
+    J: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr, ADD: tl.constexpr, COSINE: tl.constexpr,
 ):  # fmt: skip
     """Add the parts of ∂L/∂h to the running sum `history`, and go back through speak: → g, a = ⟨g, z⟩."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -653,7 +663,7 @@ def speak_gradient(
         slope = tl.where(norm > 1, 2.0 * inverse * inverse * inverse * high * high, 2.0 * small * low * low)
         gradient = across * (total - along) + slope * along
     tl.store(g + at, gradient, mask=mask)
-    tl.store(a + row, tl.sum(gradient * value, 1), mask=inside)
+    tl.store(a + _experts_at(row, rows, J), tl.sum(gradient * value, 1), mask=inside)
 
 
 @triton.jit
@@ -662,14 +672,14 @@ def _vote_gradient(
     I, J: tl.constexpr, D: tl.constexpr, INPUTS: tl.constexpr, COSINE: tl.constexpr,
     JB: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
-    """∂L/∂u_ij of a tile, over all R iterations; h, g (R, B, J, D); level, a (R, B, J) or (R, I, P): (BB, JB, DP)."""
+    """∂L/∂u_ij of a tile, over all R iterations; h, g (R, B, J, D); level, a (R, J, P) or (R, I, P): (BB, JB, DP)."""
     total = factor * _experts(g, b, j0, B, J, D, JB, DP)
     inverse = _inverse_norm(u)
     for r in range(1, R):
         deep = r * B.to(tl.int64)
         sent = _experts(h + deep * J * D, b, j0, B, J, D, JB, DP)
         pull = _experts(g + deep * J * D, b, j0, B, J, D, JB, DP)
-        shared = deep * J if INPUTS else r * I * _pitch(B)
+        shared = r * (J if INPUTS else I) * _pitch(B)
         agree = tl.sum(u * sent, 2)
         if COSINE:
             agree = agree * inverse
