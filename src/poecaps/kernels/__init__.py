@@ -20,9 +20,10 @@ import torch
 from poecaps import _checks as checks
 from poecaps import functional as F
 from poecaps.kernels import fanout, flash, votefree
-from poecaps.kernels.flash import Coefficients, Held
+from poecaps.kernels.flash import Coefficients, Held, Options
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import ModuleType
 
     from torch import Tensor
@@ -35,8 +36,10 @@ __all__ = [
     "Backend",
     "Coefficients",
     "Held",
+    "Options",
     "check_backend",
     "choose",
+    "contrastive_divergence",
     "describe",
     "free_energy_gap",
     "held",
@@ -174,6 +177,21 @@ def free_energy_gap(weight: Tensor, data: Held, model: Held, *, backend: Backend
         for at in (data, model)
     )
     return here - there
+
+
+def contrastive_divergence(
+    x: Tensor,
+    weight: Tensor,
+    k: int,
+    options: Options,
+    may_fire: Callable[[Tensor], Tensor | None],
+    *,
+    backend: Backend | None = None,
+) -> tuple[Tensor, Tensor | None] | None:
+    """Compute the loss of k deterministic mixings and who may fire, or None where that is better done step by step."""
+    if choose(x, weight, backend) == "cpu" and _plain(weight) is votefree:
+        return votefree.contrastive_divergence(x, weight, k, options, may_fire)
+    return None
 
 
 def _plain(weight: Tensor) -> ModuleType:
