@@ -322,17 +322,15 @@ class CapsuleExperts(nn.Module):
             self._check(chain, ball=True, name="chain")
             checks.require_images("chain", chain)
             checks.require_apart("chain", chain, "x", x)
-        with torch.no_grad():
-            data = self._hold(x.detach())
-            # A copy: the coefficients may be made again from the capsules after the chain is overwritten.
-            model = data if chain is None else self._hold(chain.clone())
-            for _ in range(k):
-                model = self._mix(model, mixing, generator, draw)
-            if chain is not None:
-                chain.copy_(model.x)
-            if self.training:
-                self._nudge_balance(data.on)
-        return kernels.free_energy_gap(self.weight, data, model, backend=self.backend)
+        at_once = None
+        if chain is None and mixing == "deterministic":
+            at_once = kernels.contrastive_divergence(
+                x.detach(), self.weight, k, self._options(), self._may_fire, backend=self.backend
+            )
+        loss, on = at_once or self._step_by_step(x.detach(), k, mixing, chain, generator, draw)
+        if self.training:
+            self._nudge_balance(on)
+        return loss
 
     def extra_repr(self) -> str:
         """Show sizes and options as `print(layer)` does."""
@@ -341,6 +339,9 @@ class CapsuleExperts(nn.Module):
             f"iterations={self.iterations}, sharpness={self.sharpness}, normalize={self.normalize!r}, "
             f"agreement={self.agreement!r}, winners={self.winners}"
         )
+
+    def _options(self) -> kernels.Options:
+        return kernels.Options(self.iterations, float(self.sharpness), self.normalize, self.agreement)
 
     def _route(self, x: Tensor, *, keep: bool = False) -> F.Routing:
         return kernels.routing_by_agreement(
@@ -374,6 +375,26 @@ class CapsuleExperts(nn.Module):
     def _hold(self, x: Tensor) -> Held:
         routing = self._route(x, keep=True)
         return Held(x, routing.preactivation, kernels.held(routing), self._may_fire(routing.preactivation))
+
+    def _step_by_step(
+        self,
+        x: Tensor,
+        k: int,
+        mixing: Mixing,
+        chain: Tensor | None,
+        generator: torch.Generator | None,
+        draw: Callable[[Tensor], Tensor] | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Compute the loss, and who may fire for `x`."""
+        with torch.no_grad():
+            data = self._hold(x)
+            # A copy: the coefficients may be made again from the capsules after the chain is overwritten.
+            model = data if chain is None else self._hold(chain.clone())
+            for _ in range(k):
+                model = self._mix(model, mixing, generator, draw)
+            if chain is not None:
+                chain.copy_(model.x)
+        return kernels.free_energy_gap(self.weight, data, model, backend=self.backend), data.on
 
     def _mix(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -117,7 +118,7 @@ def test_up_and_down_with_held_coefficients(sizes: tuple[int, ...], given: bool,
     assert_close(weight.grad, exact_weight.grad)
 
 
-@pytest.mark.parametrize("keep", [True, False], ids=["logits kept", "logits made again"])
+@pytest.mark.parametrize("way", ["logits kept", "logits made again", "in blocks"])
 @pytest.mark.parametrize(
     ("normalize", "agreement", "options"),
     [
@@ -134,12 +135,15 @@ def test_contrastive_divergence(
     normalize: F.Axis,
     agreement: F.Agreement,
     options: dict[str, Any],
-    keep: bool,
+    way: str,
     generator: torch.Generator,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if not keep:
+    if way == "logits made again":
         monkeypatch.setattr(flash, "KEEP_BYTES", 0)
+    if way == "in blocks":
+        monkeypatch.setattr(flash, "LEAST_BLOCK", 1)
+        monkeypatch.setattr(flash, "BLOCK_BYTES", 4 * math.prod(options.get("sizes", ODD)[1::2]))
     _, i, k, j, d = sizes = options.get("sizes", ODD)
     x, weight = problem(sizes, generator)
     chain, _ = problem((3, i, k, j, d), generator)
@@ -216,7 +220,7 @@ def test_no_votes_and_no_coefficients_are_written(generator: torch.Generator, mo
 def test_capsules_overwritten_before_the_way_back_are_noticed(generator: torch.Generator) -> None:
     x, _ = problem(ODD, generator)
     layer = CapsuleExperts(7, 3, 5, 4, backend="triton").to(DEVICE)
-    loss = layer.contrastive_divergence(x)
+    loss = layer.contrastive_divergence(x, mixing="bernoulli")
     x.mul_(0.5)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -16,14 +16,23 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 OPTIONS = [(axis, agreement) for axis in F.AXES for agreement in F.AGREEMENTS]
-SIZES = [(1, 1, 1, 1, 1), (2, 7, 3, 5, 4), (3, 40, 8, 6, 16), (5, 13, 2, 1, 9), (4, 3, 6, 11, 2), (5, 40, 8, 3, 1)]
+SIZES = [
+    (1, 1, 1, 1, 1),
+    (2, 7, 3, 5, 4),
+    (9, 21, 4, 7, 5),
+    (3, 40, 8, 6, 16),
+    (5, 13, 2, 1, 9),
+    (4, 3, 6, 11, 2),
+    (5, 40, 8, 3, 1),
+]
 VERSIONS = [votefree, fanout]
 
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let most batches here have several blocks, and the last be a smaller one."""
+    """Let most problems here have several blocks of images and of inputs, and the last be a smaller one."""
     monkeypatch.setattr(votefree, "BLOCK", 2)
+    monkeypatch.setattr(votefree, "MANY", 512)
 
 
 def problem(sizes: tuple[int, ...], generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -106,8 +115,8 @@ def test_maps_that_forget_almost_everything(
     version: ModuleType, normalize: F.Axis, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Maps of rank 1, whose votes are often much shorter than capsule and map could make them."""
-    monkeypatch.setattr(votefree, "MANY", 7)
-    x, weight = problem((5, 40, 8, 6, 16), generator)
+    monkeypatch.setattr(votefree, "FEW", 7)
+    x, weight = problem((9, 40, 8, 6, 16), generator)
     weight = weight[:, :, :1] * torch.randn(40, 6, 16, 1, generator=generator)
     options = {"iterations": 3, "sharpness": 5.0, "normalize": normalize, "agreement": "cosine"}
     ours = version.routing_by_agreement(x, weight, **options)
@@ -131,6 +140,29 @@ def test_the_learning_rule(outputs: int, winners: int | None, generator: torch.G
     assert exact.weight.grad is not None
     assert loss.item() == pytest.approx(expected.item(), rel=1e-4, abs=1e-6)
     assert relative_error(layer.weight.grad, exact.weight.grad) < 1e-5
+
+
+@pytest.mark.parametrize("sizes", [(9, 13, 3, 5, 4), (1, 40, 8, 6, 16), (5, 13, 8, 1, 2)])
+@pytest.mark.parametrize("iterations", [1, 3, 8])
+@pytest.mark.parametrize(("normalize", "agreement"), OPTIONS)
+def test_the_learning_rule_with_every_kind_of_routing(
+    sizes: tuple[int, ...], iterations: int, normalize: F.Axis, agreement: F.Agreement, generator: torch.Generator
+) -> None:
+    x, weight = problem(sizes, generator)
+    x[:, 2] = 0
+    _, i, k, j, d = sizes
+    options: dict[str, Any] = {"iterations": iterations, "normalize": normalize, "agreement": agreement}
+    layer = CapsuleExperts(i, k, j, d, backend="cpu", **options)
+    exact = CapsuleExperts(i, k, j, d, backend="reference", dtype=torch.float64, **options)
+    for each in (layer, exact):
+        each.load_state_dict({"weight": weight, "balance": torch.zeros(j)})
+        each.contrastive_divergence(x.to(each.weight.dtype)).backward()
+    assert layer.weight.grad is not None
+    assert exact.weight.grad is not None
+    assert relative_error(layer.weight.grad, exact.weight.grad) < 1e-5
+    with torch.no_grad():
+        loss = layer.contrastive_divergence(x)
+    assert loss.item() == pytest.approx(exact.contrastive_divergence(x.double()).item(), rel=1e-4, abs=1e-6)
 
 
 @pytest.mark.parametrize("outputs", [5, 9])

@@ -20,10 +20,11 @@ import torch
 from poecaps import _checks as checks
 from poecaps import functional as F
 from poecaps.kernels import fanout, flash, votefree
-from poecaps.kernels.flash import Coefficients, Held
+from poecaps.kernels.common import Held, Options
+from poecaps.kernels.flash import Coefficients
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from types import ModuleType
 
     from torch import Tensor
@@ -36,8 +37,10 @@ __all__ = [
     "Backend",
     "Coefficients",
     "Held",
+    "Options",
     "check_backend",
     "choose",
+    "contrastive_divergence",
     "describe",
     "free_energy_gap",
     "held",
@@ -120,7 +123,7 @@ def routing_by_agreement(
     chosen = choose(x, weight, backend)
     if chosen == "triton":
         return flash.routing_by_agreement(
-            x, weight, flash.Options(iterations, float(sharpness), normalize, agreement), keep=keep
+            x, weight, Options(iterations, float(sharpness), normalize, agreement), keep=keep
         )
     route = F.routing_by_agreement
     if chosen == "cpu" and not torch.is_grad_enabled():
@@ -192,6 +195,24 @@ def free_energy_gap(weight: Tensor, data: Held, model: Held, *, backend: Backend
         for at in (data, model)
     )
     return here - there
+
+
+def contrastive_divergence(
+    x: Tensor,
+    weight: Tensor,
+    k: int,
+    options: Options,
+    may_fire: Callable[[Tensor], Tensor | None],
+    *,
+    backend: Backend | None = None,
+) -> tuple[Tensor, Tensor | None] | None:
+    """Compute the loss of k deterministic mixings and who may fire, or None where that is better done step by step."""
+    chosen = choose(x, weight, backend)
+    if chosen == "triton":
+        return flash.contrastive_divergence(x, weight, k, options, may_fire)
+    if chosen == "cpu" and _plain(weight) is votefree:
+        return votefree.contrastive_divergence(x, weight, k, options, may_fire)
+    return None
 
 
 def _plain(weight: Tensor) -> ModuleType:

@@ -19,13 +19,15 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from poecaps import functional as F
+from poecaps.kernels.common import Options, with_slope
 from poecaps.kernels.launch import pitch, rows_in_block, rows_of, run, run_rows, stripped, tiled
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
+    from poecaps.kernels.common import Held
     from poecaps.kernels.launch import Plan
 
 LARGEST_DIM = 64
@@ -34,37 +36,12 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # Logits below this many bytes are kept between the passes of a learning step: it saves making votes for them again.
 KEEP_BYTES = 64 * 2**20
 
+# Logits of the images that go through a learning step together, and the fewest images for which that pays.
+BLOCK_BYTES, LEAST_BLOCK = 24 * 2**20, 64
+
 # Components of inputs that an even mixture multiplies at once; side of the squares that are turned at once; inputs and
 # images that levels are taken of at once.
 DEPTH, TURN, LEVELS = 32, 64, (4, 128)
-
-# A softmax of logits within ±60 needs no maximum taken out: e^60 times any number of inputs is far from overflow.
-SAFE_LOGIT = 60.0
-
-
-@dataclass(frozen=True)
-class Options:
-    """Options of `functional.routing_by_agreement`."""
-
-    iterations: int = 1
-    sharpness: float = 0.0
-    normalize: F.Axis = "inputs"
-    agreement: F.Agreement = "cosine"
-
-    @property
-    def inputs(self) -> bool:
-        """Whether the inputs share, Σ_i c_ij = 1."""
-        return self.normalize == "inputs"
-
-    @property
-    def cosine(self) -> bool:
-        """Whether agreement is the cosine."""
-        return self.agreement == "cosine"
-
-    @property
-    def bounded(self) -> bool:
-        """Whether the softmax needs no maximum taken out."""
-        return self.cosine and self.sharpness * (self.iterations - 1) <= SAFE_LOGIT
 
 
 @dataclass(frozen=True, eq=False)
@@ -200,8 +177,12 @@ def preactivation(x: Tensor, weight: Tensor, coefficients: Tensor | Coefficients
 
 def pulled(weight: Tensor, coefficients: Tensor | Coefficients, terms: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     """Compute Σ ⟨p, `preactivation`(v)⟩ over one or two terms (p, v), with a gradient in the weight alone: → ()."""
-    value: Tensor = _Pulled.apply(weight, coefficients, terms)  # type: ignore[no-untyped-call]
-    return value
+    with torch.no_grad():
+        maps = weight.contiguous()
+        slope = torch.empty_like(maps)
+        _learn(slope, maps, coefficients, [(p.contiguous(), v.contiguous()) for p, v in terms])
+        value = (maps.float() * slope.float()).sum()  # it is linear in the weight, so its gradient tells its value
+    return with_slope(weight, value, slope)
 
 
 @torch.no_grad()
@@ -246,14 +227,55 @@ def squash(z: Tensor, on: Tensor | None = None) -> Tensor:
     return out
 
 
-@dataclass(frozen=True)
-class Held:
-    """Capsules with what is held fixed while they are mixed: their coefficients and who may fire."""
+def contrastive_divergence(
+    x: Tensor, weight: Tensor, k: int, options: Options, may_fire: Callable[[Tensor], Tensor | None]
+) -> tuple[Tensor, Tensor | None]:
+    """Compute mean F(x) − mean F(x̃), x̃ being x after k deterministic mixings, with a gradient in the weight alone.
 
-    x: Tensor  # (B, I, K)
-    z: Tensor  # (B, J, D), the preactivation of x
-    coefficients: Tensor | Coefficients  # (B, I, J)
-    on: Tensor | None  # (B, J) of bool; None: all may fire
+    A block of images goes all the way, to its part of the gradient, before the next begins.
+
+    Parameters
+    ----------
+    x : (B, I, K)
+    weight : (I, J, D, K)
+    may_fire
+        Says of preactivations (B, J, D) which experts may fire, (B, J); None: all.
+
+    Returns
+    -------
+    (), (B, J)
+        The loss, and what `may_fire` said of `x`.
+    """
+    asked = torch.is_grad_enabled() and weight.requires_grad
+    gaps: list[Tensor] = []
+    allowed: list[Tensor] = []
+    with torch.no_grad():
+        x, maps = x.contiguous(), weight.contiguous()
+        slope = torch.empty_like(maps) if asked else None
+        for part in x.split(_block(x, maps)):
+            routing = routing_by_agreement(part, maps, options, keep=True)
+            c, z = routing.held, routing.preactivation
+            on = may_fire(z)
+            v, model = part, z
+            for _ in range(k):
+                v = reconstruction(squash(model, on), maps, c)
+                model = preactivation(v, maps, c)
+            gap, toward, away = _free_energies((z, model), (on, on), (len(x), len(x)))
+            if slope is not None:
+                _learn(slope, maps, c, [(toward, part), (away, v)], add=bool(gaps))
+            gaps.append(gap)
+            allowed += [] if on is None else [on]
+        loss = gaps[0] if len(gaps) == 1 else torch.stack(gaps).sum()
+    return with_slope(weight, loss, slope), torch.cat(allowed) if allowed else None
+
+
+def _block(x: Tensor, weight: Tensor) -> int:
+    """Images that go all the way together: so many that their logits are small, if that is enough to be quick."""
+    fit = BLOCK_BYTES // (4 * weight.shape[0] * weight.shape[1])
+    if fit < LEAST_BLOCK:
+        return max(1, len(x))
+    blocks = max(1, -(-len(x) // fit))
+    return -(-len(x) // (blocks * LEAST_BLOCK)) * LEAST_BLOCK
 
 
 def free_energy_gap(weight: Tensor, data: Held, model: Held) -> Tensor:
@@ -344,51 +366,15 @@ class _Preactivation(torch.autograd.Function):
         return None, result, None
 
 
-class _Pulled(torch.autograd.Function):
-    """Linear in the weight, so its gradient tells its value."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, weight: Tensor, coefficients: Tensor | Coefficients, terms: Sequence[tuple[Tensor, Tensor]]
-    ) -> Tensor:
-        slope = torch.empty_like(weight, memory_format=torch.contiguous_format)
-        _learn(slope, weight.contiguous(), coefficients, [(p.contiguous(), v.contiguous()) for p, v in terms])
-        ctx.save_for_backward(slope)
-        return (weight.float() * slope.float()).sum()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        (slope,) = ctx.saved_tensors
-        return gradient.to(slope.dtype) * slope, None, None
-
-
 class _FreeEnergyGap(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, data: Held, model: Held) -> Tensor:
         weight = weight.contiguous()
-        plan = tiled(weight, "learn")
-        held = (data, model)
-        zs = [each.z.contiguous() for each in held]
-        ons = [z if each.on is None else each.on.contiguous() for z, each in zip(zs, held, strict=True)]
-        pulls = [torch.empty_like(z, dtype=torch.float32) for z in zs]
-        rows = [len(z) * plan.outputs for z in zs]
-        block = rows_in_block(plan.out_dim)
-        part = weight.new_empty(2, -(-max(rows) // block), dtype=torch.float32)
-        run(
-            "free_energy_gap",
-            (part.shape[1], 2),
-            (*zs, *ons, *pulls, part, *rows, 1 / len(zs[0]), -1 / len(zs[1])),
-            {
-                **rows_of(plan.out_dim),
-                "HAS_ON": data.on is not None,
-                "HAS_ON_MODEL": model.on is not None,
-            },
-        )
+        gap, *pulls = _free_energies((data.z, model.z), (data.on, model.on), (len(data.x), len(model.x)))
         ctx.data, ctx.model = data, model
         # The capsules are saved as well, so that autograd notices if they are overwritten before the way back.
         ctx.save_for_backward(weight, *pulls, data.x, model.x)
-        return part.sum()
+        return gap
 
     @staticmethod
     @once_differentiable
@@ -555,6 +541,24 @@ def _learn(
         (x if pair else source.x, v.contiguous(), p, q, weight, source.h, source.level, source.c, *rest),
         {**source.flags, **flags},
     )
+
+
+def _free_energies(
+    z: tuple[Tensor, Tensor], on: tuple[Tensor | None, Tensor | None], count: tuple[int, int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sum F/count of data and −F/count of the model: z (B, J, D), on (B, J) → (), and its derivatives in z."""
+    z = z[0].contiguous(), z[1].contiguous()
+    spoken = [value if each is None else each.contiguous() for value, each in zip(z, on, strict=True)]
+    pulls = [torch.empty_like(value, dtype=torch.float32) for value in z]
+    rows, dim = [value.shape[0] * value.shape[1] for value in z], z[0].shape[2]
+    part = pulls[0].new_empty(2, -(-max(rows) // rows_in_block(dim)))
+    run(
+        "free_energy_gap",
+        (part.shape[1], 2),
+        (*z, *spoken, *pulls, part, *rows, 1 / count[0], -1 / count[1]),
+        {**rows_of(dim), "HAS_ON": on[0] is not None, "HAS_ON_MODEL": on[1] is not None},
+    )
+    return part.sum(), *pulls  # type: ignore[return-value]
 
 
 def _turned(terms: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
