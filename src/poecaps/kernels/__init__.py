@@ -206,7 +206,21 @@ def contrastive_divergence(
     *,
     backend: Backend | None = None,
 ) -> tuple[Tensor, Tensor | None] | None:
-    """Compute the loss of k deterministic mixings and who may fire, or None where that is better done step by step."""
+    """Compute the loss of k deterministic mixings, and who may fire; None where that is better done step by step.
+
+    Parameters
+    ----------
+    x : (B, I, K)
+    weight : (I, J, D, K)
+        The loss has a gradient in it alone.
+    may_fire
+        Says of preactivations (B, J, D) which experts may fire, (B, J); None: all.
+
+    Returns
+    -------
+    (), (B, J)
+        Mean F(x) − mean F(x̃), and what `may_fire` said of `x`.
+    """
     chosen = choose(x, weight, backend)
     if chosen == "triton":
         return flash.contrastive_divergence(x, weight, k, options, may_fire)

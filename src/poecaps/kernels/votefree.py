@@ -96,21 +96,9 @@ def free_energy_gap(weight: Tensor, data: Held, model: Held) -> Tensor:
 def contrastive_divergence(
     x: Tensor, weight: Tensor, k: int, options: Options, may_fire: Callable[[Tensor], Tensor | None]
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute mean F(x) − mean F(x̃), x̃ being x after k deterministic mixings, with a gradient in the weight alone.
+    """Compute what `kernels.contrastive_divergence` does, a block of images all the way before the next begins.
 
-    A block of images goes all the way, to its part of the gradient, before the next begins: nothing else is kept.
-
-    Parameters
-    ----------
-    x : (B, I, K)
-    weight : (I, J, D, K)
-    may_fire
-        Says of preactivations (B, J, D) which experts may fire, (B, J); None: all.
-
-    Returns
-    -------
-    (), (B, J)
-        The loss, and what `may_fire` said of `x`.
+    Nothing is kept of a block but its part of the gradient.
     """
     maps, slope = _maps(weight.detach(), options, len(x)), _start(weight)
     gaps: list[Tensor] = []
