@@ -222,8 +222,9 @@ def contrastive_divergence(
         Mean F(x) − mean F(x̃), and what `may_fire` said of `x`.
     """
     chosen = choose(x, weight, backend)
-    if chosen == "triton":
-        return flash.contrastive_divergence(x, weight, k, options, may_fire)
+    block = flash.block(len(x), weight) if chosen == "triton" else None
+    if block is not None:
+        return flash.contrastive_divergence(x, weight, k, options, may_fire, block)
     if chosen == "cpu" and _plain(weight) is votefree:
         return votefree.contrastive_divergence(x, weight, k, options, may_fire)
     return None

@@ -228,7 +228,7 @@ def squash(z: Tensor, on: Tensor | None = None) -> Tensor:
 
 
 def contrastive_divergence(
-    x: Tensor, weight: Tensor, k: int, options: Options, may_fire: Callable[[Tensor], Tensor | None]
+    x: Tensor, weight: Tensor, k: int, options: Options, may_fire: Callable[[Tensor], Tensor | None], block: int
 ) -> tuple[Tensor, Tensor | None]:
     """Compute what `kernels.contrastive_divergence` does, a block of images all the way before the next begins.
 
@@ -240,7 +240,7 @@ def contrastive_divergence(
     with torch.no_grad():
         x, maps = x.contiguous(), weight.contiguous()
         slope = torch.empty_like(maps) if asked else None
-        for part in x.split(_block(x, maps)):
+        for part in x.split(block):
             routing = routing_by_agreement(part, maps, options, keep=True)
             c, z = routing.held, routing.preactivation
             on = may_fire(z)
@@ -257,13 +257,13 @@ def contrastive_divergence(
     return with_slope(weight, loss, slope), torch.cat(allowed) if allowed else None
 
 
-def _block(x: Tensor, weight: Tensor) -> int:
-    """Images that go all the way together: so many that their logits are small, if that is enough to be quick."""
-    fit = BLOCK_BYTES // (4 * weight.shape[0] * weight.shape[1])
-    if fit < LEAST_BLOCK:
-        return max(1, len(x))
-    blocks = max(1, -(-len(x) // fit))
-    return -(-len(x) // (blocks * LEAST_BLOCK)) * LEAST_BLOCK
+def block(images: int, weight: Tensor) -> int | None:
+    """Return how many images go all the way together, so that their logits are small; None: too few to be quick."""
+    most = BLOCK_BYTES // (4 * weight.shape[0] * weight.shape[1])
+    if most < LEAST_BLOCK:
+        return None
+    blocks = max(1, -(-images // most))
+    return -(-images // (blocks * LEAST_BLOCK)) * LEAST_BLOCK
 
 
 def free_energy_gap(weight: Tensor, data: Held, model: Held) -> Tensor:
