@@ -113,6 +113,24 @@ def test_the_kernels_at_full_size(
         assert ((ours.double() - exact).norm() / exact.norm()).item() < 1e-5
 
 
+@pytest.mark.parametrize("winners", [None, 3])
+def test_a_large_batch_learns_block_by_block(winners: int | None) -> None:
+    generator = torch.Generator("cuda").manual_seed(2)
+    x = squash(torch.randn(1100, 576, 8, generator=generator, device="cuda"))
+    weight = torch.randn(576, 20, 16, 8, generator=generator, device="cuda") / 3
+    assert flash.block(len(x), weight) == 384
+    gradients = []
+    for dtype, backend in ((torch.float32, None), (torch.float64, "reference")):
+        layer = CapsuleExperts(576, 8, 20, 16, winners=winners, backend=backend, device="cuda", dtype=dtype)  # type: ignore[arg-type]
+        with torch.no_grad():
+            layer.weight.copy_(weight)
+        layer.contrastive_divergence(x.to(dtype)).backward()
+        assert layer.weight.grad is not None
+        gradients.append(layer.weight.grad.double())
+    ours, exact = gradients
+    assert (ours - exact).norm() < 1e-5 * exact.norm()
+
+
 @pytest.mark.parametrize("mixing", MIXINGS)
 @pytest.mark.parametrize("winners", [None, 2])
 def test_training_by_replays_gives_what_plain_steps_give(
