@@ -47,9 +47,9 @@ WINDOWS = {
     ("down", True): Window(rows=256, stages=4, resident=1),
     ("slope", False): Window(together=2, stages=4, resident=1),
     ("slope", True): Window(together=2, stages=4, resident=1),
-    ("few_up", False): Window(depth=32, stages=1),
+    ("few_up", False): Window(depth=32, stages=1, registers=128),
     ("few_slope", False): Window(stages=2, resident=1),
-    ("few_columns", False): Window(stages=2),
+    ("few_columns", False): Window(stages=2, registers=128),
 }
 MANY = 512
 
