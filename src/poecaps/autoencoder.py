@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from poecaps import _checks as checks
+from poecaps.kernels import filters as fast
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -116,6 +117,8 @@ class ConvAutoencoder(nn.Module):
         checks.require_floating("images", images, pixels=True)
         checks.require_shape("images", images, "BCHW", (None, self.channels, None, None), "C must be that of the model")
         self.grid((images.shape[2], images.shape[3]))
+        if not torch.is_grad_enabled() and fast.fits(images, self.first, self.second, images.shape[2:]):
+            return fast.encode(images, self._filters(), self.slope)
         hidden = nn.functional.leaky_relu(_from_few(images, self.first, self.up_1), self.slope, inplace=True)
         return _leak(nn.functional.conv2d(hidden, self.second, stride=2), self.up_2, self.slope)
 
@@ -157,7 +160,17 @@ class ConvAutoencoder(nn.Module):
         logits = self._reconstruction_logits(images, draw).float()
         return nn.functional.binary_cross_entropy_with_logits(logits, images.float())
 
+    def _filters(self) -> fast.Filters:
+        return fast.Filters(self.first, self.second, self.up_1, self.up_2, self.down_2, self.down_1)
+
     def _reconstruction_logits(self, images: Tensor, draw: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        if not images.requires_grad and fast.fits(images, self.first, self.second, images.shape[2:]):
+            grid = self.grid((images.shape[2], images.shape[3]))
+            drawn = None
+            if self.training and self.dropout > 0:
+                like = images.new_empty(len(images), self.features, *grid, dtype=torch.float32)
+                drawn = (draw or torch.rand_like)(like)
+            return fast.reconstruct(images, self._filters(), drawn, self.dropout, self.slope)
         features = self.encode(images)
         if draw is None:
             features = nn.functional.dropout(features, self.dropout, self.training)
@@ -226,6 +239,9 @@ def _way_down(of: ConvAutoencoder | Painter, features: Tensor, size: tuple[int, 
     kernel = of.first.shape[-1]
     sizes = (None, len(of.second), *_grid(kernel, size))
     checks.require_shape("features", features, "BFhw", sizes, "encode an image of the size that you decode")
+    if fast.fits(features, of.first, of.second, size):
+        filters = fast.Filters(of.first, of.second, None, None, of.down_2, of.down_1)
+        return fast.decode(features, filters, size, of.slope)
     # A stride of 2 forgets whether the side before it was odd or even; the image's size tells.
     padding = [(side - 2 * kernel + 1) % 2 for side in size]
     hidden = nn.functional.conv_transpose2d(features, of.second, stride=2, output_padding=padding)

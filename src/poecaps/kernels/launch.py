@@ -172,10 +172,11 @@ def _planned(plan: Any, shape: tuple[int, int, int, int], exact: bool, tile: Til
 
 
 @cache
-def _split(programs: int, steps: int, room: int) -> tuple[int, int]:
-    # Programs run in waves that fill the device; each has its steps and about two more for what comes before and after.
+def _split(programs: int, steps: int, room: int, extra: int = 0) -> tuple[int, int]:
+    # Programs run in waves that fill the device; each has its steps and about two more for what comes before and after,
+    # and `extra` where parts must be joined.
     def cost(parts: int) -> int:
-        return -(-programs * parts // room) * (-(-steps // parts) + 2)
+        return -(-programs * parts // room) * (-(-steps // parts) + 2 + extra * (parts > 1))
 
     parts = min(range(1, min(steps, max(1, 4 * room // programs)) + 1), key=cost)
     each = -(-steps // parts)
@@ -206,7 +207,7 @@ _compiled: dict[tuple[Any, ...] | None, tuple[Any, tuple[Any, ...]]] = {}
 def run(
     name: str, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any], tile: Tile = PLAIN
 ) -> None:
-    """Launch a kernel of `tiles` or `strips`, compiled for these constants and for the dtypes of the arguments."""
+    """Launch a kernel of `tiles`, `strips` or `windows`, compiled for these constants and the arguments' dtypes."""
     device = arguments[0].device
     key: list[Any] = [name, tile, device.index, *constants.values()]
     values, aligned = [], 0
@@ -246,7 +247,8 @@ def _can_reuse() -> bool:
 @cache
 def _module(name: str) -> Any:
     """Import the kernels, and Triton with them, on first use."""
-    return importlib.import_module(f"poecaps.kernels.{'strips' if name.startswith('strip') else 'tiles'}")
+    place = {"strip": "strips", "window": "windows"}.get(name.partition("_")[0], "tiles")
+    return importlib.import_module(f"poecaps.kernels.{place}")
 
 
 @cache

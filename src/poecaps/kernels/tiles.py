@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 # Counts that may change from call to call: a kernel compiled for one value would be compiled again for the next.
-_COUNTS = ("B", "I", "each", "rows", "rows_model", "splits", "R")
+_COUNTS = ("B", "I", "each", "rows", "rows_model", "splits", "blocks", "R")
 
 
 def kernel(function):
