@@ -29,7 +29,7 @@ from poecaps import functional as F
 from poecaps.network import CapsuleDecoder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
@@ -81,16 +81,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.read is not None:
         report = json.loads(options.read.read_text(encoding="utf-8"))
     else:
-        report = measure(options) | {"command": machine.command("benchmarks", parser, options)}
-        machine.write(report, options.json)
+        report = {}
+        for report in measure(options, {"command": machine.command("benchmarks", parser, options)}):
+            machine.write(report, options.json)  # after every part, for a run may be cut
     if options.plot is not None and "growth" in report:
         draw(report, options.plot)
 
 
-def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure everything that the options ask for."""
+def measure(options: argparse.Namespace, report: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Measure everything that the options ask for, and yield the report whenever something was added to it."""
     device, usual = torch.device(options.device), Sizes(normalize=options.normalize)
-    report: dict[str, Any] = {"machine": machine.describe(device), "sizes": asdict(usual)}
+    report |= {"machine": machine.describe(device), "sizes": asdict(usual)}
     report["ceilings"] = machine.ceilings(device)
     print(json.dumps(report, indent=1, ensure_ascii=False), flush=True)
     ways = {} if options.no_compile else {"compiled": "max-autotune-no-cudagraphs" if options.autotune else "default"}
@@ -103,17 +104,20 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         known[sizes] = compare(sizes, device, options.rounds, _versions(device, fastest, ways))
         report["steps"][str(batch)] = known[sizes]
         print(table(sizes, known[sizes], report["ceilings"]), flush=True)
+        yield report
     report["decoder"] = {}
     for batch in options.batch if device.type == "cuda" else options.batch[:1]:
         sizes = replace(usual, batch=batch)
         found = compare(sizes, device, min(options.rounds, 2 * FEW), _decoder_versions(device))
         report["decoder"][str(batch)] = found
         print(table(sizes, found, {}, "decoder"), flush=True)
+        yield report
     if not options.no_growth:
         report["growth"] = grow(usual, device, min(options.rounds, FEW), fastest, known)
+        yield report
     if device.type == "cuda" and not options.no_ladder:
         report["largest"] = climb(device)
-    return report
+        yield report
 
 
 # ---------------------------------------------------------------------------------------------------------
