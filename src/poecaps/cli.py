@@ -32,6 +32,7 @@ from poecaps._files import ModelError, write_json
 from poecaps.autoencoder import least_side
 from poecaps.data.folder import without_warning
 from poecaps.data.idx import Split, find_images
+from poecaps.kernels import filters
 from poecaps.network import DOMAINS, REACH, STEPS, CapsuleNetwork, Domain
 from poecaps.training import PRESETS, Config, Progress, TrainingError, record, resume, workers
 from poecaps.training import train as train_network
@@ -632,6 +633,7 @@ def _about_installation() -> Iterator[tuple[str, str]]:
     device = find_device("auto")
     yield "device", record.describe_device(device)
     yield "routing", kernels.describe(device)
+    yield "convolving", filters.describe(device)
     absent = {name for name in datasets.named.PUBLISHED if not _is_here(name)}
     yield "data", ", ".join(name + " (not on this machine)" * (name in absent) for name in datasets.named.NAMES)
     yield "models", ", ".join(models.names()) or "none"

@@ -140,7 +140,7 @@ def fits(seen: Tensor, first: Tensor, second: Tensor, size: Sequence[int]) -> bo
         and torch.is_autocast_enabled(kind)
         and torch.get_autocast_dtype(kind) == torch.bfloat16
         and installed()
-        and (_is_hopper(seen.device) if kind == "cuda" else os.environ.get("TRITON_INTERPRET") == "1")
+        and (_is_large(seen.device) if kind == "cuda" else os.environ.get("TRITON_INTERPRET") == "1")
         and all(each.device == seen.device and not checks.is_wrapped(each) for each in tensors)
         and first.dtype == second.dtype == torch.float32
         and seen.dtype in (torch.float32, torch.bfloat16, torch.float16)
@@ -151,9 +151,20 @@ def fits(seen: Tensor, first: Tensor, second: Tensor, size: Sequence[int]) -> bo
 
 
 @cache
-def _is_hopper(device: torch.device) -> bool:
+def _is_large(device: torch.device) -> bool:
     """Tell whether a device has the memory on the chip that the products' stages need."""
     return torch.cuda.get_device_capability(device)[0] in (9, 10)
+
+
+def describe(device: torch.device) -> str:
+    """Say in one line how training convolves on a device, and why not faster."""
+    if device.type != "cuda":
+        return "torch: its own, and products where channels are few"
+    if not installed():
+        return "torch: its own, and products where channels are few, because Triton is not installed"
+    if not _is_large(device):
+        return "torch: its own, and products where channels are few; the kernels need compute capability 9 or 10"
+    return "triton: GPU kernels that write no patches, in bfloat16"
 
 
 # ---------------------------------------------------------------------------------------------------------
