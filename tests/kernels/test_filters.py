@@ -33,3 +33,17 @@ def test_a_cpu_is_left_to_pytorch() -> None:
     model, images = ConvAutoencoder(features=16), torch.rand(2, 1, 28, 28)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert not filters.fits(images, model.first, model.second, (28, 28))
+
+
+def test_what_convolves_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert filters.describe(torch.device("cpu")).startswith("torch")
+    for installed, large, begin, why in [
+        (True, True, "triton", "no patches"),
+        (True, False, "torch", "compute capability"),
+        (False, True, "torch", "Triton is not installed"),
+    ]:
+        monkeypatch.setattr(filters, "installed", lambda installed=installed: installed)
+        monkeypatch.setattr(filters, "_is_large", lambda _, large=large: large)
+        said = filters.describe(torch.device("cuda"))
+        assert said.startswith(begin)
+        assert why in said
