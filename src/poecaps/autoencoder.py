@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -114,9 +115,7 @@ class ConvAutoencoder(nn.Module):
         (B, F, h, w)
             With (h, w) = `grid((H, W))`.
         """
-        checks.require_floating("images", images, pixels=True)
-        checks.require_shape("images", images, "BCHW", (None, self.channels, None, None), "C must be that of the model")
-        self.grid((images.shape[2], images.shape[3]))
+        self._check(images)
         if not torch.is_grad_enabled() and fast.fits(images, self.first, self.second, images.shape[2:]):
             return fast.encode(images, self._filters(), self.slope)
         hidden = nn.functional.leaky_relu(_from_few(images, self.first, self.up_1), self.slope, inplace=True)
@@ -160,12 +159,18 @@ class ConvAutoencoder(nn.Module):
         logits = self._reconstruction_logits(images, draw).float()
         return nn.functional.binary_cross_entropy_with_logits(logits, images.float())
 
+    def _check(self, images: Tensor) -> tuple[int, int]:
+        """Refuse what is no batch of images of the model, and return the grid of their features."""
+        checks.require_floating("images", images, pixels=True)
+        checks.require_shape("images", images, "BCHW", (None, self.channels, None, None), "C must be that of the model")
+        return self.grid((images.shape[2], images.shape[3]))
+
     def _filters(self) -> fast.Filters:
         return fast.Filters(self.first, self.second, self.up_1, self.up_2, self.down_2, self.down_1)
 
     def _reconstruction_logits(self, images: Tensor, draw: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        grid = self._check(images)
         if not images.requires_grad and fast.fits(images, self.first, self.second, images.shape[2:]):
-            grid = self.grid((images.shape[2], images.shape[3]))
             drawn = None
             if self.training and self.dropout > 0:
                 like = images.new_empty(len(images), self.features, *grid, dtype=torch.float32)
@@ -306,7 +311,7 @@ class _Transposed(torch.autograd.Function):
 def _patches(images: Tensor, kernel: int) -> Tensor:
     """Cut out what a filter sees: (B, C, H, W) → (B, h, w, C·k·k and zeros)."""
     seen = images.unfold(2, kernel, 1).unfold(3, kernel, 1).permute(0, 2, 3, 1, 4, 5)
-    count = seen[0, 0, 0].numel()
+    count = math.prod(seen.shape[3:])
     patches = images.new_zeros(*seen.shape[:3], _padded(count))
     patches[..., :count].view(seen.shape).copy_(seen)
     return patches

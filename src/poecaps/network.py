@@ -254,6 +254,7 @@ class CapsuleDecoder(CapsuleExperts):
         y : (B, J, D)
         x : (B, I, K)
         """
+        checks.require_images("y", y)
         with torch.no_grad():
             routing = self.route(y)
             e = kernels.held(routing)

@@ -220,3 +220,12 @@ def test_what_does_not_fit_is_left_to_pytorch(generator: torch.Generator, monkey
     with torch.autocast(DEVICE, dtype=torch.bfloat16):
         odd(p.images.sigmoid())
     assert calls == []
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 9, 8), (3, 9, 8), (2, 3, 2, 8)], ids=str)
+def test_what_are_no_images_is_refused(shape: tuple[int, ...], generator: torch.Generator) -> None:
+    model = ConvAutoencoder(3, features=16, kernel=2, generator=generator).to(DEVICE)
+    images = torch.rand(shape).to(DEVICE)
+    for see in (model, model.loss):
+        with torch.autocast(DEVICE, dtype=torch.bfloat16), pytest.raises(ValueError, match="images must"):
+            see(images)

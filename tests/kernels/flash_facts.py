@@ -129,6 +129,8 @@ def test_up_and_down_with_held_coefficients(sizes: tuple[int, ...], given: bool,
         ("outputs", "cosine", {"winners": 2, "chained": True, "mixing": "bernoulli"}),
         ("outputs", "inner", {"winners": 1, "k": 2}),
         ("inputs", "cosine", {"iterations": 1, "mixing": "bernoulli"}),
+        ("inputs", "cosine", {"mixing": "bernoulli", "sizes": (40, 3, 3, 5, 4)}),
+        ("inputs", "cosine", {"sizes": (40, 5, 3, 4, 4)}),
     ],
 )
 def test_contrastive_divergence(
@@ -156,13 +158,13 @@ def test_contrastive_divergence(
             layer.weight.copy_(weight)
         walk = chain.to(dtype, copy=True)
         loss = layer.contrastive_divergence(
-            x.to(dtype),
+            x.to(dtype).transpose(0, 1).contiguous().transpose(0, 1),
             options.get("k", 1),
             mixing=options.get("mixing", "deterministic"),
             chain=walk if "chained" in options else None,
             generator=torch.Generator(DEVICE).manual_seed(3),
         )
-        loss.backward()
+        (3 * loss).backward()
         results.append((loss.detach().unsqueeze(0), layer.weight.grad, walk, layer.balance + 1))
     for ours, exact in zip(*results, strict=True):
         assert_close(ours, exact)
@@ -196,6 +198,19 @@ def test_half_precision(dtype: torch.dtype, generator: torch.Generator) -> None:
     assert results[0][0].dtype == dtype
     for ours, exact in zip(*results, strict=True):
         assert_close(ours, exact, 1e-2)
+
+
+def test_a_scaled_loss_saves_small_gradients_in_half_precision(generator: torch.Generator) -> None:
+    x, weight = problem(ODD, generator)
+    gradients = []
+    for backend, dtype in (("triton", torch.float16), ("reference", torch.float64)):
+        layer = CapsuleExperts(7, 3, 5, 4, backend=backend).to(DEVICE, dtype)  # type: ignore[arg-type]
+        with torch.no_grad():
+            layer.weight.copy_(1e-3 * weight)
+        loss = layer.contrastive_divergence(x.to(dtype))
+        (2**16 * loss).backward()
+        gradients.append(layer.weight.grad)
+    assert_close(gradients[0], gradients[1], 1e-2)
 
 
 def test_no_votes_and_no_coefficients_are_written(generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,7 @@ from poecaps.training import (
     train,
 )
 from poecaps.training.loop import CHECKPOINT, METRICS, _wants_bfloat16
-from poecaps.training.stages import AutoencoderTask, DecoderTask, Material, effective_rank, factor_for_firing
+from poecaps.training.stages import AutoencoderTask, DecoderTask, effective_rank, factor_for_firing
 from tests.training.runs import OPTIONS, assert_same_weights, config_for, metrics, weights
 
 
@@ -223,16 +223,33 @@ def test_an_interrupt_saves_and_prints_the_command_to_go_on_with(
     assert_same_weights(folder, finished)
 
 
-@pytest.mark.parametrize(("what", "task"), [("make_codes", 2), ("fit_scaling", 1), ("_for_all", 1)])
-def test_an_interrupt_between_two_stages_loses_no_step(
-    what: str, task: int, data: Path, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("broken", [KeyboardInterrupt, MemoryError])
+@pytest.mark.parametrize(
+    ("what", "task"),
+    [
+        ("poecaps.training.stages.Material.make_codes", 2),
+        ("poecaps.training.stages.Material.fit_scaling", 1),
+        ("poecaps.training.stages.Material._for_all", 1),
+        ("poecaps.training.stages.EncoderTask._reset", 1),
+        ("poecaps.training.loop._Run._fit_density", 6),
+        ("poecaps.network.CapsuleNetwork.save", 6),
+    ],
+)
+def test_a_break_between_two_stages_loses_no_step(
+    what: str,
+    task: int,
+    broken: type[BaseException],
+    data: Path,
+    finished: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def interrupted(*_: Any) -> None:
-        raise KeyboardInterrupt
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise broken
 
     with monkeypatch.context() as patched:
-        patched.setattr(Material, what, interrupted)
-        with pytest.raises(KeyboardInterrupt):
+        patched.setattr(what, interrupted)
+        with pytest.raises(broken):
             train(config_for(data, checkpoint_every=1e9), tmp_path / "run")
     _, about = read_tensors(tmp_path / "run" / CHECKPOINT)
     assert (about["task"], about["step"]) == (task, 0)

@@ -61,11 +61,12 @@ def with_slope(weight: Tensor, value: Tensor, slope: Tensor | None) -> Tensor:
 
 class _WithSlope(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, value: Tensor, _: Tensor, slope: Tensor) -> Tensor:
-        ctx.slope = slope
+    def forward(ctx: Any, value: Tensor, weight: Tensor, slope: Tensor) -> Tensor:
+        ctx.slope, ctx.dtype = slope, weight.dtype
         return value.clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, None]:
-        return None, torch.mul(ctx.slope, gradient, out=ctx.slope.new_empty(ctx.slope.shape)), None
+        scaled = torch.mul(ctx.slope, gradient, out=ctx.slope.new_empty(ctx.slope.shape))
+        return None, scaled.to(ctx.dtype), None

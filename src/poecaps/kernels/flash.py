@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from poecaps import functional as F
 from poecaps.kernels.common import Options, with_slope
-from poecaps.kernels.launch import pitch, rows_in_block, rows_of, run, run_rows, stripped, tiled
+from poecaps.kernels.launch import padded, pitch, rows_in_block, rows_of, run, run_rows, stripped, tiled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from poecaps.kernels.launch import Plan
 
 LARGEST_DIM = 64
+MOST_COLUMNS = 2**20  # what the experts have altogether; more programs side by side than CUDA allows would be needed
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 # Logits below this many bytes are kept between the passes of a learning step: it saves making votes for them again.
@@ -138,6 +139,10 @@ def obstacle(x: Tensor, weight: Tensor) -> str | None:
         return f"the dtype is {x.dtype}; use torch.float32, torch.bfloat16 or torch.float16"
     if dims > LARGEST_DIM:
         return f"capsules have {dims} dimensions; at most {LARGEST_DIM} are covered"
+    if weight.shape[1] * padded(weight.shape[2], 1) > MOST_COLUMNS:
+        return (
+            f"there are {weight.shape[1]:,} experts of {weight.shape[2]}; at most {MOST_COLUMNS:,} numbers are covered"
+        )
     return None
 
 
@@ -179,9 +184,9 @@ def pulled(weight: Tensor, coefficients: Tensor | Coefficients, terms: Sequence[
     """Compute Σ ⟨p, `preactivation`(v)⟩ over one or two terms (p, v), with a gradient in the weight alone: → ()."""
     with torch.no_grad():
         maps = weight.contiguous()
-        slope = torch.empty_like(maps)
-        _learn(slope, maps, coefficients, [(p.contiguous(), v.contiguous()) for p, v in terms])
-        value = (maps.float() * slope.float()).sum()  # it is linear in the weight, so its gradient tells its value
+        slope = torch.empty_like(maps, dtype=torch.float32)
+        _learn(slope, maps, coefficients, terms)
+        value = (maps * slope).sum()  # it is linear in the weight, so its gradient tells its value
     return with_slope(weight, value, slope)
 
 
@@ -239,7 +244,7 @@ def contrastive_divergence(
     allowed: list[Tensor] = []
     with torch.no_grad():
         x, maps = x.contiguous(), weight.contiguous()
-        slope = torch.empty_like(maps) if asked else None
+        slope = torch.empty_like(maps, dtype=torch.float32) if asked else None
         for part in x.split(block):
             routing = routing_by_agreement(part, maps, options, keep=True)
             c, z = routing.held, routing.preactivation
@@ -504,8 +509,7 @@ def _learn(
 ) -> None:
     """Sum c_ij q_j v_iᵀ over the batch and the terms (q, v); of two, the first has the capsules that were routed."""
     plan, batch = tiled(weight, "learn"), terms[0][0].shape[0]
-    q, v = terms[-1]
-    p, x = terms[0]
+    (p, x), (q, v) = ((first.contiguous(), second.contiguous()) for first, second in (terms[0], terms[-1]))
     source = _source(coefficients, x)
     pair = len(terms) == 2
     flags = {"PAIR": pair, "ADD": add, "SCALED": scale is not None}
@@ -526,7 +530,7 @@ def _learn(
         "weight_gradient",
         batch,
         (plan.inputs * plan.expert_blocks,),
-        (x if pair else source.x, v.contiguous(), p, q, weight, source.h, source.level, source.c, *rest),
+        (x if pair else source.x, v, p, q, weight, source.h, source.level, source.c, *rest),
         {**source.flags, **flags},
     )
 
@@ -557,7 +561,7 @@ def _turned(terms: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor
         (p.new_empty(outputs * out_dim, pitch(batch)), v.new_empty(inputs * in_dim, pitch(batch))) for p, v in terms
     ]
     pointers = [each.contiguous() for pairs in (terms, turned) for p, v in (pairs[0], pairs[-1]) for each in (v, p)]
-    grid = (-(-pitch(batch) // TURN), -(-widest // TURN), 2 * len(terms))
+    grid = (-(-widest // TURN), -(-pitch(batch) // TURN), 2 * len(terms))
     sizes = {"J": outputs, "D": out_dim, "K": in_dim, "BB": TURN, "C": TURN}
     run("strip_turn", grid, (*pointers, batch, inputs), sizes)
     return turned

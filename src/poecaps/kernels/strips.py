@@ -156,8 +156,8 @@ def strip_turn(
 @triton.jit
 def _turn(x, out, B, I, K: tl.constexpr, BB: tl.constexpr, C: tl.constexpr):
     P = _pitch(B)
-    b = tl.program_id(0) * BB + tl.arange(0, BB)
-    n = tl.program_id(1) * C + tl.arange(0, C)
+    n = tl.program_id(0) * C + tl.arange(0, C)
+    b = tl.program_id(1) * BB + tl.arange(0, BB)
     i = n // K
     source = (b.to(tl.int64)[:, None] * I + i[None, :]) * K + (n % K)[None, :]
     value = tl.load(x + source, mask=(b < B)[:, None] & (i < I)[None, :], other=0.0)

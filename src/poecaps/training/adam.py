@@ -57,6 +57,8 @@ class FusedAdam:
     def step(self) -> None:
         """Take a step along the gradients."""
         moved = {each: each.grad for each in self.parameters if each.grad is not None}
+        if not moved:
+            return
         states = [self.state[each] for each in moved]
         steps = [state["step"] for state in states]
         torch._foreach_add_(steps, 1)

@@ -151,7 +151,7 @@ class Config:
     precision: Precision = "auto"
     """Numbers that the convolutions compute with; auto: bfloat16 where the machine is fast with it, else float32."""
     checkpoint_every: float = 60.0
-    """Seconds between checkpoints, and so the most that a crash can cost; 0: one after every step."""
+    """Seconds between checkpoints while a stage learns, so much can a crash cost; 0: one after every step."""
 
     def check(self) -> None:
         """Refuse values that cannot be meant.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from poecaps import kernels
 from poecaps._files import ModelError, read_tensors, write_atomically, write_tensors
 from poecaps.autoencoder import least_side
 from poecaps.data import DataError, load
 from poecaps.data.folder import without_warning
 from poecaps.data.named import NAMES
+from poecaps.layer import CapsuleExperts
 from poecaps.network import FORMAT, VERSION, Architecture, CapsuleNetwork, check_version
 from poecaps.training import record as records
 from poecaps.training import workers as processes
@@ -243,13 +245,13 @@ class _Run:
         for index in range(task, len(self.tasks)):
             self._do(index, step, optimizer_state or {})
             step, optimizer_state = 0, None
-        with self._kept_if_interrupted(len(self.tasks)):
+        with self._kept_if_broken(len(self.tasks)):
             self._fit_density()
-        self._lay_filters(torch.contiguous_format)
-        if self.workers.first:
-            self._write(lambda: self.network.save(self.folder))
-            record["finished"] = records.now()
-            self._write(lambda: records.write(self.folder, record))
+            self._lay_filters(torch.contiguous_format)
+            if self.workers.first:
+                self._write(lambda: self.network.save(self.folder))
+                record["finished"] = records.now()
+                self._write(lambda: records.write(self.folder, record))
         return self.network.requires_grad_(False)
 
     def _lay_filters(self, memory_format: torch.memory_format) -> None:
@@ -291,20 +293,20 @@ class _Run:
         task, fresh = self.tasks[index], first_step == 0
         total = self.steps_of(index)
         pace = _Pace(self, index, first_step)
-        pace.tell(first_step, {})
-        with self._kept_if_interrupted(index) if fresh else nullcontext():
+        with self._kept_if_broken(index) if fresh else nullcontext():
+            pace.tell(first_step, {})
             task.prepare(fresh, _generator(self.config.seed, 4, index))
-        parameters, buffers = list(task.part.parameters()), list(task.part.buffers())
-        self.workers.follow_first([tensor.detach() for tensor in (*parameters, *buffers)])
-        recorded = self._can_record(task, total - first_step)
-        optimizer = _optimizer(task.stage, parameters)
-        _restore(optimizer, parameters, optimizer_state, self.folder / CHECKPOINT)
-        draws = torch.Generator(self.device)
-        every = max(1, self.steps_per_epoch // MEASURES_PER_EPOCH)
-        self.network.eval()
-        task.part.train()
-        pace.begin()
-        steps = Steps(task, optimizer, self.workers, draws, recorded=recorded)
+            parameters, buffers = list(task.part.parameters()), list(task.part.buffers())
+            self.workers.follow_first([tensor.detach() for tensor in (*parameters, *buffers)])
+            recorded = self._can_record(task, total - first_step)
+            optimizer = _optimizer(task.stage, parameters)
+            _restore(optimizer, parameters, optimizer_state, self.folder / CHECKPOINT)
+            draws = torch.Generator(self.device)
+            every = max(1, self.steps_per_epoch // MEASURES_PER_EPOCH)
+            self.network.eval()
+            task.part.train()
+            pace.begin()
+            steps = Steps(task, optimizer, self.workers, draws, recorded=recorded)
         self.interrupts.stepping = True
         for step in range(first_step, total):
             _set_rate(optimizer, task.stage.rate_at(step / total))
@@ -334,7 +336,11 @@ class _Run:
     def _can_record(self, task: Task, steps: int) -> bool:
         """Tell whether the steps of a task can be replays of a recorded one, and are enough for it to pay."""
         alone = self.device.type == "cuda" and self.workers.size == 1
-        return alone and task.stage.optimizer == "adam" and task.is_resident() and steps >= PLAIN + FEWEST
+        layers = [each for each in task.part.modules() if isinstance(each, CapsuleExperts)]
+        # What routes without Triton looks at its numbers, and that cannot be recorded.
+        quick = all(kernels.choose(each.weight, each.weight, each.backend) == "triton" for each in layers)
+        enough = steps >= PLAIN + FEWEST
+        return alone and quick and enough and task.stage.optimizer == "adam" and task.is_resident()
 
     def _batch(self, index: int, step: int) -> Tensor:
         """Choose the images of a step: each epoch sees every image once, in an order of its own."""
@@ -443,13 +449,14 @@ class _Run:
         self._save_checkpoint(index, step, tensors)
 
     @contextmanager
-    def _kept_if_interrupted(self, index: int) -> Iterator[None]:
-        """Where an interrupt comes between two stages, save what those before this one have learned."""
+    def _kept_if_broken(self, index: int) -> Iterator[None]:
+        """Where a run breaks off between two stages, save what those before this one have learned, if that can be."""
         try:
             yield
-        except KeyboardInterrupt:
+        except BaseException:
             if index > 0:
-                self._keep(index, 0)
+                with suppress(TrainingError):
+                    self._keep(index, 0)
             raise
 
     def _save_checkpoint(self, index: int, step: int, tensors: dict[str, Tensor]) -> None:
