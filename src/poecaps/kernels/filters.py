@@ -39,14 +39,12 @@ class Window(Tile):
     limit: int = 1000  # taps above which a place is shared by two programs, where there are few programs
 
 
-# By kind of kernel, and whether images are MANY.
+# By kind of kernel, and whether images are MANY, where that makes a difference.
 WINDOWS = {
     ("up", False): Window(rows=256, stages=4, resident=1),
-    ("up", True): Window(rows=256, stages=4, resident=1),
     ("down", False): Window(resident=2, registers=128, limit=13),
     ("down", True): Window(rows=256, stages=4, resident=1),
     ("slope", False): Window(together=2, stages=4, resident=1),
-    ("slope", True): Window(together=2, stages=4, resident=1),
     ("few_up", False): Window(depth=32, stages=1, registers=128),
     ("few_slope", False): Window(stages=2, resident=1),
     ("few_columns", False): Window(stages=2, registers=128),

@@ -67,7 +67,7 @@ def window_up(
     H: tl.constexpr, W: tl.constexpr, P: tl.constexpr, Q: tl.constexpr, S: tl.constexpr, F: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Sum `each` steps of BK channels of a tap: → part (splits, B·P·Q, F), of any dtype."""
+    """Sum `each` steps of BK channels of a tap: → part (splits, B·P·Q, F)."""
     STEPS: tl.constexpr = F // BK
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
