@@ -6,7 +6,6 @@ import json
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import numpy as np
 import pytest
 
 from benchmarks.pipeline import PANELS, QUALITY, main
@@ -21,19 +20,15 @@ PARTS = ["reading files", "preparation", "autoencoder", "encoder 1", "decoder 1"
 
 
 def test_the_way_is_gone_for_each_seed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    bars: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    images, labels = np.zeros((64, 20, 19), np.uint8), np.arange(64) % 2
-    for number, image in enumerate(images):
-        image[4 : 8 + number % 9, 3 : 5 + number % 7] = 255
-    np.savez(tmp_path / "bars.npz", x_train=images, y_train=labels, x_test=images, y_test=labels)
     default = PRESETS["default"]()
     model = replace(default.model, features=8, capsule_dim=4, experts=((3, 5),), level=2, components=4, parts=2)
     stages = {name: replace(getattr(default, name), epochs=1) for name in ("autoencoder", "encoder", "decoder")}
     small = replace(default, model=model, **stages, painter=replace(default.painter, epochs=1), batch_size=16)
     monkeypatch.setitem(PRESETS, "default", lambda: small)
     fit, save = CodeDensity.fit, CapsuleNetwork.save
-    given = ["--data", str(tmp_path / "bars.npz"), "--seeds", "3", "4", "--evaluate", "--samples", "20"]
+    given = ["--data", str(bars), "--seeds", "3", "4", "--evaluate", "--samples", "20"]
     main([*given, "--json", str(tmp_path / "found.json"), "--keep", str(tmp_path / "runs")])
 
     found = json.loads((tmp_path / "found.json").read_text())

@@ -33,17 +33,13 @@ def test_no_two_variants_are_the_same() -> None:
 
 
 def test_a_variant_is_trained_and_measured_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    bars: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    images, labels = np.zeros((64, 20, 19), np.uint8), np.arange(64) % 2
-    for number, image in enumerate(images):
-        image[4 : 8 + number % 9, 3 : 5 + number % 7] = 255
-    np.savez(tmp_path / "bars.npz", x_train=images, y_train=labels, x_test=images, y_test=labels)
     small = {"model__features": 8, "model__capsule_dim": 4, "model__experts": ((3, 5),), "model__level": 2}
     few = {f"{stage}__epochs": 1 for stage in ("autoencoder", "encoder", "decoder", "painter")}
     monkeypatch.setitem(STUDY, "small", changed(**small, **few, batch_size=16))
     rows = tmp_path / "rows.json"
-    data = ["--data", str(tmp_path / "bars.npz"), "--device", "cpu", "--samples", "20"]
+    data = ["--data", str(bars), "--device", "cpu", "--samples", "20"]
 
     class Here:
         """A pool that works in this process."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,20 +10,14 @@ import pytest
 import torch
 
 from poecaps import CapsuleExperts, kernels
+from tests.kernels.facts import assert_facts, needs_triton
 
 FACTS = Path(__file__).with_name("flash_facts.py")
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
 
 @needs_triton
 def test_the_kernels_in_a_process_of_their_own() -> None:
-    """Triton decides when it is imported whether to interpret, so the facts cannot share this process."""
-    environment = dict(os.environ)
-    if not torch.cuda.is_available():
-        environment["TRITON_INTERPRET"] = "1"
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(FACTS)]
-    done = subprocess.run(command, env=environment, cwd=FACTS.parents[2], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert_facts(FACTS)
 
 
 def test_triton_is_imported_only_when_it_is_used() -> None:
