@@ -15,7 +15,19 @@ from poecaps.autoencoder import ConvAutoencoder
 from poecaps.kernels import filters, flash
 from poecaps.layer import MIXINGS, Mixing
 from poecaps.network import ModelOptions
-from poecaps.training import Config, DecoderStage, EncoderStage, PainterStage, Progress, Stage, loop, resume, train
+from poecaps.training import (
+    Config,
+    DecoderStage,
+    EncoderStage,
+    PainterStage,
+    Progress,
+    Stage,
+    adam,
+    loop,
+    resume,
+    train,
+)
+from tests.training.adam_facts import assert_steps_of_torch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -294,3 +306,10 @@ def test_the_kernels_of_the_autoencoder_at_full_size(batch: int, channels: int, 
         results.append([loss.detach(), *(parameter.grad for parameter in model.parameters())])
     for ours, exact in zip(*results, strict=True):
         assert ((ours - exact).norm() / exact.norm()).item() < 2e-2
+
+
+@pytest.mark.parametrize("large", [50, 10**6])
+@pytest.mark.parametrize("size", [1.0, 1e-8])
+def test_adam(large: int, size: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adam, "LARGE", large)
+    assert_steps_of_torch("cuda", 0.1, size, torch.Generator().manual_seed(1))

@@ -69,14 +69,7 @@ def problem(request: pytest.FixtureRequest, generator: torch.Generator) -> Probl
     return Problem(request.param, generator)
 
 
-@pytest.fixture(params=["many", "few"])
-def windows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Take the windows for many images or for few."""
-    monkeypatch.setattr(filters, "MANY", 1 if request.param == "many" else 10**6)
-    return str(request.param)
-
-
-def test_up(problem: Problem, windows: str) -> None:
+def test_up(problem: Problem) -> None:
     p = problem
     exact = F.conv2d(wide(p.fine), p.second.double(), stride=2)
     out = torch.empty_like(p.coarse, dtype=torch.float32)
@@ -93,12 +86,10 @@ def test_up(problem: Problem, windows: str) -> None:
     assert_close(sums, gated.sum((0, 2, 3)))
 
 
-@pytest.mark.parametrize(("together", "limit"), [(1, 1), (2, 2)])
-def test_down(problem: Problem, together: int, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("limit", [1, 1000])
+def test_down(problem: Problem, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     p = problem
-    monkeypatch.setitem(
-        filters.WINDOWS, ("down", False), filters.Window(together=together, limit=limit, resident=10**6)
-    )
+    monkeypatch.setitem(filters.WINDOWS, "down", filters.Window(limit=limit, resident=10**6))
     exact = F.conv_transpose2d(wide(p.coarse), p.second.double(), stride=2, output_padding=p.padding)
     out, bias = torch.empty_like(p.fine, dtype=torch.float32), p.draw(p.features)
     filters._down(p.coarse, p.second, p.which, Shape(0.2, bias, leak=True), out)
@@ -107,16 +98,20 @@ def test_down(problem: Problem, together: int, limit: int, monkeypatch: pytest.M
     assert_close(out.permute(0, 3, 1, 2), torch.where(wide(p.fine) > 0, exact, 0.2 * exact))
 
 
-@pytest.mark.parametrize("together", [1, 2])
-def test_slope(problem: Problem, together: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slope(problem: Problem) -> None:
     p = problem
-    monkeypatch.setitem(filters.WINDOWS, ("slope", False), filters.Window(together=together))
     fine, coarse = p.draw(*p.fine.shape).bfloat16(), p.draw(*p.coarse.shape).bfloat16()
     exact = torch.zeros_like(p.second, dtype=torch.float64).requires_grad_()
     one = gradient(F.conv2d(wide(p.fine), exact, stride=2), exact, wide(p.coarse))
     other = gradient(F.conv2d(wide(fine), exact, stride=2), exact, wide(coarse))
     assert_close(filters._slope([(p.coarse, p.fine)], p.which), one)
     assert_close(filters._slope([(p.coarse, p.fine), (coarse, fine)], p.which), one + other)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 100, 300, 1500])
+def test_sum(parts: int, generator: torch.Generator) -> None:
+    part = torch.randn(parts, 3, 47, generator=generator).to(DEVICE)
+    assert_close(filters._sum(part), part.double().sum(0))
 
 
 def test_few(problem: Problem) -> None:

@@ -33,23 +33,20 @@ class Window(Tile):
     rows: int = 128
     columns: int = 128
     depth: int = 64  # of a step
-    together: int = 1  # taps or places side by side, each with all columns
-    warps: int = 8
+    warps: int = 4
     stages: int = 3
     limit: int = 1000  # taps above which a place is shared by two programs, where there are few programs
 
 
-# By kind of kernel, and whether images are MANY, where that makes a difference.
+# By kind of kernel: the best of a sweep on an H200, for few images and for many.
 WINDOWS = {
-    ("up", False): Window(rows=256, stages=4, resident=1),
-    ("down", False): Window(resident=2, registers=128, limit=13),
-    ("down", True): Window(rows=256, stages=4, resident=1),
-    ("slope", False): Window(together=2, stages=4, resident=1),
-    ("few_up", False): Window(depth=32, stages=1, registers=128),
-    ("few_slope", False): Window(stages=2, resident=1),
-    ("few_columns", False): Window(stages=2, registers=128),
+    "up": Window(),
+    "down": Window(limit=13),
+    "slope": Window(),
+    "few_up": Window(depth=32, stages=1),
+    "few_slope": Window(stages=1),
+    "few_columns": Window(warps=8, stages=2, registers=128),
 }
-MANY = 512
 
 # Steps of a product that it costs to write a part of a sum and to read it again.
 PART = 8
@@ -58,7 +55,10 @@ PART = 8
 MULTIPLE = 16
 
 # Pixels of an image that are folded at once; numbers that are summed at once; rows that are joined at once.
-FOLD, SUM, JOIN = 256, 2048, 16
+FOLD, SUM, JOIN = 128, 2048, 8
+
+# Parts above which torch sums them sooner.
+MOST_PARTS = 1024
 
 
 @dataclass(frozen=True)
@@ -263,7 +263,7 @@ class _Decode(torch.autograd.Function):
             to_first,
             to_second,
             down_2,
-            gradient.sum((0, 2, 3)) if has_1 else None,
+            _channel_sums(gradient) if has_1 else None,
             None,
             None,
         )
@@ -310,7 +310,7 @@ class _Reconstruct(torch.autograd.Function):
         _down(to_coarse, second, which, Shape(slope, seen=fine), to_fine)
         _few_slope(images, to_fine, which, part[1], has_up_1)
         to_first, up_1 = _few_join(part, which, has_up_1)
-        down_1 = gradient.sum((0, 2, 3)) if has_down_1 else None
+        down_1 = _channel_sums(gradient) if has_down_1 else None
         return None, None, to_first, to_second, up_1, up_2, down_2, down_1, None, None, None
 
 
@@ -346,17 +346,13 @@ def _last_gradient(
 # Many channels, stride 2
 
 
-def _window(kind: str, batch: int) -> Window:
-    return WINDOWS.get((kind, batch >= MANY), WINDOWS[kind, False])
-
-
 def _room(window: Window, device: torch.device) -> int:
     return window.resident * launch._multiprocessors(device)
 
 
 def _up(x: Tensor, w: Tensor, which: Sizes, shape: Shape, out: Tensor, *, sums: bool = False) -> Tensor | None:
     """Convolve x (B, H, W, F) with stride 2 and shape it: → out (B, P, Q, F); returns its column sums (F,)."""
-    batch, window = len(x), _window("up", len(x))
+    batch, window = len(x), WINDOWS["up"]
     rows = batch * which.coarse[0] * which.coarse[1]
     high, wide, deep = min(window.rows, padded(rows, 16)), which.columns(window), which.depth(window)
     grid = (-(-rows // high), -(-which.features // wide))
@@ -376,25 +372,24 @@ def _up(x: Tensor, w: Tensor, which: Sizes, shape: Shape, out: Tensor, *, sums: 
 
 def _down(f: Tensor, w: Tensor, which: Sizes, shape: Shape, out: Tensor) -> None:
     """Convolve f (B, P, Q, F) transposed with stride 2 and shape it: → out (B, H, W, F)."""
-    batch, window = len(f), _window("down", len(f))
+    batch, window = len(f), WINDOWS["down"]
     high, wide, deep = min(window.rows, padded(batch, 16)), which.columns(window), which.depth(window)
-    together = window.together if which.features % wide == 0 else 1
     blocks, across = -(-batch // high), -(-which.features // wide)
-    few = which.fine[0] * which.fine[1] // together * blocks * across < 4 * _room(window, f.device)
-    jobs, places = _jobs(which, together, window.limit if few else 1000, f.device)
-    part = f.new_empty(len(places) or 1, 2, batch, together * which.features, dtype=torch.float32)
-    constants = {**which.grids, **shape.flags, "BM": high, "BN": wide, "BK": deep, "T": together}
+    few = which.fine[0] * which.fine[1] * blocks * across < 4 * _room(window, f.device)
+    jobs, places = _jobs(which, window.limit if few else 1000, f.device)
+    part = f.new_empty(len(places) or 1, 2, batch, which.features, dtype=torch.float32)
+    constants = {**which.grids, **shape.flags, "BM": high, "BN": wide, "BK": deep}
     arguments = (f, w, jobs, *shape.tensors(out), out, part, batch, blocks)
     run("window_down", (len(jobs) * blocks, across), arguments, constants, window)
     if len(places) > 0:
-        constants = {"H": which.fine[0], "W": which.fine[1], "F": which.features, "T": together, **shape.flags}
-        grid = (len(places), -(-batch // JOIN), -(-together * which.features // wide))
+        constants = {"H": which.fine[0], "W": which.fine[1], "F": which.features, **shape.flags}
+        grid = (len(places), -(-batch // JOIN), across)
         joined = (part, places, *shape.tensors(out), out, batch)
         run("window_pairs", grid, joined, {**constants, "BM": JOIN, "BN": wide})
 
 
 @cache
-def _jobs(which: Sizes, together: int, limit: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def _jobs(which: Sizes, limit: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """List what `window_down` has to do, the longest first: (place, first tap, taps, pair or −1), and pairs' places."""
 
     def taps(position: int, count: int) -> int:
@@ -405,7 +400,7 @@ def _jobs(which: Sizes, together: int, limit: int, device: torch.device) -> tupl
     jobs: list[tuple[int, int, int, int]] = []
     places: list[int] = []
     for y in range(height):
-        for x in range(0, width, together):
+        for x in range(width):
             place, count = y * width + x, taps(y, rows) * taps(x, columns)
             if count > limit:
                 half = count - count // 2
@@ -420,29 +415,35 @@ def _jobs(which: Sizes, together: int, limit: int, device: torch.device) -> tupl
 def _slope(sources: list[tuple[Tensor, Tensor]], which: Sizes) -> Tensor:
     """Sum the gradient in the second filters over one or two pairs (B, P, Q, F), (B, H, W, F): → (F, F, S, S)."""
     (f, x), (g, y) = sources[0], sources[-1]
-    batch, window = len(f), _window("slope", len(f))
+    batch, window = len(f), WINDOWS["slope"]
     high, wide = min(window.rows, padded(which.features, 16)), which.columns(window)
     deep = min(window.depth, padded(batch, 16))
-    together = window.together
-    grid = (-(-(which.side**2) // together) * -(-which.features // wide), -(-which.features // high))
+    grid = (which.side**2 * -(-which.features // wide), -(-which.features // high))
     steps = -(-batch // deep) * which.coarse[0] * which.coarse[1]
     room = _room(window, f.device)
     splits, each = launch._split(grid[0] * grid[1] * len(sources), steps, room, PART)
     part = f.new_empty(
         splits * len(sources), which.features, which.side, which.side, which.features, dtype=torch.float32
     )
-    blocks = {"EVEN": batch % deep == 0, "BM": high, "BN": wide, "BK": deep, "T": together}
+    blocks = {"EVEN": batch % deep == 0, "BM": high, "BN": wide, "BK": deep}
     constants = {**which.grids, "SOURCES": len(sources), **blocks}
     run("window_slope", (*grid, len(part)), (f, x, g, y, part, batch, each, splits), constants, window)
     return _sum(part).permute(0, 3, 1, 2)
+
+
+def _channel_sums(images: Tensor) -> Tensor:
+    """Sum over images and pixels, in two steps because few numbers remain: (B, C, H, W) → (C,)."""
+    return images.flatten(2).sum(2).sum(0)
 
 
 def _sum(part: Tensor) -> Tensor:
     """Sum parts: (splits, …) → (…)."""
     if len(part) == 1:
         return part[0]
+    if len(part) > MOST_PARTS:
+        return part.sum(0)
     out = torch.empty_like(part[0])
-    high = min(32, padded(len(part), 1))
+    high = min(128, padded(len(part), 1))
     wide = SUM // high
     run("window_sum", (-(-out.numel() // wide),), (part, out, out.numel(), len(part)), {"BM": high, "BN": wide})
     return out
@@ -454,7 +455,7 @@ def _sum(part: Tensor) -> Tensor:
 
 def _few_up(images: Tensor, w: Tensor, which: Sizes, shape: Shape, out: Tensor, *, sums: bool = False) -> Tensor | None:
     """Convolve images (B, C, H+S−1, W+S−1) and shape it: → out (B, H, W, F); returns its column sums (F,)."""
-    window = _window("few_up", len(images))
+    window = WINDOWS["few_up"]
     rows, wide = out.numel() // which.features, which.columns(window)
     high = min(window.rows, padded(rows, 16))
     grid = (-(-rows // high), -(-which.features // wide))
@@ -468,7 +469,7 @@ def _few_up(images: Tensor, w: Tensor, which: Sizes, shape: Shape, out: Tensor, 
 
 def _few_parts(g: Tensor, which: Sizes, sources: int) -> Tensor:
     """Make room for what `_few_slope` gives for g (B, H, W, F): (sources, splits, F, S·S·C+1)."""
-    window = _window("few_slope", len(g))
+    window = WINDOWS["few_slope"]
     high, wide = min(window.rows, padded(which.features, 16)), min(window.columns, padded(which.patch + 1, 16))
     programs = -(-which.features // high) * -(-(which.patch + 1) // wide)
     steps = -(-(g.numel() // which.features) // window.depth)
@@ -478,7 +479,7 @@ def _few_parts(g: Tensor, which: Sizes, sources: int) -> Tensor:
 
 def _few_slope(images: Tensor, g: Tensor, which: Sizes, part: Tensor, ones: bool) -> None:
     """Sum g (B, H, W, F) times what filters saw in images, then g itself: → part (splits, F, S·S·C+1)."""
-    window = _window("few_slope", len(images))
+    window = WINDOWS["few_slope"]
     high, wide = min(window.rows, padded(which.features, 16)), min(window.columns, padded(which.patch + 1, 16))
     grid = (-(-which.features // high), -(-(which.patch + 1) // wide), len(part))
     each = -(-g.numel() // (which.features * window.depth * len(part)))
@@ -499,7 +500,7 @@ def _few_join(part: Tensor, which: Sizes, has_bias: bool) -> tuple[Tensor, Tenso
 
 def _few_down(hidden: Tensor, w: Tensor, bias: Tensor | None, which: Sizes) -> Tensor:
     """Convolve hidden (B, H, W, F) transposed: → (B, C, H+S−1, W+S−1), float32."""
-    window = _window("few_columns", len(hidden))
+    window = WINDOWS["few_columns"]
     batch, (height, width) = len(hidden), which.fine
     columns = hidden.new_empty(batch, which.patch, height * width)
     rows = batch * height * width

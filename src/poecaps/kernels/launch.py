@@ -1,4 +1,4 @@
-"""Sizes of tiles and strips, and how the kernels of `tiles` and `strips` are launched."""
+"""Sizes of tiles and strips, and how kernels are launched."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ _compiled: dict[tuple[Any, ...] | None, tuple[Any, tuple[Any, ...]]] = {}
 def run(
     name: str, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any], tile: Tile = PLAIN
 ) -> None:
-    """Launch a kernel of `tiles`, `strips` or `windows`, compiled for these constants and the arguments' dtypes."""
+    """Launch a kernel by its name, compiled for these constants and the arguments' dtypes."""
     device = arguments[0].device
     key: list[Any] = [name, tile, device.index, *constants.values()]
     values, aligned = [], 0
@@ -227,7 +227,9 @@ def run(
     found = _compiled.get(where)
     if found is not None:
         kernel, rest = found
-        kernel[(*grid, 1, 1)[:3]](*values, *rest)
+        # What `kernel[grid](…)` does, without hooks and without looking for the stream in Python.
+        stream, code = torch._C._cuda_getCurrentRawStream(device.index), kernel.function
+        kernel.run(*(*grid, 1, 1)[:3], stream, code, kernel.packed_metadata, None, None, None, *values, *rest)
         return None
     function = getattr(_module(name), name)
     options = {"num_warps": tile.warps, "num_stages": tile.stages, "maxnreg": tile.registers}
@@ -239,15 +241,15 @@ def run(
 
 @cache
 def _can_reuse() -> bool:
-    """Tell whether this Triton launches a compiled kernel as those do that this was tried with."""
+    """Tell whether this Triton launches a compiled kernel in the way that `run` knows."""
     version = importlib.metadata.version("triton").split(".")
-    return (int(version[0]), int(version[1])) >= (3, 6)
+    return (3, 6) <= (int(version[0]), int(version[1])) <= (3, 9)
 
 
 @cache
 def _module(name: str) -> Any:
     """Import the kernels, and Triton with them, on first use."""
-    place = {"strip": "strips", "window": "windows"}.get(name.partition("_")[0], "tiles")
+    place = {"strip": "strips", "window": "windows", "adam": "adam"}.get(name.partition("_")[0], "tiles")
     return importlib.import_module(f"poecaps.kernels.{place}")
 
 

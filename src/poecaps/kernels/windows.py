@@ -116,12 +116,12 @@ def window_down(
     f, w, jobs, bias, seen, out, part, B, blocks,
     H: tl.constexpr, W: tl.constexpr, P: tl.constexpr, Q: tl.constexpr, S: tl.constexpr, F: tl.constexpr,
     BIAS: tl.constexpr, LEAK: tl.constexpr, GATE: tl.constexpr, SLOPE: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, T: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """Do one job (place, first tap, taps, pair) for BM images: → out (B, H, W, F).
 
-    A place is T positions of the fine grid side by side, all of which the same features reach, so nothing is multiplied
-    in vain. Where two jobs share a place, each leaves its part for `window_pairs`: → part (pairs, 2, B, T·F).
+    A place is a position of the fine grid, and its taps are the features that reach it, so nothing is multiplied in
+    vain. Where two jobs share a place, each leaves its part for `window_pairs`: → part (pairs, 2, B, F).
     """
     STEPS: tl.constexpr = F // BK
     job = jobs + tl.program_id(0) // blocks * 4
@@ -136,29 +136,23 @@ def window_down(
     across = tl.minimum(x // 2, Q - 1) - low + 1
     top = tl.maximum(y - S + 2, 0) // 2
     b = block * BM + tl.arange(0, BM)
-    n = tl.arange(0, T * BN)
-    c = tl.program_id(1) * BN + n % BN
+    c = tl.program_id(1) * BN + tl.arange(0, BN)
     k = tl.arange(0, BK)
     fs = f + (tl.minimum(b, B - 1) * (P * Q * F))[:, None] + k[None, :]
-    ws = w + (k * (S * S * F))[:, None] + tl.max_contiguous(tl.multiple_of(n // BN * F + c % F, 8), 8)[None, :]
-    total = tl.zeros([BM, T * BN], tl.float32)
+    ws = w + (k * (S * S * F))[:, None] + tl.max_contiguous(tl.multiple_of(c % F, 8), 8)[None, :]
+    total = tl.zeros([BM, BN], tl.float32)
     for s in range(first * STEPS, (first + taps) * STEPS):
         tap = s // STEPS
         p = top + tap // across
         q = low + tap % across
         features = tl.load(fs + ((p * Q + q) * F + s % STEPS * BK))
-        filters_at = ws + ((y - 2 * p) * S + x - 2 * q) * F + s % STEPS * BK * (S * S * F)
-        if T == 1:
-            filters = tl.load(filters_at)
-        else:
-            reaches = (x - 2 * q + n // BN < S)[None, :] & (k >= 0)[:, None]
-            filters = tl.load(filters_at, mask=reaches, other=0.0)
+        filters = tl.load(ws + ((y - 2 * p) * S + x - 2 * q) * F + s % STEPS * BK * (S * S * F))
         total = _product(features, filters, total)
-    at = ((b * H + y) * W + x)[:, None] * F + (n // BN * F + c)[None, :]
-    mask = (b < B)[:, None] & ((c < F) & (x + n // BN < W))[None, :]
+    at = ((b * H + y) * W + x)[:, None] * F + c[None, :]
+    mask = (b < B)[:, None] & (c < F)[None, :]
     if pair >= 0:
         half = (pair * 2 + tl.where(first > 0, 1, 0)) * B + b
-        tl.store(part + half[:, None] * (T * F) + (n // BN * F + c)[None, :], total, mask=mask)
+        tl.store(part + half[:, None] * F + c[None, :], total, mask=mask)
     else:
         tl.store(out + at, _shaped(total, at, mask, c, bias, seen, BIAS, LEAK, GATE, SLOPE, F), mask=mask)
 
@@ -166,19 +160,19 @@ def window_down(
 @kernel
 def window_pairs(
     part, places, bias, seen, out, B,
-    H: tl.constexpr, W: tl.constexpr, F: tl.constexpr, T: tl.constexpr,
+    H: tl.constexpr, W: tl.constexpr, F: tl.constexpr,
     BIAS: tl.constexpr, LEAK: tl.constexpr, GATE: tl.constexpr, SLOPE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Join the two parts (2, B, T·F) of each pair of jobs of `window_down`, at its place: → out (B, H, W, F)."""
+    """Join the two parts (2, B, F) of each pair of jobs of `window_down`, at its place: → out (B, H, W, F)."""
     pair = tl.program_id(0)
     b = tl.program_id(1) * BM + tl.arange(0, BM)
     n = tl.program_id(2) * BN + tl.arange(0, BN)
     place = tl.load(places + pair)
-    here = (pair * 2 * B + b)[:, None] * (T * F) + n[None, :]
+    here = (pair * 2 * B + b)[:, None] * F + n[None, :]
     at = (b * (H * W) + place)[:, None] * F + n[None, :]
-    mask = (b < B)[:, None] & ((n < T * F) & (place % W + n // F < W))[None, :]
-    total = tl.load(part + here, mask=mask, other=0.0) + tl.load(part + here + B * (T * F), mask=mask, other=0.0)
-    tl.store(out + at, _shaped(total, at, mask, n % F, bias, seen, BIAS, LEAK, GATE, SLOPE, F), mask=mask)
+    mask = (b < B)[:, None] & (n < F)[None, :]
+    total = tl.load(part + here, mask=mask, other=0.0) + tl.load(part + here + B * F, mask=mask, other=0.0)
+    tl.store(out + at, _shaped(total, at, mask, n, bias, seen, BIAS, LEAK, GATE, SLOPE, F), mask=mask)
 
 
 @kernel
@@ -186,9 +180,9 @@ def window_slope(
     f, x, g, y, part, B, each, splits,
     H: tl.constexpr, W: tl.constexpr, P: tl.constexpr, Q: tl.constexpr, S: tl.constexpr, F: tl.constexpr,
     SOURCES: tl.constexpr, EVEN: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, T: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Sum over `each` steps, BK images at one place, for T taps: → part (SOURCES·splits, F, S, S, F).
+    """Sum over `each` steps, BK images at one place, for a tap: → part (SOURCES·splits, F, S, S, F).
 
     Features are f and what they saw x; of two SOURCES the other are g and y. B is a multiple of BK (EVEN) or not.
     """
@@ -202,15 +196,13 @@ def window_slope(
     else:
         low = split * each
     o = tl.program_id(1) * BM + tl.arange(0, BM)
-    n = tl.arange(0, T * BN)
-    tap = tl.program_id(0) // CHANNELS * T + n // BN
-    c = tl.program_id(0) % CHANNELS * BN + n % BN
-    seen = tl.minimum(tap, S * S - 1)
+    tap = tl.program_id(0) // CHANNELS
+    c = tl.program_id(0) % CHANNELS * BN + tl.arange(0, BN)
     row = tl.arange(0, BK)
     fs = f + (row * (P * Q * F))[:, None] + tl.max_contiguous(tl.multiple_of(o % F, 8), 8)[None, :]
-    column = tl.max_contiguous(tl.multiple_of((seen // S * W + seen % S) * F + c % F, 8), 8)
-    xs = x + (row * (H * W * F))[:, None] + column[None, :]
-    total = tl.zeros([BM, T * BN], tl.float32)
+    column = tl.max_contiguous(tl.multiple_of(c % F, 8), 8)
+    xs = x + (tap // S * W + tap % S) * F + (row * (H * W * F))[:, None] + column[None, :]
+    total = tl.zeros([BM, BN], tl.float32)
     steps = (B + BK - 1) // BK * (P * Q)
     for s in range(low, tl.minimum(low + each, steps)):
         block = s // (P * Q) * BK
@@ -222,10 +214,10 @@ def window_slope(
         else:
             inside = (block + row < B)[:, None]
             features = tl.load(fs + (block * (P * Q) + p * Q + q) * F, mask=inside & (o >= 0)[None, :], other=0.0)
-            pixels = tl.load(xs + ((block * H + 2 * p) * W + 2 * q) * F, mask=inside & (n >= 0)[None, :], other=0.0)
+            pixels = tl.load(xs + ((block * H + 2 * p) * W + 2 * q) * F, mask=inside & (c >= 0)[None, :], other=0.0)
         total = _product(tl.trans(features), pixels, total)
     at = (split * F + o).to(tl.int64)[:, None] * (S * S * F) + (tap * F + c)[None, :]
-    tl.store(part + at, total, mask=(o < F)[:, None] & ((tap < S * S) & (c < F))[None, :])
+    tl.store(part + at, total, mask=(o < F)[:, None] & (c < F)[None, :])
 
 
 @kernel
