@@ -217,6 +217,25 @@ def test_what_does_not_fit_is_left_to_pytorch(generator: torch.Generator, monkey
     assert calls == []
 
 
+def test_what_fits() -> None:
+    """bfloat16 autocast, and as many images as offsets of 32 bits reach."""
+    model = ConvAutoencoder(features=16, kernel=9).to(DEVICE)
+    one = torch.rand(1, 1, 28, 28).to(DEVICE)
+    most = (2**31 - 1) // (81 * 28 * 28)
+
+    def fits(images: Tensor, dtype: torch.dtype = torch.bfloat16) -> bool:
+        with torch.autocast(DEVICE, dtype=dtype):
+            return filters.fits(images, model.first, model.second, (28, 28))
+
+    assert fits(one)
+    assert fits(one.half())
+    assert not fits(one, torch.float16)
+    assert not fits(one.double())
+    assert fits(one.expand(most, -1, -1, -1))
+    assert not fits(one.expand(most + 1, -1, -1, -1))
+    assert not fits(one[:0])
+
+
 @pytest.mark.parametrize("shape", [(2, 4, 9, 8), (3, 9, 8), (2, 3, 2, 8)], ids=str)
 def test_what_are_no_images_is_refused(shape: tuple[int, ...], generator: torch.Generator) -> None:
     model = ConvAutoencoder(3, features=16, kernel=2, generator=generator).to(DEVICE)

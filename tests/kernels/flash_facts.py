@@ -170,6 +170,14 @@ def test_contrastive_divergence(
         assert_close(ours, exact)
 
 
+def test_the_energy_of_small_preactivations(generator: torch.Generator) -> None:
+    """log(1 + s) for an s that 1 + s forgets."""
+    data, model = (3e-5 * torch.randn(7, 3, 5, generator=generator).to(DEVICE) for _ in range(2))
+    gap, *_ = flash._free_energies((data, 2 * model), (None, None), (7, 7))
+    exact = F.free_energy(data.double()).mean() - F.free_energy(2 * model.double()).mean()
+    assert_close(gap, exact)
+
+
 def test_the_decoder_learns_alike(generator: torch.Generator) -> None:
     x, _ = problem((3, 12, 4, 1, 1), generator)
     y = squash(torch.randn(3, 4, 5, generator=generator)).to(DEVICE)

@@ -258,17 +258,21 @@ def test_a_break_between_two_stages_loses_no_step(
     assert_same_weights(tmp_path / "run", finished)
 
 
+class Clock:
+    """The clock of a run alone: others in this process wait by that of the system."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        time = SimpleNamespace(monotonic=lambda: self.now, perf_counter=perf_counter)
+        monkeypatch.setattr("poecaps.training.loop.time", time)
+
+
 def test_a_checkpoint_is_as_old_as_was_allowed(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step takes ten seconds here, on the clock of the run; a checkpoint is due after half a minute."""
-    clock, kept = 0.0, []
-    # The clock of the run alone: others in this process wait by that of the system.
-    monkeypatch.setattr(
-        "poecaps.training.loop.time", SimpleNamespace(monotonic=lambda: clock, perf_counter=perf_counter)
-    )
+    """A step takes ten seconds here; a checkpoint is due after half a minute."""
+    kept, clock = [], Clock(monkeypatch)
 
     def tick(progress: Progress) -> None:
-        nonlocal clock
-        clock += 10
+        clock.now += 10
         kept.append(read_tensors(tmp_path / "run" / CHECKPOINT)[1]["step"])
         if progress.total_step == 10:
             raise Stop
@@ -276,6 +280,22 @@ def test_a_checkpoint_is_as_old_as_was_allowed(data: Path, tmp_path: Path, monke
     with pytest.raises(Stop):
         train(config_for(data, checkpoint_every=30), tmp_path / "run", report=tick)
     assert kept == [0, 0, 0, 2, 2, 2, 5, 5, 5, 8, 8]
+
+
+def test_a_checkpoint_due_at_the_end_of_a_stage_begins_the_next(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, clock = {}, Clock(monkeypatch)
+
+    def tick(progress: Progress) -> None:
+        clock.now += 60 if progress.stage == "autoencoder" and progress.step == progress.steps else 0
+        if progress.stage != "autoencoder":
+            found.update(read_tensors(tmp_path / "run" / CHECKPOINT)[1])
+            raise Stop
+
+    with pytest.raises(Stop):
+        train(config_for(data, checkpoint_every=30), tmp_path / "run", report=tick)
+    assert (found["task"], found["step"]) == (1, 0)
 
 
 def test_divergence_names_stage_step_and_rate_and_keeps_the_checkpoint(data: Path, tmp_path: Path) -> None:
