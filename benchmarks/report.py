@@ -313,15 +313,16 @@ def orders(on: str) -> str:
     found = measured("routing", on)
     if found is None:
         return ""
-    ways = found["orders"]
     rows = []
-    for order in ORDERS:
-        cells: list[str] = []
-        for way in ways.values():
-            median, _, ratio = _times(way[order])
-            cells += [median, ratio, _megabytes(way[order])]
-        rows.append([order, *cells])
-    return lay_out(["order", *(f"{way}, {what}" for way in ways for what in ("ms", "× ours", "extra MB"))], rows)
+    for batch, ways in found["orders"].items():
+        for order in ORDERS:
+            cells: list[str] = []
+            for way in ways.values():
+                median, _, ratio = _times(way[order])
+                cells += [median, ratio]
+            rows.append([batch, order, *cells])
+    ways = next(iter(found["orders"].values()))
+    return lay_out(["B", "order", *(f"{way}, {what}" for way in ways for what in ("ms", "× ours"))], rows, 2)
 
 
 def decoder(on: str) -> str:

@@ -134,7 +134,7 @@ def measured_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         **common,
         "ceilings": rates | {"tf32_flop_per_s": 4e14},
         "steps": {"256": versions, "1024": versions},
-        "orders": {"eager": orders, "compiled": orders},
+        "orders": {"256": {"eager": orders, "compiled": orders}},
         "decoder": {"256": {"ours": step(1e-4, 1.0), "reference": step(1e-3, 10.0)}},
         "growth": {"batch": {"64": versions, "256": versions}},
         "largest": {"ours, SGD": {"10000": rung, "1000000": rung}, "ours, Adam": {"10000": rung, "1000000": None}},

@@ -59,8 +59,11 @@ def test_the_benchmark_measures_and_draws(tmp_path: Path, capsys: pytest.Capture
     assert found["steps"].keys() == {"4", "6"}
     assert found["decoder"]["4"].keys() == {"ours", "reference"}
     assert found["steps"]["4"].keys() == {"ours", "einsum, eager", "reference"}
-    assert found["steps"]["4"]["einsum, eager"]["order"] in ORDERS
-    assert found["orders"]["eager"].keys() == {"ours", *ORDERS}
+    for batch in ("4", "6"):
+        tried = found["orders"][batch]["eager"]
+        assert tried.keys() == {"ours", *ORDERS}
+        fastest = min(ORDERS, key=lambda order: tried[order]["median_s"])
+        assert found["steps"][batch]["einsum, eager"]["order"] == fastest
     assert found["growth"]["inputs"].keys() == {"5", "10"}
     for each in found["steps"]["4"].values():
         assert each.keys() >= TIMES
