@@ -230,8 +230,10 @@ def contrastive_divergence(
     if block is not None:
         return flash.contrastive_divergence(x, weight, k, options, may_fire, block)
     version = _quickest(x, weight) if chosen == "cpu" else None
-    if version is lanes or version is votefree:
-        return version.contrastive_divergence(x, weight, k, options, may_fire)
+    if version is lanes:
+        return lanes.contrastive_divergence(x, weight, k, options, may_fire)
+    if version is votefree:
+        return votefree.contrastive_divergence(x, weight, k, options, may_fire)
     return None
 
 

@@ -1,6 +1,6 @@
 /* One learning step on a CPU, sixteen images at once: every variable of type `lanes` holds one number of each of them.
 
-   D and K are constants of the compilation. The letters are those of the equations: inputs i, experts j, components k
+   D, K and TILE, inputs that are taken together, are constants of the compilation. The letters are those of the equations: inputs i, experts j, components k
    of a capsule and d of a vote. A block of images is `groups` of sixteen, the last one filled up with zeros, and lies as
 
        capsules x, x̃       (groups, I, K)          experts z, y, heard     (groups, J, D)
@@ -11,12 +11,12 @@
 
    Work is cut into tasks whose results do not depend on who does them or when, so neither does any number. */
 
+#include <immintrin.h>
 #include <math.h>
 #include <sched.h>
 #include <string.h>
 
 #define L 16       /* images in `lanes` */
-#define TILE 8     /* inputs taken together, so that what they add to is read and written once for all of them */
 #define AHEAD 3    /* inputs whose maps are fetched early */
 #define WIDE ((D + L - 1) / L)  /* vectors that D numbers of one image fill */
 
@@ -35,8 +35,8 @@ struct job {
     float sharpness, share;           /* share: 1 / the images of all blocks */
     const float *x;                   /* (images, I, K) */
     const float *w;                   /* (I, J, D, K) */
-    float *c;                         /* (J, I, groups·L), or none: where to write the coefficients */
-    long c_row;                       /* numbers from one of its rows to the next */
+    float *c;                         /* where to write the coefficients, or none */
+    long c_image, c_input, c_expert;  /* numbers from one to the next; where images are neighbours, to whole groups */
     float *standing;                  /* (images, J, D), where to write the preactivation */
     float *slope;                     /* (I, J, D, K), where to write the gradient, or none */
     const lanes *on;                  /* (groups, J), 1 for an expert that may fire and 0 for another, or none */
@@ -148,24 +148,24 @@ INLINE void vote(const float *w, const lanes *x, lanes *u)
     if (D % L) vote_part(w + D / L * L * K, x, u + D / L * L, D % L);
 }
 
-/* z += Σ_i e_i W_i x_i over some inputs, n components; maps lie `row` numbers apart. No e: all are 1. */
-INLINE void up_part(const float *w, long row, const lanes *x, const lanes *e, long inputs, lanes *z, int n)
+/* z += Σ_i e_i W_i x_i over some inputs, n components; maps lie `row` numbers apart. Evenly: all e are 1. */
+INLINE void up_part(const float *w, long row, const lanes *x, const lanes *e, long inputs, lanes *z, int n, int evenly)
 {
     lanes sum[L];
     UNROLL for (int d = 0; d < n; d++) sum[d] = z[d];
     for (long i = 0; i < inputs; i++, w += row, x += K)
         for (int k = 0; k < K; k++) {
             lanes heard = x[k];
-            if (e) heard *= e[i];
+            if (!evenly) heard *= e[i];
             UNROLL for (int d = 0; d < n; d++) sum[d] += w[d * K + k] * heard;
         }
     UNROLL for (int d = 0; d < n; d++) z[d] = sum[d];
 }
 
-static void up(const float *w, long row, const lanes *x, const lanes *e, long inputs, lanes *z)
+INLINE void up(const float *w, long row, const lanes *x, const lanes *e, long inputs, lanes *z, int evenly)
 {
-    for (int d = 0; d + L <= D; d += L) up_part(w + d * K, row, x, e, inputs, z + d, L);
-    if (D % L) up_part(w + D / L * L * K, row, x, e, inputs, z + D / L * L, D % L);
+    for (int d = 0; d + L <= D; d += L) up_part(w + d * K, row, x, e, inputs, z + d, L, evenly);
+    if (D % L) up_part(w + D / L * L * K, row, x, e, inputs, z + D / L * L, D % L, evenly);
 }
 
 /* x += e Wᵀ y, n components. */
@@ -183,30 +183,48 @@ INLINE void down(const float *w, const lanes *y, lanes e, lanes *x)
     if (K % 8) down_part(w + K / 8 * 8, y, e, x + K / 8 * 8, K % 8);
 }
 
-/* 1/‖u‖, and 0 for a zero vote. */
+/* 1/‖u‖, and 0 for a zero vote; 0 too where ‖u‖² is too large for a number. By Newton's method, from 14 bits on. */
 INLINE lanes inverse_norm(const lanes *u)
 {
-    lanes square = inner(u, u, D);
-    return where(square > 0, 1 / root(square), all(0));
+    lanes square = inner(u, u, D), near = (lanes)_mm512_rsqrt14_ps((__m512)square);
+    lanes found = near + 0.5f * near * (1 - square * near * near);
+    return where((near > 0) & (near < INFINITY), found, all(0));
 }
 
-/* z += Σ_i e_i u_i over some inputs, n components. No e: all are 1. */
-INLINE void add_part(const lanes *u, const lanes *e, long inputs, lanes *z, int n)
+/* e_i = ⟨u_i, heard⟩ of some inputs, n components, added to those before. */
+INLINE void agree_part(const lanes *u, const lanes *heard, long inputs, lanes *e, int n, int before)
+{
+    lanes ear[L];
+    UNROLL for (int d = 0; d < n; d++) ear[d] = heard[d];
+    for (long i = 0; i < inputs; i++, u += D) {
+        if (before) e[i] += inner(u, ear, n);
+        else e[i] = inner(u, ear, n);
+    }
+}
+
+INLINE void agree(const lanes *u, const lanes *heard, long inputs, lanes *e)
+{
+    for (int d = 0; d + L <= D; d += L) agree_part(u + d, heard + d, inputs, e, L, d);
+    if (D % L) agree_part(u + D / L * L, heard + D / L * L, inputs, e, D % L, D / L);
+}
+
+/* z += Σ_i e_i u_i over some inputs, n components. Evenly: all e are 1. */
+INLINE void add_part(const lanes *u, const lanes *e, long inputs, lanes *z, int n, int evenly)
 {
     lanes sum[L];
     UNROLL for (int d = 0; d < n; d++) sum[d] = z[d];
     for (long i = 0; i < inputs; i++, u += D)
         UNROLL for (int d = 0; d < n; d++) {
-            if (e) sum[d] += e[i] * u[d];
-            else sum[d] += u[d];
+            if (evenly) sum[d] += u[d];
+            else sum[d] += e[i] * u[d];
         }
     UNROLL for (int d = 0; d < n; d++) z[d] = sum[d];
 }
 
-INLINE void add(const lanes *u, const lanes *e, long inputs, lanes *z)
+INLINE void add(const lanes *u, const lanes *e, long inputs, lanes *z, int evenly)
 {
-    for (int d = 0; d + L <= D; d += L) add_part(u + d, e, inputs, z + d, L);
-    if (D % L) add_part(u + D / L * L, e, inputs, z + D / L * L, D % L);
+    for (int d = 0; d + L <= D; d += L) add_part(u + d, e, inputs, z + d, L, evenly);
+    if (D % L) add_part(u + D / L * L, e, inputs, z + D / L * L, D % L, evenly);
 }
 
 INLINE long least(long a, long b) { return a < b ? a : b; }
@@ -251,8 +269,12 @@ static void keep(const struct job *job, long group, long j, const lanes *z, lane
 static void tell(const struct job *job, long group, long j, long from, long to, lanes total)
 {
     const lanes *e = job->e + (group * job->experts + j) * job->inputs;
-    for (long i = from; job->c && i < to; i++)
-        *(lanes *)(job->c + (j * job->inputs + i) * job->c_row + group * L) = e[i] / total;
+    for (long i = from; job->c && i < to; i++) {
+        lanes c = e[i] / total;
+        float *there = job->c + j * job->c_expert + i * job->c_input + group * L * job->c_image;
+        if (job->c_image == 1) *(lanes *)there = c;
+        else for (long l = 0; l < least(L, job->images - group * L); l++) there[l * job->c_image] = c[l];
+    }
 }
 
 /* Route for one expert, where inputs share: no other expert matters. own: 1/‖u‖ (I); votes (I, D), or of one tile. */
@@ -266,7 +288,7 @@ static void route_expert(const struct job *job, long n, lanes *own)
     memset(heard, 0, sizeof heard);
     memset(z, 0, sizeof z);
 
-    if (!job->keeps) up(w, row, x, 0, inputs, z);
+    if (!job->keeps) up(w, row, x, e, inputs, z, 1);
     for (long from = 0, to; job->keeps && from < inputs; from = to) {
         to = least(from + TILE, inputs);
         for (long i = from; i < to; i++) {
@@ -274,7 +296,7 @@ static void route_expert(const struct job *job, long n, lanes *own)
             vote(w + i * row, x + i * K, votes + i * D);
             size[i] = job->cosine ? inverse_norm(votes + i * D) : all(1);
         }
-        add(votes + from * D, 0, to - from, z);
+        add(votes + from * D, e, to - from, z, 1);
     }
     for (long i = 0; job->iterations == 1 && i < inputs; i++) e[i] = all(1);
 
@@ -292,17 +314,20 @@ static void route_expert(const struct job *job, long n, lanes *own)
                 vote(w + i * row, x + i * K, u + (i - from) * D);
                 size[i] = job->cosine ? inverse_norm(u + (i - from) * D) : all(1);
             }
-            for (long i = from; i < to; i++) e[i] = size[i] * inner(u + (i - from) * D, heard, D);
+            agree(u, heard, to - from, e + from);
             if (job->flat) {
-                for (long i = from; i < to; i++) total += e[i] = exponential(e[i]);
-                add(u, e + from, to - from, z);
+                for (long i = from; i < to; i++) total += e[i] = exponential(e[i] * size[i]);
+                add(u, e + from, to - from, z, 0);
             } else
-                for (long i = from; i < to; i++) most = where(most < e[i], e[i], most);
+                for (long i = from; i < to; i++) {
+                    e[i] *= size[i];
+                    most = where(most < e[i], e[i], most);
+                }
         }
         if (!job->flat) {
             for (long i = 0; i < inputs; i++) total += e[i] = exponential(e[i] - most);
-            if (job->keeps) add(votes, e, inputs, z);
-            else up(w, row, x, e, inputs, z);
+            if (job->keeps) add(votes, e, inputs, z, 0);
+            else up(w, row, x, e, inputs, z, 0);
         }
     }
     keep(job, group, j, z, total);
@@ -334,7 +359,7 @@ static void send_evenly(const struct job *job, long n, lanes *own)
     for (long i = from, end; i < to; i = end) {
         end = least(i + TILE, to);
         for (long j = 0; j < experts; j++)
-            up(job->w + i * row + j * D * K, row, job->capsules + (group * job->inputs + i) * K, 0, end - i, z + j * D);
+            up(job->w + i * row + j * D * K, row, job->capsules + (group * job->inputs + i) * K, 0, end - i, z + j * D, 1);
     }
     for (long n = 0; n < experts * D; n++) z[n] /= (float)experts;
     for (long j = 0; job->iterations == 1 && j < experts; j++) {
@@ -343,35 +368,36 @@ static void send_evenly(const struct job *job, long n, lanes *own)
     }
 }
 
-/* The same with c_ij = softmax_j of how far the votes agree with what was heard. own: votes (TILE, J, D). */
+/* The same with c_ij = softmax_j of how far the votes agree with what was heard. own: c (J, TILE), votes (J, TILE, D). */
 static void send(const struct job *job, long n, lanes *own)
 {
     long experts = job->experts, piece = n / job->groups, group = n % job->groups, row = experts * D * K, from, to;
     piece_of(job, piece, &from, &to);
-    lanes *z = part_of(job, piece, group), *e = job->e + group * experts * job->inputs;
+    lanes *z = part_of(job, piece, group), *c = own, *votes = own + experts * TILE;
     const lanes *heard = job->y + group * experts * D;
     memset(z, 0, sizeof(lanes) * experts * D);
     for (long first = from, end; first < to; first = end) {
         end = least(first + TILE, to);
         for (long i = first; i < end; i++) {
             const lanes *x = job->capsules + (group * job->inputs + i) * K;
-            lanes most = all(-INFINITY), total = all(0);
+            lanes most = all(-INFINITY), total = all(0), *c_i = c + i - first;
             for (long j = 0; j < experts; j++) {
-                lanes *u = own + (j * TILE + i - first) * D, *e_ij = e + j * job->inputs + i;
+                lanes *u = votes + (j * TILE + i - first) * D;
                 fetch(job->w + least(i + 1, job->inputs - 1) * row + j * D * K);
                 vote(job->w + i * row + j * D * K, x, u);
-                *e_ij = inner(u, heard + j * D, D);
-                if (job->cosine) *e_ij *= inverse_norm(u);
-                most = where(most < *e_ij, *e_ij, most);
+                lanes b = inner(u, heard + j * D, D);
+                if (job->cosine) b *= inverse_norm(u);
+                most = where(most < b, b, most);
+                c_i[j * TILE] = b;
             }
-            for (long j = 0; j < experts; j++) {
-                lanes *e_ij = e + j * job->inputs + i;
-                total += *e_ij = exponential(*e_ij - most);
-            }
-            for (long j = 0; j < experts; j++) e[j * job->inputs + i] /= total;
+            for (long j = 0; j < experts; j++) total += c_i[j * TILE] = exponential(c_i[j * TILE] - most);
+            total = 1 / total;
+            for (long j = 0; j < experts; j++) c_i[j * TILE] *= total;
         }
-        for (long j = 0; j < experts; j++)
-            add(own + j * TILE * D, e + j * job->inputs + first, end - first, z + j * D);
+        for (long j = 0; j < experts; j++) {
+            add(votes + j * TILE * D, c + j * TILE, end - first, z + j * D, 0);
+            memcpy(job->e + (group * experts + j) * job->inputs + first, c + j * TILE, sizeof(lanes) * (end - first));
+        }
     }
     for (long j = 0; j < experts; j++) tell(job, group, j, from, to, all(1));
 }
@@ -457,7 +483,7 @@ static void mix(const struct job *job, long n, lanes *own)
             for (int k = 0; k < K; k++) x[i * K + k] *= factor;
         }
         for (long j = 0; j < experts; j++)
-            up(w + j * D * K, row, x, e + j * job->inputs + first, end - first, z + j * D);
+            up(w + j * D * K, row, x, e + j * job->inputs + first, end - first, z + j * D, 0);
     }
 }
 
@@ -504,6 +530,8 @@ INLINE void collect_part(const struct job *job, long i, const long j[2], int fir
         const lanes *q0 = job->q + (j[0] * job->groups + group) * L * WIDE + wide;
         const lanes *q1 = job->q + (j[1] * job->groups + group) * L * WIDE + wide;
         long there = least(L, job->images - group * L);
+        __builtin_prefetch(e0 + L); /* of the next input */
+        __builtin_prefetch(e1 + L);
         for (long l = 0; l < there; l++) {
             lanes a = e0[l] * p0[l * WIDE], b = e1[l] * p1[l * WIDE];
             UNROLL for (int k = 0; k < n; k++) {
@@ -528,16 +556,17 @@ INLINE void collect_part(const struct job *job, long i, const long j[2], int fir
     }
 }
 
-static void collect(const struct job *job, long i, lanes *own)
+static void collect(const struct job *job, long n, lanes *own)
 {
     (void)own;
-    for (long pair = 0; pair < job->experts; pair += 2) {
-        long j[2] = {pair, least(pair + 1, job->experts - 1)}; /* the last one twice, if they are odd */
-        for (int wide = 0; wide < WIDE; wide++) {
-            for (int k = 0; k + 8 <= K; k += 8) collect_part(job, i, j, k, wide, 8);
-            if (K % 8) collect_part(job, i, j, K / 8 * 8, wide, K % 8);
+    for (long i = n * TILE; i < least((n + 1) * TILE, job->inputs); i++)
+        for (long pair = 0; pair < job->experts; pair += 2) {
+            long j[2] = {pair, least(pair + 1, job->experts - 1)}; /* the last one twice, if they are odd */
+            for (int wide = 0; wide < WIDE; wide++) {
+                for (int k = 0; k + 8 <= K; k += 8) collect_part(job, i, j, k, wide, 8);
+                if (K % 8) collect_part(job, i, j, K / 8 * 8, wide, K % 8);
+            }
         }
-    }
 }
 
 /* ---------------------------------------------------------------------------------------------------------
@@ -587,7 +616,7 @@ void learn(struct job *job)
         stage(&worker, mix, job->pieces * job->groups);
         stage(&worker, k + 1 < job->mixings ? go_on : end, job->groups * job->experts);
     }
-    if (job->slope) stage(&worker, collect, job->inputs);
+    if (job->slope) stage(&worker, collect, (job->inputs + TILE - 1) / TILE);
 }
 
 /* So that who calls can tell whether it means the same by a job. */

@@ -1,8 +1,8 @@
 """Learning and routing in compiled C that keeps votes in registers and the nearest cache: images are the lanes of SIMD.
 
-`lanes.c` has the equations. It is compiled for the D and K of a layer by the machine's own C compiler when they are first
-met, and kept in the user's cache. Where that cannot be done (`obstacle` says why) or does not pay (`covers`), the plain
-versions stand in.
+`lanes.c` has the equations. It is compiled for the D and K of a layer by the machine's own C compiler when they are
+first met, and kept in the user's cache. Where that cannot be done (`obstacle` says why) or does not pay (`covers`), the
+plain versions stand in.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -42,12 +43,15 @@ FLAGS = (
 PATIENCE = 120  # seconds that a compiler may take; about 1 is usual
 
 LANES = 16  # images in one vector
+BLOCK = votefree.BLOCK  # images at a time, a multiple of the lanes: who may fire is asked of the same ones
+TILE = 8  # inputs taken together, so that what they add to is read and written once for all of them
 WIDEST = 64  # D and K, at most: a vote and what is made of it lie on the stack
-FEWEST = 4  # images: fewer leave most lanes empty
 SMALLEST = 2**20  # multiplications of one way up, B·I·J·D·K: less is not worth a compilation
 PIECE, PIECES = 48, 16  # inputs that are mixed by one thread at once, at least, and how many such pieces, at most
 ROOM = 64 * 2**20  # bytes that the coefficients of a block of images may take
-KEPT = 2**20  # bytes that the votes for one expert may take to be kept: about what stays in the nearest caches
+KEPT = (
+    2**23
+)  # bytes that the votes for one expert may take to be kept: they are read again from a shared cache at worst
 FLAT = 30.0  # logits up to this need no maximum taken out: no vote whose square is finite can overflow what is mixed
 
 
@@ -58,15 +62,19 @@ def routing_by_agreement(
     """Compute what `functional.routing_by_agreement` does, without a gradient."""
     options = Options(iterations, float(sharpness), normalize, agreement)
     step = _Step(x, weight, options)
-    _, experts, out_dim, _ = weight.shape
-    across = -(-len(x) // LANES) * LANES
-    c, z = x.new_empty(experts, len(weight), across), x.new_empty(len(x), experts, out_dim)
+    inputs, experts, out_dim, _ = weight.shape
+    # In the order in which `votefree` and `fanout` go on with them.
+    if experts > inputs:
+        c = x.new_empty(inputs, len(x), experts).transpose(0, 1)
+    else:
+        c = x.new_empty(experts, inputs, -(-len(x) // LANES) * LANES).permute(2, 1, 0)
+    z = x.new_empty(len(x), experts, out_dim)
     for part in step.blocks():
         step.begin(part, z[part])
-        step.tell(c, part.start)
+        step.tell(c[part])
         step.run("route")
     step.end()
-    return F.Routing(c[..., : len(x)].permute(2, 1, 0), z)
+    return F.Routing(c[: len(x)], z)
 
 
 def contrastive_divergence(
@@ -101,7 +109,6 @@ def covers(x: Tensor, weight: Tensor) -> bool:
     return (
         x.device.type == "cpu"
         and x.dtype == torch.float32
-        and len(x) >= FEWEST
         and len(x) * weight.numel() >= SMALLEST
         and max(weight.shape[2:]) <= WIDEST
         and obstacle(*weight.shape[2:]) is None
@@ -110,6 +117,8 @@ def covers(x: Tensor, weight: Tensor) -> bool:
 
 def obstacle(out_dim: int = 16, dim: int = 8) -> str | None:
     """Say why nothing can be compiled for D and K, None if it can be: it is, if it was not yet."""
+    if sys.platform == "win32":
+        return "C is compiled on Unix only"
     if torch.backends.cpu.get_cpu_capability() != "AVX512":
         return "the CPU has no AVX-512, or PyTorch was told not to use it"
     found = _library(out_dim, dim)
@@ -131,10 +140,10 @@ def _library(out_dim: int, dim: int) -> ctypes.CDLL | str:
     compiler = _compiler()
     if compiler is None:
         return "there is no C compiler"
-    command = [*compiler, *FLAGS, f"-DD={out_dim}", f"-DK={dim}"]
+    command = [*compiler, *FLAGS, f"-DD={out_dim}", f"-DK={dim}", f"-DTILE={TILE}"]
     try:
-        version = subprocess.run([*compiler, "--version"], capture_output=True, timeout=PATIENCE, check=True).stdout
-        told = [*command, version.decode(errors="replace").partition("\n")[0], SOURCE.read_text(encoding="utf-8")]
+        version = _said([*compiler, "--version"]).partition("\n")[0]
+        told = [*command, version, SOURCE.read_text(encoding="utf-8")]
         name = f"lanes-{out_dim}-{dim}-{hashlib.sha256(chr(0).join(told).encode()).hexdigest()[:20]}.so"
         folder = _folder()
         if folder is not None:
@@ -147,8 +156,8 @@ def _library(out_dim: int, dim: int) -> ctypes.CDLL | str:
             _compile(command, Path(passing) / name)
             return _opened(Path(passing) / name)
     except subprocess.CalledProcessError as error:
-        said = (error.stderr or b"").decode(errors="replace").strip().splitlines()
-        return f"the C compiler failed: {next((line for line in said if 'error' in line), said[0] if said else error)}"
+        said = (error.stderr or "").strip().splitlines() or [str(error)]
+        return f"the C compiler failed: {next((line for line in said if 'error' in line), said[0])}"
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"nothing could be compiled: {error}"
 
@@ -170,7 +179,7 @@ def _folder() -> Path | None:
         found = folder.stat()
     except (OSError, RuntimeError):
         return None
-    ours = found.st_uid == os.getuid() and not found.st_mode & 0o022
+    ours = found.st_uid == os.geteuid() and not found.st_mode & 0o022
     return folder if ours and os.access(folder, os.W_OK | os.X_OK) else None
 
 
@@ -179,11 +188,23 @@ def _compile(command: list[str], target: Path) -> None:
     handle, name = tempfile.mkstemp(suffix=".so", dir=target.parent)
     os.close(handle)
     try:
-        command = [*command, str(SOURCE), "-o", name, "-lm"]
-        subprocess.run(command, capture_output=True, timeout=PATIENCE, check=True, stdin=subprocess.DEVNULL)
+        _said([*command, str(SOURCE), "-o", name, "-lm"])
         Path(name).replace(target)
     finally:
         Path(name).unlink(missing_ok=True)
+
+
+def _said(command: list[str]) -> str:
+    done = subprocess.run(  # noqa: S603
+        command,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=PATIENCE,
+        check=True,
+    )
+    return done.stdout
 
 
 def _opened(path: Path) -> ctypes.CDLL:
@@ -210,7 +231,7 @@ class _Job(ctypes.Structure):
         *((name, ctypes.c_long) for name in ("first", "last")),
         *((name, ctypes.c_float) for name in ("sharpness", "share")),
         *((name, ctypes.c_void_p) for name in ("x", "w", "c")),
-        ("c_row", ctypes.c_long),
+        *((name, ctypes.c_long) for name in ("c_image", "c_input", "c_expert")),
         *((name, ctypes.c_void_p) for name in ("standing", "slope", "on", "gap")),
         *((name, ctypes.c_void_p) for name in ("capsules", "model", "e", "total", "z", "y", "parts", "p", "q")),
         *((name, ctypes.c_void_p) for name in ("grown", "own")),
@@ -227,18 +248,17 @@ class _Step:
         assert isinstance(library, ctypes.CDLL), library  # noqa: S101 - `covers` was asked before
         self.library, self.threads = library, torch.get_num_threads()
         self.x, self.weight, self.slope = x.detach().contiguous(), weight.detach().contiguous(), slope
-        self.block = min(votefree.BLOCK, max(1, ROOM // (4 * LANES * inputs * experts)) * LANES, max(1, len(x)))
+        self.block = min(BLOCK, max(1, ROOM // (4 * LANES * inputs * experts)) * LANES, max(1, len(x)))
         groups = -(-self.block // LANES)
         keeps = options.inputs and options.iterations > 1 and 4 * LANES * inputs * out_dim <= KEPT
         pieces = min(PIECES, max(1, inputs // PIECE))
         wide = -(-out_dim // LANES)
-        own = inputs * (1 + (out_dim if keeps else 0)) + TILE * out_dim * (1 if options.inputs else experts)
+        own = inputs * (1 + (out_dim if keeps else 0)) + TILE * (out_dim + 1) * (1 if options.inputs else experts)
         sizes = {
             "capsules": groups * inputs * dim,
             "model": groups * inputs * dim,
             "e": groups * experts * inputs,
             "total": groups * experts,
-            "gap": groups * experts,
             "z": groups * experts * out_dim,
             "y": groups * experts * out_dim,
             "parts": pieces * groups * experts * out_dim,
@@ -267,7 +287,6 @@ class _Step:
         for name, size in sizes.items():
             setattr(job, name, place)
             place += 4 * LANES * size
-        self.gap = self.room[LANES * (sum(list(sizes.values())[:4])) :][: LANES * sizes["gap"]]
 
     def blocks(self) -> Iterator[slice]:
         """Cut the images into blocks."""
@@ -282,9 +301,10 @@ class _Step:
         job.x, job.standing = self.x[part].data_ptr(), standing.data_ptr()
         job.first, job.last = part.start == 0, part.stop == len(self.x)
 
-    def tell(self, c: Tensor, start: int) -> None:
-        """Say where coefficients (J, I, …) shall be written."""
-        self.job.c, self.job.c_row = c[..., start:].data_ptr(), c.shape[2]
+    def tell(self, c: Tensor) -> None:
+        """Say where coefficients (b, I, J) shall be written."""
+        self.job.c = c.data_ptr()
+        self.job.c_image, self.job.c_input, self.job.c_expert = c.stride()
 
     def learn(self, mixings: int, on: Tensor | None) -> Tensor:
         """Mix, add to the gradient, and return F(x) − F(x̃) of each image (b,), in float64."""
@@ -292,8 +312,9 @@ class _Step:
         job.mixings = mixings
         lying = None if on is None else self._lying(on)
         job.on = None if lying is None else lying.data_ptr()
+        gap = self.room.new_empty(job.groups, job.experts, LANES)
+        job.gap = gap.data_ptr()
         self.run("learn")
-        gap = self.gap[: job.groups * job.experts * LANES].view(job.groups, job.experts, LANES)
         return gap.sum(1, dtype=torch.float64).flatten()[: job.images]
 
     def _lying(self, on: Tensor) -> Tensor:
@@ -320,15 +341,13 @@ class _Step:
         _give_back(self.room)
 
 
-TILE = 8  # as in the C source
-
-
 @cache
 def _pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max(1, os.cpu_count() or 1), "poecaps-lanes")
 
 
-os.register_at_fork(after_in_child=_pool.cache_clear)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_pool.cache_clear)
 
 _spare: list[Tensor] = []  # the room of the last call, if it is over: new memory is slow
 
@@ -344,5 +363,3 @@ def _take(size: int) -> Tensor:
 def _give_back(room: Tensor) -> None:
     if not _spare:
         _spare.append(room)
-
-
