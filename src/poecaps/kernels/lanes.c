@@ -104,7 +104,7 @@ static lanes polar(const lanes *v, lanes *unit)
     lanes scale = all(0);
     for (int d = 0; d < D; d++) {
         lanes size = where(v[d] < 0, -v[d], v[d]);
-        scale = where(size <= scale, scale, size); /* NaN stays */
+        scale = where(size > scale, size, scale);
     }
     lanes divisor = where(scale == 0, all(1), scale), square = all(0);
     for (int d = 0; d < D; d++) {
@@ -116,12 +116,11 @@ static lanes polar(const lanes *v, lanes *unit)
     return divisor * norm;
 }
 
-/* squash(z) = ‖z‖²/(1+‖z‖²) z/‖z‖, of norm below 1. */
+/* squash(z) = ‖z‖²/(1+‖z‖²) z/‖z‖; rounding may bring a norm to 1, which `functional.squash` prevents. */
 static void squash(const lanes *z, lanes *y)
 {
     lanes norm = polar(z, y), high = 1 / norm, low = norm * norm;
     lanes p = where(norm > 1, 1 / (1 + high * high), low / (1 + low));
-    p = where(p > 1 - 5.9604645e-7f, all(1 - 5.9604645e-7f), p); /* 1 − 5ε */
     for (int d = 0; d < D; d++) y[d] *= p;
 }
 
