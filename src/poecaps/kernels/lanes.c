@@ -1,7 +1,8 @@
 /* One learning step on a CPU, sixteen images at once: every variable of type `lanes` holds one number of each of them.
 
-   D, K and TILE, inputs that are taken together, are constants of the compilation. The letters are those of the equations: inputs i, experts j, components k
-   of a capsule and d of a vote. A block of images is `groups` of sixteen, the last one filled up with zeros, and lies as
+   D, K and TILE (inputs that are taken together) are constants of the compilation. The letters are those of the
+   equations: inputs i, experts j, components k of a capsule and d of a vote. A block of images is `groups` of sixteen,
+   the last one filled up with zeros, and lies as
 
        capsules x, x̃       (groups, I, K)          experts z, y, heard     (groups, J, D)
        coefficients e      (groups, J, I)          their sums `total`      (groups, J)
@@ -357,8 +358,8 @@ static void send_evenly(const struct job *job, long n, lanes *own)
     memset(z, 0, sizeof(lanes) * experts * D);
     for (long i = from, end; i < to; i = end) {
         end = least(i + TILE, to);
-        for (long j = 0; j < experts; j++)
-            up(job->w + i * row + j * D * K, row, job->capsules + (group * job->inputs + i) * K, 0, end - i, z + j * D, 1);
+        const lanes *x = job->capsules + (group * job->inputs + i) * K;
+        for (long j = 0; j < experts; j++) up(job->w + i * row + j * D * K, row, x, 0, end - i, z + j * D, 1);
     }
     for (long n = 0; n < experts * D; n++) z[n] /= (float)experts;
     for (long j = 0; job->iterations == 1 && j < experts; j++) {
@@ -367,7 +368,7 @@ static void send_evenly(const struct job *job, long n, lanes *own)
     }
 }
 
-/* The same with c_ij = softmax_j of how far the votes agree with what was heard. own: c (J, TILE), votes (J, TILE, D). */
+/* The same with c_ij = softmax_j of how far votes agree with what was heard. own: c (J, TILE), votes (J, TILE, D). */
 static void send(const struct job *job, long n, lanes *own)
 {
     long experts = job->experts, piece = n / job->groups, group = n % job->groups, row = experts * D * K, from, to;
@@ -395,7 +396,8 @@ static void send(const struct job *job, long n, lanes *own)
         }
         for (long j = 0; j < experts; j++) {
             add(votes + j * TILE * D, c + j * TILE, end - first, z + j * D, 0);
-            memcpy(job->e + (group * experts + j) * job->inputs + first, c + j * TILE, sizeof(lanes) * (end - first));
+            lanes *e = job->e + (group * experts + j) * job->inputs + first;
+            memcpy(e, c + j * TILE, sizeof(lanes) * (end - first));
         }
     }
     for (long j = 0; j < experts; j++) tell(job, group, j, from, to, all(1));
@@ -575,7 +577,8 @@ static void collect(const struct job *job, long n, lanes *own)
 static struct worker join(struct job *job)
 {
     long number = __atomic_fetch_add(&job->joined, 1, __ATOMIC_RELAXED);
-    return (struct worker){job, job->own + number * job->own_size, 0, __atomic_fetch_add(&job->taken, 1, __ATOMIC_RELAXED)};
+    long next = __atomic_fetch_add(&job->taken, 1, __ATOMIC_RELAXED);
+    return (struct worker){job, job->own + number * job->own_size, 0, next};
 }
 
 static void stage(struct worker *worker, task *what, long count)
