@@ -5,8 +5,9 @@ Three versions ("backends") give the same numbers:
 ``"triton"``
     GPU kernels that write neither votes nor coefficients (`flash`); differentiable.
 ``"cpu"``
-    Plain PyTorch without votes (`votefree`, `fanout`), written for the CPU but at home on any device; where a gradient
-    through the routing is asked for, the reference.
+    Without votes in memory: compiled C (`lanes`) for float32 where the CPU has AVX-512 and there is a C compiler, and
+    otherwise plain PyTorch (`votefree`, `fanout`), which is at home on any device; where a gradient through the routing
+    is asked for, the reference.
 ``"reference"``
     `poecaps.functional` itself; any call.
 """
@@ -19,7 +20,7 @@ import torch
 
 from poecaps import _checks as checks
 from poecaps import functional as F
-from poecaps.kernels import fanout, flash, votefree
+from poecaps.kernels import fanout, flash, lanes, votefree
 from poecaps.kernels.common import Held, Options
 from poecaps.kernels.flash import Coefficients
 
@@ -101,7 +102,10 @@ def describe(device: torch.device | str) -> str:
         if flash.installed():
             return "triton: GPU kernels that write neither votes nor coefficients"
         return "cpu: plain PyTorch without votes, because Triton is not installed"
-    return "cpu: plain PyTorch without votes"
+    why_not = lanes.obstacle()
+    if why_not is None:
+        return f"cpu: {lanes.describe()}, without votes"
+    return f"cpu: plain PyTorch without votes, because {why_not}"
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -127,7 +131,7 @@ def routing_by_agreement(
         )
     route = F.routing_by_agreement
     if chosen == "cpu" and not torch.is_grad_enabled():
-        route = _plain(weight).routing_by_agreement
+        route = _quickest(x, weight).routing_by_agreement
     return route(x, weight, iterations=iterations, sharpness=sharpness, normalize=normalize, agreement=agreement)
 
 
@@ -225,9 +229,16 @@ def contrastive_divergence(
     block = flash.block(len(x), weight) if chosen == "triton" else None
     if block is not None:
         return flash.contrastive_divergence(x, weight, k, options, may_fire, block)
-    if chosen == "cpu" and _plain(weight) is votefree:
+    version = _quickest(x, weight) if chosen == "cpu" else None
+    if version is lanes:
+        return lanes.contrastive_divergence(x, weight, k, options, may_fire)
+    if version is votefree:
         return votefree.contrastive_divergence(x, weight, k, options, may_fire)
     return None
+
+
+def _quickest(x: Tensor, weight: Tensor) -> ModuleType:
+    return lanes if lanes.covers(x, weight) else _plain(weight)
 
 
 def _plain(weight: Tensor) -> ModuleType:
