@@ -49,9 +49,7 @@ WIDEST = 64  # D and K, at most: a vote and what is made of it lie on the stack
 SMALLEST = 2**20  # multiplications of one way up, B·I·J·D·K: less is not worth a compilation
 PIECE, PIECES = 48, 16  # inputs that are mixed by one thread at once, at least, and how many such pieces, at most
 ROOM = 64 * 2**20  # bytes that the coefficients of a block of images may take
-KEPT = (
-    2**23
-)  # bytes that the votes for one expert may take to be kept: they are read again from a shared cache at worst
+KEPT = 2**23  # bytes that the votes for one expert may take to be kept: a shared cache has room for as many
 FLAT = 30.0  # logits up to this need no maximum taken out: no vote whose square is finite can overflow what is mixed
 
 
