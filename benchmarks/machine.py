@@ -18,6 +18,7 @@ import torch
 
 import poecaps
 from poecaps import kernels
+from poecaps.kernels import lanes
 
 if TYPE_CHECKING:
     import argparse
@@ -150,7 +151,8 @@ def extra_memory(step: Step, device: torch.device) -> int | None:
 
 
 def _give_back() -> None:
-    """Give memory that was freed back to the system, so that taking it again shows."""
+    """Give memory that was freed, and what is kept for the next call, back to the system, so that taking it shows."""
+    lanes.forget()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

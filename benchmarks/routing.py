@@ -9,7 +9,8 @@ draws how they grow; `--read FILE` measures nothing and draws what a file holds.
 The opponents are written as well as einsum allows: every contraction has two operands, the gradient is the closed form
 of Algorithm 1 rather than autograd's, nothing is kept longer than it is needed, and the order of contractions is the
 fastest of three on the device, found anew in each run for every batch size and for eager and compiled einsum each
-(`ORDERS`). `reference` is `poecaps.functional` under autograd.
+(`ORDERS`). `reference` is `poecaps.functional` under autograd; `ours, plain PyTorch` is what stands in on a CPU where
+nothing can be compiled.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ import torch
 from benchmarks import machine
 from poecaps import CapsuleExperts, squash
 from poecaps import functional as F
+from poecaps.kernels import lanes, votefree
+from poecaps.kernels.common import Options
 from poecaps.network import CapsuleDecoder
 
 if TYPE_CHECKING:
@@ -317,7 +320,7 @@ def _two_steps(name: str, inputs: int, device: torch.device) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------------------------------
 # The versions
 
-Kind = Literal["ours", "reference", "einsum", "decoder", "decoder reference"]
+Kind = Literal["ours", "plain", "reference", "einsum", "decoder", "decoder reference"]
 
 
 @dataclass(frozen=True)
@@ -340,6 +343,8 @@ class Version:
             step = _einsum(sizes, device, self.order or "", self.mode)
         elif self.kind.startswith("decoder"):
             step = _decoder_step(sizes, device, reference=self.kind.endswith("reference"))
+        elif self.kind == "plain":
+            step = _plain_step(sizes, device)
         else:
             step = _step(*_problem(sizes, device, reference=self.kind == "reference"))
         step = machine.with_precision("high" if self.tf32 else "", step)
@@ -350,7 +355,7 @@ class Version:
         if self.kind.startswith("decoder"):
             return {}
         found = {"flop_per_s": flops(sizes) / seconds}
-        if self.kind == "ours":
+        if self.kind in ("ours", "plain"):
             found["bytes_per_s"] = least_bytes(sizes) / seconds
         elif self.order is not None and not self.mode:
             found["bytes_per_s"] = traffic(sizes, self.order) / seconds
@@ -367,6 +372,8 @@ def _versions(
         found |= {f"{name}, CUDA graph": replace(version, graph=True) for name, version in found.items()}
         for name in [each for each in ("einsum, compiled, CUDA graph",) if each in found]:
             found["einsum, compiled, tf32, CUDA graph"] = replace(found[name], tf32=True)
+    if others and device.type == "cpu" and lanes.obstacle() is None:
+        found["ours, plain PyTorch"] = Version("plain")
     if others:
         found["reference"] = Version("reference")
     return found
@@ -398,6 +405,13 @@ def _problem(sizes: Sizes, device: torch.device, *, reference: bool = False) -> 
 
 def _step(layer: CapsuleExperts, x: Tensor) -> Step:
     return lambda: _gradient(layer, layer.contrastive_divergence(x))
+
+
+def _plain_step(sizes: Sizes, device: torch.device) -> Step:
+    """Return the step that is taken where nothing can be compiled."""
+    layer, x = _problem(sizes, device)
+    options = Options(sizes.iterations, sizes.sharpness, sizes.normalize)
+    return lambda: _gradient(layer, votefree.contrastive_divergence(x, layer.weight, 1, options, lambda _: None)[0])
 
 
 def _decoder_step(sizes: Sizes, device: torch.device, *, reference: bool) -> Step:

@@ -299,6 +299,19 @@ def test_nothing_is_left_of_another_call(normalize: F.Axis, generator: torch.Gen
 
 
 @needs_lanes
+def test_much_memory_is_not_kept(generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight = problem((21, 13, 5, 3, 17), generator)
+    options = sharp(3, "inputs", "cosine")
+    learned(lanes, x, weight, 1, options, every_other)
+    assert len(lanes._spare) == 1
+    lanes.forget()
+    assert lanes._spare == []
+    monkeypatch.setattr(lanes, "SPARE", 1000)
+    learned(lanes, x, weight, 1, options, every_other)
+    assert lanes._spare == []
+
+
+@needs_lanes
 @pytest.mark.parametrize("where", ["x", "weight"])
 @pytest.mark.parametrize(("normalize", "agreement"), OPTIONS)
 def test_nan_is_not_hidden(where: str, normalize: F.Axis, agreement: F.Agreement, generator: torch.Generator) -> None:

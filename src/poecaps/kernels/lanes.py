@@ -50,6 +50,7 @@ SMALLEST = 2**20  # multiplications of one way up, B·I·J·D·K: less is not wo
 PIECE, PIECES = 48, 16  # inputs that are mixed by one thread at once, at least, and how many such pieces, at most
 ROOM = 64 * 2**20  # bytes that the coefficients of a block of images may take
 KEPT = 2**23  # bytes that the votes for one expert may take to be kept: a shared cache has room for as many
+SPARE = 2**27  # bytes that may be kept from one call to the next
 FLAT = 30.0  # logits up to this need no maximum taken out: no vote whose square is finite can overflow what is mixed
 
 
@@ -350,6 +351,11 @@ if hasattr(os, "register_at_fork"):
 _spare: list[Tensor] = []  # the room of the last call, if it is over: new memory is slow
 
 
+def forget() -> None:
+    """Give back the memory that is kept from one call to the next."""
+    _spare.clear()
+
+
 def _take(size: int) -> Tensor:
     with suppress(IndexError):
         room = _spare.pop()
@@ -359,5 +365,5 @@ def _take(size: int) -> Tensor:
 
 
 def _give_back(room: Tensor) -> None:
-    if not _spare:
+    if not _spare and 4 * room.numel() <= SPARE:
         _spare.append(room)
