@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from poecaps import CapsuleExperts, check_capsules, kernels, squash
 from poecaps import functional as F
@@ -247,6 +248,39 @@ def test_a_training_step_never_waits(winners: int | None) -> None:
             optimizer.step()
     with pytest.raises(RuntimeError, match="synchronizing"), no_waiting():
         check_capsules(x)
+
+
+def learned_in_a_loop(normalize: F.Axis, *, recorded: bool) -> Tensor:
+    """Learn as docs/how-to/layer.md does."""
+    layer, data = layer_and_capsules(torch.float32, normalize=normalize)
+    optimizer = torch.optim.Adam(layer.parameters(), lr=0.1, capturable=True)
+    x = data[:8].clone()
+
+    def step() -> None:
+        optimizer.zero_grad()
+        layer.contrastive_divergence(x).backward()
+        optimizer.step()
+
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    if recorded:
+        with torch.cuda.graph(graph):
+            step()
+    for batch in data[8:].split(8):
+        x.copy_(batch)
+        graph.replay() if recorded else step()
+    return layer.weight.detach()
+
+
+@pytest.mark.parametrize("normalize", F.AXES)
+def test_a_loop_can_be_recorded(normalize: F.Axis) -> None:
+    plain, replayed = (learned_in_a_loop(normalize, recorded=recorded) for recorded in (False, True))
+    torch.testing.assert_close(replayed, plain, rtol=1e-4, atol=1e-5)
 
 
 def test_check_capsules_looks_at_values_on_the_gpu() -> None:
