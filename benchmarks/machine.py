@@ -39,6 +39,8 @@ def describe(device: torch.device) -> dict[str, str]:
         import triton
 
         found |= {"cuda": str(torch.version.cuda), "triton": triton.__version__}
+    elif (compiler := lanes.compiler()) is not None:
+        found["compiler"] = compiler
     return found | {"poecaps": poecaps.__version__, "routing": kernels.describe(device)}
 
 

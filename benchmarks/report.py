@@ -280,7 +280,14 @@ def machine(what: str, on: str) -> str:
     if found is None:
         return ""
     about = found["machine"]
-    names = {"python": "Python", "torch": "torch", "cuda": "CUDA", "triton": "triton", "numpy": "numpy"}
+    names = {
+        "python": "Python",
+        "torch": "torch",
+        "cuda": "CUDA",
+        "triton": "triton",
+        "numpy": "numpy",
+        "compiler": "C by",
+    }
     versions = [f"{called} {about[name]}" for name, called in (names | {"poecaps": "poecaps"}).items() if name in about]
     line = f"{about['device']}; {', '.join(versions)}. Command: `{found['command']}`."
     rates = {name.removesuffix("_flop_per_s"): rate for name, rate in found.get("ceilings", {}).items()}

@@ -568,7 +568,7 @@ def test_a_broken_compiler(script: str, reason: str, monkeypatch: pytest.MonkeyP
 @needs_lanes
 @pytest.mark.usefixtures("fresh")
 def test_what_is_compiled_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert kernels.describe("cpu").startswith("cpu: C for AVX-512 by ")
+    assert kernels.describe("cpu").startswith("cpu: C for AVX-512 without votes, by ")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     lanes._library.cache_clear()
     assert lanes.obstacle(3, 2) is None

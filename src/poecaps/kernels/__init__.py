@@ -104,7 +104,7 @@ def describe(device: torch.device | str) -> str:
         return "cpu: plain PyTorch without votes, because Triton is not installed"
     why_not = lanes.obstacle()
     if why_not is None:
-        return f"cpu: {lanes.describe()}, without votes"
+        return f"cpu: C for AVX-512 without votes, by {lanes.compiler()}"
     return f"cpu: plain PyTorch without votes, because {why_not}"
 
 

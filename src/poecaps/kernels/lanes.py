@@ -124,9 +124,10 @@ def obstacle(out_dim: int = 16, dim: int = 8) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def describe() -> str:
-    """Name the compiler that is used."""
-    return f"C for AVX-512 by {Path((_compiler() or ['?'])[0]).name}"
+def compiler() -> str | None:
+    """Name the compiler that is used, with its version; None where nothing can be compiled."""
+    found = _compiler() if obstacle() is None else None
+    return None if found is None else _version(found)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -141,8 +142,7 @@ def _library(out_dim: int, dim: int) -> ctypes.CDLL | str:
         return "there is no C compiler"
     command = [*compiler, *FLAGS, f"-DD={out_dim}", f"-DK={dim}", f"-DTILE={TILE}"]
     try:
-        version = _said([*compiler, "--version"]).partition("\n")[0]
-        told = [*command, version, SOURCE.read_text(encoding="utf-8")]
+        told = [*command, _version(compiler), SOURCE.read_text(encoding="utf-8")]
         name = f"lanes-{out_dim}-{dim}-{hashlib.sha256(chr(0).join(told).encode()).hexdigest()[:20]}.so"
         folder = _folder()
         if folder is not None:
@@ -167,6 +167,10 @@ def _compiler() -> list[str] | None:
     if told:
         return told if shutil.which(told[0]) else None
     return next(([each] for each in COMPILERS if shutil.which(each)), None)
+
+
+def _version(compiler: list[str]) -> str:
+    return _said([*compiler, "--version"]).partition("\n")[0]
 
 
 def _folder() -> Path | None:
