@@ -280,15 +280,9 @@ def machine(what: str, on: str) -> str:
     if found is None:
         return ""
     about = found["machine"]
-    names = {
-        "python": "Python",
-        "torch": "torch",
-        "cuda": "CUDA",
-        "triton": "triton",
-        "numpy": "numpy",
-        "compiler": "C by",
-    }
-    versions = [f"{called} {about[name]}" for name, called in (names | {"poecaps": "poecaps"}).items() if name in about]
+    names = {"python": "Python", "cuda": "CUDA", "compiler": "C by"}
+    order = ("python", "torch", "cuda", "triton", "numpy", "compiler", "poecaps")
+    versions = [f"{names.get(name, name)} {about[name]}" for name in order if name in about]
     line = f"{about['device']}; {', '.join(versions)}. Command: `{found['command']}`."
     rates = {name.removesuffix("_flop_per_s"): rate for name, rate in found.get("ceilings", {}).items()}
     if rates:
