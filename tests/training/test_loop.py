@@ -518,10 +518,15 @@ def test_what_does_not_fit_into_memory_lies_in_mapped_files(
     monkeypatch.setattr("poecaps.data._storage.SPILL", 0)
     mapped: dict[str, tuple[int, int]] = {}
 
+    def temporary() -> set[str]:
+        maps = Path("/proc/self/maps").read_text().splitlines()
+        return {line for line in maps if tempfile.gettempdir() in line and line.endswith("(deleted)")}
+
+    before = temporary()  # what others in this process left
+
     def look(progress: Progress) -> None:
         maps = Path("/proc/self/maps").read_text().splitlines()
-        temporary = [line for line in maps if tempfile.gettempdir() in line and line.endswith("(deleted)")]
-        mapped[progress.stage] = sum(line.endswith(str(data)) for line in maps), len(temporary)
+        mapped[progress.stage] = sum(line.endswith(str(data)) for line in maps), len(temporary() - before)
 
     train(config_for(data), tmp_path / "run", report=look)
     assert mapped == {  # the images; their features, then the experts of one layer, then those of the other
