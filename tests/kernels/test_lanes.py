@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import stat
 import subprocess
 import sys
 import tempfile
 import textwrap
+import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from poecaps import CapsuleExperts, kernels, squash
 from poecaps import functional as F
@@ -53,6 +57,7 @@ def fresh() -> Iterator[None]:
     lanes._library.cache_clear()
     yield
     lanes._library.cache_clear()
+    lanes._stuck.clear()
 
 
 @pytest.fixture
@@ -424,6 +429,89 @@ def test_a_pool_that_takes_no_more_is_done_without(monkeypatch: pytest.MonkeyPat
     monkeypatch.undo()
 
 
+@needs_lanes
+@pytest.mark.usefixtures("three_threads")
+def test_a_thread_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch, generator: torch.Generator) -> None:
+    """The executor has queued the work before it fails to start a thread for it."""
+
+    class Pool(ThreadPoolExecutor):
+        def submit(self, *given: Any, **_: Any) -> Any:
+            future = super().submit(*given)
+            submitted.append(future)
+            if len(submitted) % 2 == 0:
+                raise RuntimeError("can't start new thread")
+            return future
+
+    submitted: list[Any] = []
+    pool = Pool(1)
+    monkeypatch.setattr(lanes, "_pool", lambda: pool)
+    x, weight = problem((20, 50, 8, 5, 16), generator)
+    options = sharp(3, "inputs", "cosine")
+    assert_learned(x, weight, 2, options, every_other)
+    assert len(submitted) == 4
+    pool.shutdown()
+
+
+@needs_lanes
+@pytest.mark.usefixtures("three_threads")
+def test_an_interrupt_while_others_work(monkeypatch: pytest.MonkeyPatch, generator: torch.Generator) -> None:
+    """What they work on is held until they are done, and not given to the next call."""
+    held: list[weakref.ref[torch.Tensor]] = []
+    begin, others = threading.Event(), ThreadPoolExecutor(1)
+
+    class Pool:
+        def submit(self, work: Any) -> Any:
+            def later() -> None:
+                begin.wait()
+                work()
+
+            futures.append(others.submit(later))
+            raise KeyboardInterrupt
+
+    class Step(lanes._Step):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            held.append(weakref.ref(self.room))
+
+    futures: list[Any] = []
+    x, weight = problem((20, 50, 8, 5, 16), generator)
+    options = sharp(3, "inputs", "cosine")
+    lanes.forget()
+    with monkeypatch.context() as patch:
+        patch.setattr(lanes, "_pool", Pool)
+        patch.setattr(lanes, "_Step", Step)
+        with pytest.raises(KeyboardInterrupt):
+            learned(lanes, x, weight, 1, options, every_other)
+    gc.collect()
+    assert held[0]() is not None
+    assert lanes._spare == []
+    begin.set()
+    futures[0].result()
+    others.shutdown()
+    assert_learned(x, weight, 1, options, every_other)
+
+
+@needs_lanes
+def test_tensors_that_are_not_memory_are_left_to_the_plain_version(generator: torch.Generator) -> None:
+    class Mine(torch.Tensor):
+        pass
+
+    x, weight = problem((64, 50, 8, 5, 16), generator)
+    large, wide = x.repeat(8, 1, 1), weight.detach()
+    assert lanes.covers(large, weight)
+    assert not lanes.covers(large.as_subclass(Mine), weight)
+    assert not lanes.covers(torch._neg_view(large), weight)
+    assert not lanes.covers(large[:, :49], weight)
+    assert not lanes.covers(large[:, :, :7], weight)
+    with FlopCounterMode(display=False) as counted:
+        assert not lanes.covers(large, weight)
+        routed(kernels, large, wide, sharp(3, "inputs", "cosine"))
+    assert counted.get_total_flops() > 0
+    with torch.device("meta"):
+        here = routed(lanes, large, wide, sharp(3, "inputs", "cosine"))
+    assert here.preactivation.isfinite().all()
+
+
 def run(script: str, **environment: str) -> subprocess.CompletedProcess[str]:
     found = dict(os.environ) | environment
     command = [sys.executable, "-c", textwrap.dedent(script)]
@@ -537,6 +625,26 @@ def test_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("fresh")
+@pytest.mark.parametrize(
+    ("told", "reason"), [("no-such-compiler -x", "which is not there"), ('cc "', "which is no command")]
+)
+def test_no_such_compiler(told: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    monkeypatch.setenv("CC", told)
+    assert_plain(f"$CC is {told!r}, {reason}", monkeypatch)
+
+
+@pytest.mark.usefixtures("fresh")
+def test_a_compiler_that_hangs_is_called_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    monkeypatch.setattr(lanes, "PATIENCE", 0.2)
+    monkeypatch.setenv("CC", compiler(tmp_path, f"echo called >> {tmp_path}/calls; exec sleep 5"))
+    for sizes in ((16, 8), (3, 2)):
+        assert lanes.obstacle(*sizes) == "the C compiler took longer than 0 s"
+    assert (tmp_path / "calls").read_text().split() == ["called"]
+
+
+@pytest.mark.usefixtures("fresh")
 def test_another_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     assert_plain("the CPU has no AVX-512, or PyTorch was told not to use it", monkeypatch)
@@ -550,8 +658,9 @@ def test_another_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
             "echo strange; test $1 = --version && exit; echo x.c: error: no luck >&2; exit 1",
             "failed: x.c: error: no luck",
         ),
-        ("exit 3", "failed: Command"),
+        ("exit 3", "failed: it ended with status 3"),
         ("test $1 = --version && exit; exit 0", "nothing could be compiled"),
+        ('test $1 = --version && exit; exec c++ "$@"', "what was made is not compiled C"),
     ],
 )
 def test_a_broken_compiler(script: str, reason: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -586,14 +695,15 @@ def test_what_is_compiled_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
 @needs_lanes
 def test_what_is_damaged_is_compiled_again(tmp_path: Path) -> None:
-    for _ in range(2):
+    """A library that was cut off would end the process that opens it."""
+    for share in (0.9, 0.5, 0.01):
         done = run(
             "from poecaps.kernels import lanes; assert lanes.obstacle(3, 2) is None", XDG_CACHE_HOME=str(tmp_path)
         )
         assert done.returncode == 0, done.stderr
         (kept,) = (tmp_path / "poecaps" / "lanes").iterdir()
         assert kept.stat().st_size > 1000
-        kept.write_bytes(b"damaged")
+        kept.write_bytes(kept.read_bytes()[: int(share * kept.stat().st_size)])
 
 
 @needs_lanes

@@ -185,7 +185,7 @@ def pulled(weight: Tensor, coefficients: Tensor | Coefficients, terms: Sequence[
     with torch.no_grad():
         maps = weight.contiguous()
         slope = torch.empty_like(maps, dtype=torch.float32)
-        _learn(slope, maps, coefficients, terms)
+        _learn(slope, maps, coefficients, list(terms))
         value = (maps * slope).sum()  # it is linear in the weight, so its gradient tells its value
     return with_slope(weight, value, slope)
 
@@ -246,20 +246,38 @@ def contrastive_divergence(
         x, maps = x.contiguous(), weight.contiguous()
         slope = torch.empty_like(maps, dtype=torch.float32) if asked else None
         for part in x.split(block):
-            routing = routing_by_agreement(part, maps, options, keep=True)
-            c, z = routing.held, routing.preactivation
-            on = may_fire(z)
-            v, model = part, z
-            for _ in range(k):
-                v = reconstruction(squash(model, on), maps, c)
-                model = preactivation(v, maps, c)
-            gap, toward, away = _free_energies((z, model), (on, on), (len(x), len(x)))
-            if slope is not None:
-                _learn(slope, maps, c, [(toward, part), (away, v)], add=bool(gaps))
+            gap, on = _learn_block(part, maps, k, options, may_fire, slope, len(x), add=bool(gaps))
             gaps.append(gap)
             allowed += [] if on is None else [on]
         loss = gaps[0] if len(gaps) == 1 else torch.stack(gaps).sum()
     return with_slope(weight, loss, slope), torch.cat(allowed) if allowed else None
+
+
+def _learn_block(
+    x: Tensor,
+    weight: Tensor,
+    k: int,
+    options: Options,
+    may_fire: Callable[[Tensor], Tensor | None],
+    slope: Tensor | None,
+    count: int,
+    *,
+    add: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Return a block's part of the loss of `count` images and who may fire; put or add its gradient to the slope."""
+    routing = routing_by_agreement(x, weight, options, keep=True)
+    c, z = routing.held, routing.preactivation
+    on = may_fire(z)
+    v, model = x, z
+    for _ in range(k):
+        v = reconstruction(squash(model, on), weight, c)
+        model = preactivation(v, weight, c)
+    gap, toward, away = _free_energies((z, model), (on, on), (count, count))
+    if slope is not None:
+        terms = [(toward, x), (away, v)]
+        del routing, z, model, v, toward, away  # so that each is freed when it is not needed any more
+        _learn(slope, weight, c, terms, add=add)
+    return gap, on
 
 
 def block(images: int, weight: Tensor) -> int | None:
@@ -502,30 +520,34 @@ def _learn(
     result: Tensor,
     weight: Tensor,
     coefficients: Tensor | Coefficients,
-    terms: Sequence[tuple[Tensor, Tensor]],
+    terms: list[tuple[Tensor, Tensor]],
     scale: Tensor | None = None,
     *,
     add: bool = False,
 ) -> None:
-    """Sum c_ij q_j v_iᵀ over the batch and the terms (q, v); of two, the first has the capsules that were routed."""
+    """Sum c_ij q_j v_iᵀ over the batch and the terms (q, v); of two, the first has the capsules that were routed.
+
+    The list is emptied on the way, so that what nobody else holds is freed as soon as it was turned.
+    """
     plan, batch = tiled(weight, "learn"), terms[0][0].shape[0]
-    (p, x), (q, v) = ((first.contiguous(), second.contiguous()) for first, second in (terms[0], terms[-1]))
-    source = _source(coefficients, x)
+    source = _source(coefficients, terms[0][1])
     pair = len(terms) == 2
     flags = {"PAIR": pair, "ADD": add, "SCALED": scale is not None}
-    rest = (p if scale is None else scale, result, source.beta, _uniform(plan, source.options), batch)
     if source.kind == LOGITS and plan.in_strips:
         strip = stripped(weight, "learn")
-        turned = _turned(terms)
-        (p, x), (q, v) = turned[0], turned[-1]
+        turned = [_turned(*terms.pop()) for _ in range(len(terms))]
+        (q, v), (p, x) = turned[0], turned[-1]
         strip.launch(
             "strip_learn",
             batch,
             (strip.input_blocks * plan.outputs,),
-            (x, v, p, q, source.level, source.c, *rest[:2], batch),
+            (x, v, p, q, source.level, source.c, p if scale is None else scale, result, batch),
             {**flags, "INPUTS": source.options.inputs},
         )
         return
+    (p, x), (q, v) = ((first.contiguous(), second.contiguous()) for first, second in (terms[0], terms[-1]))
+    source = _source(coefficients, x)
+    rest = (p if scale is None else scale, result, source.beta, _uniform(plan, source.options), batch)
     plan.launch(
         "weight_gradient",
         batch,
@@ -553,18 +575,15 @@ def _free_energies(
     return part.sum(), *pulls  # type: ignore[return-value]
 
 
-def _turned(terms: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
-    """Turn one or two pairs of experts (B, J, D) and capsules (B, I, K) so that images are last: (J·D, P), (I·K, P)."""
-    (batch, outputs, out_dim), (_, inputs, in_dim) = terms[0][0].shape, terms[0][1].shape
-    widest = max(inputs * in_dim, outputs * out_dim)
-    turned = [
-        (p.new_empty(outputs * out_dim, pitch(batch)), v.new_empty(inputs * in_dim, pitch(batch))) for p, v in terms
-    ]
-    pointers = [each.contiguous() for pairs in (terms, turned) for p, v in (pairs[0], pairs[-1]) for each in (v, p)]
-    grid = (-(-widest // TURN), -(-pitch(batch) // TURN), 2 * len(terms))
+def _turned(p: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Turn experts (B, J, D) and capsules (B, I, K) so that images are last: → (J·D, P), (I·K, P)."""
+    (batch, outputs, out_dim), (_, inputs, in_dim) = p.shape, v.shape
+    experts = p.new_empty(outputs * out_dim, pitch(batch))
+    capsules = v.new_empty(inputs * in_dim, pitch(batch))
+    grid = (-(-max(len(experts), len(capsules)) // TURN), -(-pitch(batch) // TURN), 2)
     sizes = {"J": outputs, "D": out_dim, "K": in_dim, "BB": TURN, "C": TURN}
-    run("strip_turn", grid, (*pointers, batch, inputs), sizes)
-    return turned
+    run("strip_turn", grid, (v.contiguous(), p.contiguous(), capsules, experts, batch, inputs), sizes)
+    return experts, capsules
 
 
 def _speak(part: Tensor, on: Tensor | None, out: Tensor) -> None:

@@ -152,14 +152,14 @@ INLINE void vote(const float *w, const lanes *x, lanes *u)
 INLINE void up_part(const float *w, long row, const lanes *x, const lanes *e, long inputs, lanes *z, int n, int evenly)
 {
     lanes sum[L];
-    UNROLL for (int d = 0; d < n; d++) sum[d] = z[d];
+    UNROLL for (int d = 0; d < n; d++) sum[d] = all(0);
     for (long i = 0; i < inputs; i++, w += row, x += K)
         for (int k = 0; k < K; k++) {
             lanes heard = x[k];
             if (!evenly) heard *= e[i];
             UNROLL for (int d = 0; d < n; d++) sum[d] += w[d * K + k] * heard;
         }
-    UNROLL for (int d = 0; d < n; d++) z[d] = sum[d];
+    UNROLL for (int d = 0; d < n; d++) z[d] += sum[d];
 }
 
 INLINE void up(const float *w, long row, const lanes *x, const lanes *e, long inputs, lanes *z, int evenly)
@@ -212,19 +212,27 @@ INLINE void agree(const lanes *u, const lanes *heard, long inputs, lanes *e)
 INLINE void add_part(const lanes *u, const lanes *e, long inputs, lanes *z, int n, int evenly)
 {
     lanes sum[L];
-    UNROLL for (int d = 0; d < n; d++) sum[d] = z[d];
+    UNROLL for (int d = 0; d < n; d++) sum[d] = all(0);
     for (long i = 0; i < inputs; i++, u += D)
         UNROLL for (int d = 0; d < n; d++) {
             if (evenly) sum[d] += u[d];
             else sum[d] += e[i] * u[d];
         }
-    UNROLL for (int d = 0; d < n; d++) z[d] = sum[d];
+    UNROLL for (int d = 0; d < n; d++) z[d] += sum[d];
 }
 
 INLINE void add(const lanes *u, const lanes *e, long inputs, lanes *z, int evenly)
 {
     for (int d = 0; d + L <= D; d += L) add_part(u + d, e, inputs, z + d, L, evenly);
     if (D % L) add_part(u + D / L * L, e, inputs, z + D / L * L, D % L, evenly);
+}
+
+/* sum += x, and what rounding loses of it is added the next time: sums of a softmax may have very many terms. */
+INLINE void gain(lanes *sum, lanes *lost, lanes x)
+{
+    lanes term = x - *lost, next = *sum + term;
+    *lost = (next - *sum) - term;
+    *sum = next;
 }
 
 INLINE long least(long a, long b) { return a < b ? a : b; }
@@ -288,7 +296,8 @@ static void route_expert(const struct job *job, long n, lanes *own)
     memset(heard, 0, sizeof heard);
     memset(z, 0, sizeof z);
 
-    if (!job->keeps) up(w, row, x, e, inputs, z, 1);
+    for (long from = 0; !job->keeps && from < inputs; from += TILE)
+        up(w + from * row, row, x + from * K, e, least(TILE, inputs - from), z, 1);
     for (long from = 0, to; job->keeps && from < inputs; from = to) {
         to = least(from + TILE, inputs);
         for (long i = from; i < to; i++) {
@@ -305,7 +314,7 @@ static void route_expert(const struct job *job, long n, lanes *own)
         for (int d = 0; d < D; d++) z[d] /= total;
         listen(job, z, heard);
         memset(z, 0, sizeof z);
-        total = all(0);
+        lanes lost = total = all(0);
         for (long from = 0, to; from < inputs; from = to) {
             to = least(from + TILE, inputs);
             lanes *u = job->keeps ? votes + from * D : votes;
@@ -316,7 +325,7 @@ static void route_expert(const struct job *job, long n, lanes *own)
             }
             agree(u, heard, to - from, e + from);
             if (job->flat) {
-                for (long i = from; i < to; i++) total += e[i] = exponential(e[i] * size[i]);
+                for (long i = from; i < to; i++) gain(&total, &lost, e[i] = exponential(e[i] * size[i]));
                 add(u, e + from, to - from, z, 0);
             } else
                 for (long i = from; i < to; i++) {
@@ -325,9 +334,12 @@ static void route_expert(const struct job *job, long n, lanes *own)
                 }
         }
         if (!job->flat) {
-            for (long i = 0; i < inputs; i++) total += e[i] = exponential(e[i] - most);
-            if (job->keeps) add(votes, e, inputs, z, 0);
-            else up(w, row, x, e, inputs, z, 0);
+            for (long i = 0; i < inputs; i++) gain(&total, &lost, e[i] = exponential(e[i] - most));
+            for (long from = 0; from < inputs; from += TILE) {
+                long some = least(TILE, inputs - from);
+                if (job->keeps) add(votes + from * D, e + from, some, z, 0);
+                else up(w + from * row, row, x + from * K, e + from, some, z, 0);
+            }
         }
     }
     keep(job, group, j, z, total);
@@ -380,7 +392,7 @@ static void send(const struct job *job, long n, lanes *own)
         end = least(first + TILE, to);
         for (long i = first; i < end; i++) {
             const lanes *x = job->capsules + (group * job->inputs + i) * K;
-            lanes most = all(-INFINITY), total = all(0), *c_i = c + i - first;
+            lanes most = all(-INFINITY), total = all(0), lost = all(0), *c_i = c + i - first;
             for (long j = 0; j < experts; j++) {
                 lanes *u = votes + (j * TILE + i - first) * D;
                 fetch(job->w + least(i + 1, job->inputs - 1) * row + j * D * K);
@@ -390,7 +402,8 @@ static void send(const struct job *job, long n, lanes *own)
                 most = where(most < b, b, most);
                 c_i[j * TILE] = b;
             }
-            for (long j = 0; j < experts; j++) total += c_i[j * TILE] = exponential(c_i[j * TILE] - most);
+            for (long j = 0; j < experts; j++)
+                gain(&total, &lost, c_i[j * TILE] = exponential(c_i[j * TILE] - most));
             total = 1 / total;
             for (long j = 0; j < experts; j++) c_i[j * TILE] *= total;
         }

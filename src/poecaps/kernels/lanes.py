@@ -1,4 +1,4 @@
-"""Learning and routing in compiled C that keeps votes in registers and the nearest cache: images are the lanes of SIMD.
+"""Learning and routing in compiled C that keeps votes in registers and caches: images are the lanes of SIMD.
 
 `lanes.c` has the equations. It is compiled for the D and K of a layer by the machine's own C compiler when they are
 first met, and kept in the user's cache. Where that cannot be done (`obstacle` says why) or does not pay (`covers`), the
@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -40,7 +40,7 @@ FLAGS = (
     *("-std=gnu11", "-O3", "-mavx512f", "-mavx512vl", "-mavx512dq", "-mavx512bw", "-mfma", "-mprefer-vector-width=512"),
     *("-ffp-contract=fast", "-fno-math-errno", "-shared", "-fPIC"),
 )
-PATIENCE = 120  # seconds that a compiler may take; about 1 is usual
+PATIENCE = 60  # seconds that a compiler may take; about 1 is usual
 
 LANES = 16  # images in one vector
 BLOCK = votefree.BLOCK  # images at a time, a multiple of the lanes: who may fire is asked of the same ones
@@ -49,7 +49,7 @@ WIDEST = 64  # D and K, at most: a vote and what is made of it lie on the stack
 SMALLEST = 2**20  # multiplications of one way up, B·I·J·D·K: less is not worth a compilation
 PIECE, PIECES = 48, 16  # inputs that are mixed by one thread at once, at least, and how many such pieces, at most
 ROOM = 64 * 2**20  # bytes that the coefficients of a block of images may take
-KEPT = 2**23  # bytes that the votes for one expert may take to be kept: a shared cache has room for as many
+KEPT, ALL_KEPT = 2**23, 2**27  # bytes that the votes for one expert may take to be kept, of one thread and of all
 SPARE = 2**27  # bytes that may be kept from one call to the next
 FLAT = 30.0  # logits up to this need no maximum taken out: no vote whose square is finite can overflow what is mixed
 
@@ -108,10 +108,19 @@ def covers(x: Tensor, weight: Tensor) -> bool:
     return (
         x.device.type == "cpu"
         and x.dtype == torch.float32
+        and x.shape[1:] == (weight.shape[0], weight.shape[3])
+        and _is_memory(x)
+        and _is_memory(weight)
         and len(x) * weight.numel() >= SMALLEST
         and max(weight.shape[2:]) <= WIDEST
         and obstacle(*weight.shape[2:]) is None
     )
+
+
+def _is_memory(tensor: Tensor) -> bool:
+    """Tell whether what is read at a tensor's address is what it means, and is read now."""
+    watched = torch._C._len_torch_dispatch_stack() > 0 or torch._C._get_tracing_state() is not None
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_neg() and not watched
 
 
 def obstacle(out_dim: int = 16, dim: int = 8) -> str | None:
@@ -126,8 +135,7 @@ def obstacle(out_dim: int = 16, dim: int = 8) -> str | None:
 
 def compiler() -> str | None:
     """Name the compiler that is used, with its version; None where nothing can be compiled."""
-    found = _compiler() if obstacle() is None else None
-    return None if found is None else _version(found)
+    return _version(_compiler()) if obstacle() is None else None
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -137,36 +145,53 @@ def compiler() -> str | None:
 @cache
 def _library(out_dim: int, dim: int) -> ctypes.CDLL | str:
     """Load what was compiled for D and K, now if need be, or say why it cannot be."""
-    compiler = _compiler()
-    if compiler is None:
-        return "there is no C compiler"
-    command = [*compiler, *FLAGS, f"-DD={out_dim}", f"-DK={dim}", f"-DTILE={TILE}"]
+    if _stuck:
+        return _stuck[0]
     try:
-        told = [*command, _version(compiler), SOURCE.read_text(encoding="utf-8")]
-        name = f"lanes-{out_dim}-{dim}-{hashlib.sha256(chr(0).join(told).encode()).hexdigest()[:20]}.so"
+        compiler = _compiler()
+        command = [*compiler, *FLAGS, f"-DD={out_dim}", f"-DK={dim}", f"-DTILE={TILE}"]
+        told = chr(0).join([*command, _version(compiler), SOURCE.read_text(encoding="utf-8")])
+        name = f"lanes-{out_dim}-{dim}-{hashlib.sha256(told.encode()).hexdigest()[:20]}"
         folder = _folder()
         if folder is not None:
+            for each in folder.glob(f"{name}-*.so"):
+                with suppress(OSError):
+                    if _is_whole(each):
+                        return _opened(each)
             with suppress(OSError):
-                return _opened(folder / name)
-            with suppress(OSError):
-                _compile(command, folder / name)
-                return _opened(folder / name)
+                return _opened(_compile(command, folder, name))
         with tempfile.TemporaryDirectory(prefix="poecaps-") as passing:  # once loaded, the file is not needed
-            _compile(command, Path(passing) / name)
-            return _opened(Path(passing) / name)
+            return _opened(_compile(command, Path(passing), name))
+    except LookupError as error:
+        return str(error.args[0])
     except subprocess.CalledProcessError as error:
-        said = (error.stderr or "").strip().splitlines() or [str(error)]
+        said = (error.stderr or "").strip().splitlines() or [f"it ended with status {error.returncode}"]
         return f"the C compiler failed: {next((line for line in said if 'error' in line), said[0])}"
-    except (OSError, subprocess.TimeoutExpired) as error:
+    except subprocess.TimeoutExpired as error:
+        _stuck.append(f"the C compiler took longer than {error.timeout:.0f} s")
+        return _stuck[0]
+    except OSError as error:
         return f"nothing could be compiled: {error}"
 
 
-def _compiler() -> list[str] | None:
+_stuck: list[str] = []  # why no compiler is called again, if so
+
+
+def _compiler() -> list[str]:
     """Return the command that compiles C: $CC, or the first of the usual names that is there."""
-    told = shlex.split(os.environ.get("CC", ""))
+    told = os.environ.get("CC", "").strip()
     if told:
-        return told if shutil.which(told[0]) else None
-    return next(([each] for each in COMPILERS if shutil.which(each)), None)
+        try:
+            command = shlex.split(told)
+        except ValueError as error:
+            raise LookupError(f"$CC is {told!r}, which is no command") from error
+        if shutil.which(command[0]) is None:
+            raise LookupError(f"$CC is {told!r}, which is not there")
+        return command
+    found = next((each for each in COMPILERS if shutil.which(each)), None)
+    if found is None:
+        raise LookupError("there is no C compiler")
+    return [found]
 
 
 def _version(compiler: list[str]) -> str:
@@ -175,26 +200,39 @@ def _version(compiler: list[str]) -> str:
 
 def _folder() -> Path | None:
     """Return a folder of ours that nobody else may write to, for what is compiled; None where there can be none."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
-    folder = Path(base) / "poecaps" / "lanes"
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
     try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        found = folder.stat()
+        folder = base if base.is_absolute() else Path("~/.cache").expanduser()
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in ("poecaps", "lanes"):
+            folder /= name
+            folder.mkdir(exist_ok=True, mode=0o700)
+            found = folder.stat()
+            if found.st_uid != os.geteuid() or found.st_mode & 0o022:
+                return None
     except (OSError, RuntimeError):
         return None
-    ours = found.st_uid == os.geteuid() and not found.st_mode & 0o022
-    return folder if ours and os.access(folder, os.W_OK | os.X_OK) else None
+    return folder if os.access(folder, os.W_OK | os.X_OK) else None
 
 
-def _compile(command: list[str], target: Path) -> None:
-    """Compile into a file of its own first: others may be at the same."""
-    handle, name = tempfile.mkstemp(suffix=".so", dir=target.parent)
+def _compile(command: list[str], folder: Path, name: str) -> Path:
+    """Compile into a file of its own first, for others may be at the same; its name ends with what it holds."""
+    handle, passing = tempfile.mkstemp(suffix=".so", dir=folder)
     os.close(handle)
     try:
-        _said([*command, str(SOURCE), "-o", name, "-lm"])
-        Path(name).replace(target)
+        _said([*command, str(SOURCE), "-o", passing, "-lm"])
+        return Path(passing).replace(folder / f"{name}-{_digest(Path(passing))}.so")
     finally:
-        Path(name).unlink(missing_ok=True)
+        Path(passing).unlink(missing_ok=True)
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:20]
+
+
+def _is_whole(path: Path) -> bool:
+    """Tell whether a file holds what its name says: one that was cut off would end the process that opens it."""
+    return path.is_file() and path.stem.endswith(_digest(path))
 
 
 def _said(command: list[str]) -> str:
@@ -212,12 +250,15 @@ def _said(command: list[str]) -> str:
 
 def _opened(path: Path) -> ctypes.CDLL:
     library = ctypes.CDLL(str(path))
-    library.job_size.restype = ctypes.c_long
+    try:
+        library.job_size.restype = ctypes.c_long
+        for name in ("route", "learn"):
+            function = getattr(library, name)
+            function.restype, function.argtypes = None, [ctypes.POINTER(_Job)]
+    except AttributeError as error:
+        raise OSError("what was made is not compiled C") from error
     if library.job_size() != ctypes.sizeof(_Job):
         raise OSError(f"{path} means something else by a job")
-    for name in ("route", "learn"):
-        function = getattr(library, name)
-        function.restype, function.argtypes = None, [ctypes.POINTER(_Job)]
     return library
 
 
@@ -249,12 +290,14 @@ class _Step:
         inputs, experts, out_dim, dim = weight.shape
         library = _library(out_dim, dim)
         assert isinstance(library, ctypes.CDLL), library  # noqa: S101 - `covers` was asked before
-        self.library, self.threads = library, torch.get_num_threads()
+        self.library = library
         self.x, self.weight, self.slope = x.detach().contiguous(), weight.detach().contiguous(), slope
         self.block = min(BLOCK, max(1, ROOM // (4 * LANES * inputs * experts)) * LANES, max(1, len(x)))
         groups = -(-self.block // LANES)
-        keeps = options.inputs and options.iterations > 1 and 4 * LANES * inputs * out_dim <= KEPT
         pieces = min(PIECES, max(1, inputs // PIECE))
+        self.threads = min(torch.get_num_threads(), groups * max(pieces, experts))
+        votes = 4 * LANES * inputs * out_dim
+        keeps = options.inputs and options.iterations > 1 and votes <= min(KEPT, ALL_KEPT // self.threads)
         wide = -(-out_dim // LANES)
         own = inputs * (1 + (out_dim if keeps else 0)) + TILE * (out_dim + 1) * (1 if options.inputs else experts)
         sizes = {
@@ -302,10 +345,12 @@ class _Step:
         job.images = part.stop - part.start
         job.groups = -(-job.images // LANES)
         job.x, job.standing = self.x[part].data_ptr(), standing.data_ptr()
+        self.held = [standing]
         job.first, job.last = part.start == 0, part.stop == len(self.x)
 
     def tell(self, c: Tensor) -> None:
         """Say where coefficients (b, I, J) shall be written."""
+        self.held.append(c)
         self.job.c = c.data_ptr()
         self.job.c_image, self.job.c_input, self.job.c_expert = c.stride()
 
@@ -317,6 +362,7 @@ class _Step:
         job.on = None if lying is None else lying.data_ptr()
         gap = self.room.new_empty(job.groups, job.experts, LANES)
         job.gap = gap.data_ptr()
+        self.held += [gap] if lying is None else [gap, lying]
         self.run("learn")
         return gap.sum(1, dtype=torch.float64).flatten()[: job.images]
 
@@ -326,18 +372,26 @@ class _Step:
         return full.view(self.job.groups, LANES, -1).transpose(1, 2).contiguous()
 
     def run(self, name: str) -> None:
-        """Do all tasks, on as many threads as PyTorch has, this one being one; none is waited for that did not come."""
-        job, function = self.job, getattr(self.library, name)
-        job.joined = job.taken = job.done = 0
-        others = []
-        with suppress(RuntimeError):  # the interpreter is about to end
-            others += [_pool().submit(function, job) for _ in range(1, self.threads)]
-        try:
+        """Do all tasks, on as many threads as PyTorch has, this one being one; none is waited for that did not come.
+
+        An interrupt may come at any point, and then others are still at work. So each run has a job of its own, and
+        whoever has taken it holds all memory that it points to.
+        """
+        job, function, held = _Job.from_buffer_copy(self.job), getattr(self.library, name), (self, *self.held)
+
+        def work(_: object = held) -> None:
             function(job)
-        finally:
-            for each in others:
-                if not each.cancel():
-                    each.result()
+
+        others: list[Future[None]] = []
+        try:
+            for _ in range(1, self.threads):
+                others.append(_pool().submit(work))  # noqa: PERF401 - none of those before may be lost
+        except RuntimeError:  # there can be no more threads, or the interpreter is about to end
+            pass
+        work()
+        for each in others:
+            if not each.cancel():
+                each.result()
 
     def end(self) -> None:
         """Leave the room to the next call."""
@@ -365,7 +419,7 @@ def _take(size: int) -> Tensor:
         room = _spare.pop()
         if size <= room.numel() <= 2 * size + 2**20:
             return room
-    return torch.empty(size, dtype=torch.float32)
+    return torch.empty(size, dtype=torch.float32, device="cpu")
 
 
 def _give_back(room: Tensor) -> None:

@@ -138,19 +138,14 @@ def strip_down(
 
 @kernel
 def strip_turn(
-    x, p, v, q, x_out, p_out, v_out, q_out, B, I,
+    v, p, v_out, p_out, B, I,
     J: tl.constexpr, D: tl.constexpr, K: tl.constexpr, BB: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Turn capsules x, v (B, I, K) → (I·K, P) and experts p, q (B, J, D) → (J·D, P): images last, 0 beyond them."""
-    which = tl.program_id(2)
-    if which == 0:
-        _turn(x, x_out, B, I, K, BB, C)
-    elif which == 1:
-        _turn(p, p_out, B, J, D, BB, C)
-    elif which == 2:
+    """Turn capsules v (B, I, K) → (I·K, P) and experts p (B, J, D) → (J·D, P): images last, 0 beyond them."""
+    if tl.program_id(2) == 0:
         _turn(v, v_out, B, I, K, BB, C)
     else:
-        _turn(q, q_out, B, J, D, BB, C)
+        _turn(p, p_out, B, J, D, BB, C)
 
 
 @triton.jit
