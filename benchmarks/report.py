@@ -221,6 +221,7 @@ class Pace(NamedTuple):
 def paces() -> Iterator[Pace]:
     """List the targets of speed."""
     yield Pace("eager einsum, two CPU cores, B 256", 8, _ratio("cpu", 256, "eager"), "× ours")
+    yield Pace("the same, ours in plain PyTorch", 8, _ratio("cpu", 256, "eager", "ours, plain PyTorch"), "× ours")
     for batch in (256, 1024):
         for way, target in (("eager", 10), ("compiled", 6)):
             for called, graph in (("launched", ""), ("replayed", ", CUDA graph")):
@@ -239,9 +240,10 @@ def measured(what: str, on: str) -> Any:
     return numbers(what, on) if (NUMBERS / f"{what}-{on}.json").is_file() else None
 
 
-def _ratio(on: str, batch: int, way: str) -> float | None:
-    found = measured("routing", on)
-    return found and found["steps"].get(str(batch), {}).get(f"einsum, {way}", {}).get("times_ours")
+def _ratio(on: str, batch: int, way: str, ours: str = "") -> float | None:
+    steps = (measured("routing", on) or {}).get("steps", {}).get(str(batch), {})
+    ratio, other = (steps.get(name, {}).get("times_ours") for name in (f"einsum, {way}", ours))
+    return ratio / other if ratio and other else None if ours else ratio
 
 
 def _memory_ratio(on: str, batch: int) -> float | None:
@@ -320,10 +322,12 @@ def orders(on: str) -> str:
             cells: list[str] = []
             for way in ways.values():
                 median, _, ratio = _times(way[order])
-                cells += [median, ratio]
+                cells += [median, ratio, _megabytes(way[order])]
             rows.append([batch, order, *cells])
     ways = next(iter(found["orders"].values()))
-    return lay_out(["B", "order", *(f"{way}, {what}" for way in ways for what in ("ms", "× ours"))], rows, 2)
+    return lay_out(
+        ["B", "order", *(f"{way}, {what}" for way in ways for what in ("ms", "× ours", "extra MB"))], rows, 2
+    )
 
 
 def decoder(on: str) -> str:

@@ -188,6 +188,10 @@ def try_orders(sizes: Sizes, device: torch.device, rounds: int, ways: Mapping[st
         versions = {order: Version("einsum", order, mode=mode, graph=graph) for order in ORDERS}
         ours = {"ours, CUDA graph" if graph else "ours": Version("ours", graph=graph)}
         found[way] = compare(sizes, device, min(rounds, FEW), {**ours, **versions})
+        for order in ORDERS if graph else ():  # a replay takes no memory of its own
+            step = replace(versions[order], graph=False).make(sizes, device)
+            step()
+            found[way][order]["extra_bytes"] = machine.extra_memory(step, device)
         for order in ORDERS:
             each = found[way][order]
             said = each.get("failed") or f"{1e3 * each['median_s']:9.3f} ms, {each['times_ours']:6.2f} × ours"

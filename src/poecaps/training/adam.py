@@ -132,4 +132,5 @@ def _is_large(parameter: nn.Parameter) -> bool:
     whole = parameter.is_contiguous() or (
         parameter.dim() == 4 and parameter.is_contiguous(memory_format=torch.channels_last)
     )
-    return parameter.numel() >= LARGE and parameter.dtype == torch.float32 and whole and here and installed()
+    fits = LARGE <= parameter.numel() < 2**31  # offsets have 32 bits
+    return fits and parameter.dtype == torch.float32 and whole and here and installed()

@@ -145,7 +145,7 @@ class Config:
     batch_size: int = 128
     """Images in a step, of all processes together."""
     seed: int = 0
-    """Where all random numbers start from: the same seed, the same result on a CPU."""
+    """Where all random numbers start from: the same seed, the same result on the same machine's CPU."""
     device: str = "auto"
     """cpu, cuda, cuda:1, or auto for a GPU where there is one."""
     precision: Precision = "auto"
