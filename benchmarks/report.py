@@ -221,7 +221,7 @@ class Pace(NamedTuple):
 def paces() -> Iterator[Pace]:
     """List the targets of speed."""
     yield Pace("eager einsum, two CPU cores, B 256", 8, _ratio("cpu", 256, "eager"), "× ours")
-    yield Pace("the same, ours in plain PyTorch", 8, _ratio("cpu", 256, "eager", "ours, plain PyTorch"), "× ours")
+    yield Pace("the same, ours in plain PyTorch", 8, _plain_ratio(256), "× ours")
     for batch in (256, 1024):
         for way, target in (("eager", 10), ("compiled", 6)):
             for called, graph in (("launched", ""), ("replayed", ", CUDA graph")):
@@ -240,10 +240,19 @@ def measured(what: str, on: str) -> Any:
     return numbers(what, on) if (NUMBERS / f"{what}-{on}.json").is_file() else None
 
 
-def _ratio(on: str, batch: int, way: str, ours: str = "") -> float | None:
-    steps = (measured("routing", on) or {}).get("steps", {}).get(str(batch), {})
-    ratio, other = (steps.get(name, {}).get("times_ours") for name in (f"einsum, {way}", ours))
-    return ratio / other if ratio and other else None if ours else ratio
+def _ratio(on: str, batch: int, way: str) -> float | None:
+    return _times_ours(on, batch, f"einsum, {way}")
+
+
+def _plain_ratio(batch: int) -> float | None:
+    theirs, plain = (_times_ours("cpu", batch, name) for name in ("einsum, eager", "ours, plain PyTorch"))
+    return theirs / plain if theirs and plain else None
+
+
+def _times_ours(on: str, batch: int, version: str) -> float | None:
+    steps = (measured("routing", on) or {}).get("steps", {})
+    ratio: float | None = steps.get(str(batch), {}).get(version, {}).get("times_ours")
+    return ratio
 
 
 def _memory_ratio(on: str, batch: int) -> float | None:
@@ -325,9 +334,8 @@ def orders(on: str) -> str:
                 cells += [median, ratio, _megabytes(way[order])]
             rows.append([batch, order, *cells])
     ways = next(iter(found["orders"].values()))
-    return lay_out(
-        ["B", "order", *(f"{way}, {what}" for way in ways for what in ("ms", "× ours", "extra MB"))], rows, 2
-    )
+    head = [f"{way}, {what}" for way in ways for what in ("ms", "× ours", "extra MB")]
+    return lay_out(["B", "order", *head], rows, 2)
 
 
 def decoder(on: str) -> str:
