@@ -198,10 +198,15 @@ def _train_with(preset_given: str) -> Callable[..., None]:
         done = resume is not None and is_finished(folder)
         began = time.perf_counter()
         try:
-            network = _train(config, folder, resume is not None, report, found)
-        finally:
-            for each in shown:
-                each.close()
+            try:
+                network = _train(config, folder, resume is not None, report, found)
+            finally:
+                for each in shown:
+                    each.close()
+        except KeyboardInterrupt:
+            if first and (folder / CHECKPOINT).is_file():
+                print(f"saved; go on with: poecaps train --resume {shlex.quote(str(folder))}", file=sys.stderr)
+            raise
         if not first:
             return
         if not quiet:
@@ -241,15 +246,10 @@ def _train(
     report: Callable[[Progress], None],
     found: Callable[[ImageSet], None],
 ) -> CapsuleNetwork:
-    try:
-        if go_on:
-            device = None if config.device == "auto" else config.device
-            return resume(folder, device=device, report=report, found=found)
-        return train_network(config, folder, report=report, found=found)
-    except KeyboardInterrupt:
-        if workers.expected().first and (folder / CHECKPOINT).is_file():
-            print(f"saved; go on with: poecaps train --resume {shlex.quote(str(folder))}", file=sys.stderr)
-        raise
+    if go_on:
+        device = None if config.device == "auto" else config.device
+        return resume(folder, device=device, report=report, found=found)
+    return train_network(config, folder, report=report, found=found)
 
 
 def _free_folder(source: str) -> Path:

@@ -69,7 +69,7 @@ def test_without_a_terminal_there_is_one_plain_line_for_each_epoch() -> None:
 
 def test_on_a_terminal_one_line_is_drawn_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("poecaps.training.progress.REFRESH", 0.0)
-    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setenv("COLUMNS", "120")
     out = Terminal()
     show = display(out)
     assert isinstance(show, LiveLine)
@@ -80,10 +80,25 @@ def test_on_a_terminal_one_line_is_drawn_again_and_again(monkeypatch: pytest.Mon
     assert out.getvalue().count("\n") == 2
     drawn = out.getvalue().replace("\n", "").split("\r\x1b[K")[1:]
     assert len(drawn) == 42
-    assert all(len(line) < 60 for line in drawn)
+    assert all(len(line) < 120 for line in drawn)
     assert "━" * 8 + "─" * 8 + "  50%" in drawn[10]
     assert "encoder 2" in drawn[-1]
     assert "100%" in drawn[-1]
+
+
+@pytest.mark.parametrize(
+    ("columns", "shown"),
+    [(120, ["━", "error 0.250", "rank 12.3", "left"]), (90, ["error 0.250", "left"]), (68, ["left"])],
+)
+def test_a_narrow_terminal_shows_less_but_the_time_left(
+    columns: int, shown: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    out = Terminal()
+    display(out)(at(10))
+    (line,) = out.getvalue().split("\r\x1b[K")[1:]
+    assert len(line) < columns
+    assert [each for each in ("━", "error 0.250", "rank 12.3", "left") if each in line] == shown
 
 
 def test_a_run_cut_short_leaves_the_cursor_on_a_new_line() -> None:

@@ -46,14 +46,16 @@ class Progress:
     measured: bool = False
     """Whether these numbers are new."""
 
-    def summary(self) -> str:
-        """Say it in one line, but for the name of the stage."""
+    def summary(self, room: int = 1000) -> str:
+        """Say it in one line, but for the name of the stage; where there is little room, leave out some numbers."""
         if not self.images_per_second:  # no step was taken yet, here or since the run was resumed
             return f"goes on from epoch {self.epoch:.1f}" if self.step else "starts"
-        parts = [f"epoch {self.epoch:.1f}/{self.epochs}", f"{self.images_per_second:,.0f} images/s"]
-        parts += [f"{short} {self.numbers[name]:.{digits}f}" for name, short, digits in SHOWN if name in self.numbers]
-        parts.append(f"{_clock(self.seconds_left)} left")
-        return "  ".join(parts)
+        begin = [f"epoch {self.epoch:.1f}/{self.epochs}", f"{self.images_per_second:,.0f} images/s"]
+        numbers = [f"{short} {self.numbers[name]:.{digits}f}" for name, short, digits in SHOWN if name in self.numbers]
+        left = f"{_clock(self.seconds_left)} left"
+        while numbers and len("  ".join([*begin, *numbers, left])) > room:
+            numbers.pop()
+        return "  ".join([*begin, *numbers, left])
 
 
 def _clock(seconds: float) -> str:
@@ -98,9 +100,13 @@ class LiveLine:
             return
         self.stage, self.drawn = progress.stage, now
         share = progress.step / max(progress.steps, 1)
-        bar = (self.done * round(BAR * share)).ljust(BAR, self.rest)
-        line = f"{_name(progress)}  {bar} {share:4.0%}  {progress.summary()}"
-        print(f"\r\x1b[K{line[: shutil.get_terminal_size().columns - 1]}", end="", file=self.out, flush=True)
+        bar = (self.done * round(BAR * share)).ljust(BAR, self.rest) + " "
+        room = shutil.get_terminal_size().columns - 1
+        begin, end = f"{_name(progress)}  ", f"{share:4.0%}  "
+        if len(begin + bar + end + progress.summary()) > room:
+            bar = ""
+        line = f"{begin}{bar}{end}{progress.summary(room - len(begin + bar + end))}"
+        print(f"\r\x1b[K{line[:room]}", end="", file=self.out, flush=True)
         if ended:
             self._end()
 
