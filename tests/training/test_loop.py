@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import pickle
 import shutil
@@ -21,9 +22,12 @@ import numpy as np
 import pytest
 import torch
 
-from poecaps import Architecture, CapsuleNetwork, ModelError, squash, unsquash
+from poecaps import Architecture, CapsuleNetwork, ModelError, kernels, squash, unsquash
+from poecaps import functional as F
 from poecaps._files import read_tensors, write_tensors
 from poecaps.data import DataError, ImageSet
+from poecaps.kernels import lanes
+from poecaps.layer import MIXINGS, Mixing
 from poecaps.network import ModelOptions
 from poecaps.training import (
     PRESETS,
@@ -63,6 +67,28 @@ def test_a_trained_network_beats_the_mean_image(data: Path, tmp_path: Path) -> N
             return (drawn.mean((1, 2, 3)) > 0.5).float().mean().item()
 
         assert negatives("restricted") <= negatives("complete")
+
+
+@pytest.mark.parametrize("mixing", MIXINGS)
+@pytest.mark.parametrize("version", ["plain", "compiled"])
+@pytest.mark.parametrize("normalize", F.AXES)
+def test_fast_versions_learn_what_the_reference_learns(
+    normalize: F.Axis, version: str, mixing: Mixing, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if version == "compiled" and lanes.obstacle() is not None:
+        pytest.skip(f"nothing can be compiled: {lanes.obstacle()}")
+    config = config_for(data)
+    encoder = replace(config.encoder, mixing=mixing)
+    config = replace(config, model=replace(config.model, normalize=normalize), encoder=encoder)
+    monkeypatch.setattr(lanes, "SMALLEST", 0 if version == "compiled" else math.inf)
+    lanes.forget()
+    train(config, tmp_path / "fast")
+    assert len(lanes._spare) == (version == "compiled")  # it leaves its room
+    monkeypatch.setattr(kernels, "choose", lambda *_: "reference")
+    train(config, tmp_path / "reference")
+    for ours, theirs in zip(metrics(tmp_path / "fast"), metrics(tmp_path / "reference"), strict=True):
+        assert ours.pop("stage") == theirs.pop("stage")
+        assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-5)
 
 
 def test_the_metrics_tell_each_stage_from_start_to_end(finished: Path) -> None:
