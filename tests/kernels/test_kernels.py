@@ -11,11 +11,11 @@ from torch import Tensor
 from poecaps import CapsuleExperts, squash
 from poecaps import functional as F
 from poecaps.kernels import fanout, votefree
+from tests.kernels.problems import OPTIONS, problem, relative_error
 
 if TYPE_CHECKING:
     from types import ModuleType
 
-OPTIONS = [(axis, agreement) for axis in F.AXES for agreement in F.AGREEMENTS]
 SIZES = [
     (1, 1, 1, 1, 1),
     (2, 7, 3, 5, 4),
@@ -33,16 +33,6 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let most problems here have several blocks of images and of inputs, and the last be a smaller one."""
     monkeypatch.setattr(votefree, "BLOCK", 2)
     monkeypatch.setattr(votefree, "MANY", 512)
-
-
-def problem(sizes: tuple[int, ...], generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    b, i, k, j, d = sizes
-    x = squash(torch.randn(b, i, k, generator=generator))
-    return x, torch.randn(i, j, d, k, generator=generator)
-
-
-def relative_error(ours: Tensor, exact: Tensor) -> float:
-    return ((ours.double() - exact).norm() / exact.norm()).item()
 
 
 @pytest.mark.parametrize("version", VERSIONS)

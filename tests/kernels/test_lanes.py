@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from poecaps import CapsuleExperts, kernels, squash
+from poecaps import CapsuleExperts, kernels
 from poecaps import functional as F
 from poecaps.kernels import fanout, lanes, votefree
 from poecaps.kernels.common import Options
+from tests.kernels.problems import OPTIONS, problem, relative_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 
 needs_lanes = pytest.mark.skipif(lanes.obstacle() is not None, reason=f"nothing can be compiled: {lanes.obstacle()}")
 
-OPTIONS = [(axis, agreement) for axis in F.AXES for agreement in F.AGREEMENTS]
 # B, I, K, J, D: none, one or several of the lanes, tiles, pieces and pairs of experts are full.
 SIZES = [
     (1, 1, 1, 1, 1),
@@ -68,16 +68,6 @@ def three_threads() -> Iterator[None]:
     torch.set_num_threads(before)
     lanes._pool().shutdown()
     lanes._pool.cache_clear()
-
-
-def problem(sizes: tuple[int, ...], generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    b, i, k, j, d = sizes
-    x = squash(torch.randn(b, i, k, generator=generator))
-    return x, torch.randn(i, j, d, k, generator=generator)
-
-
-def relative_error(ours: Tensor, exact: Tensor) -> float:
-    return ((ours.double() - exact).norm() / exact.norm().clamp(min=1e-300)).item()
 
 
 def sharp(iterations: int, normalize: F.Axis, agreement: F.Agreement) -> Options:
