@@ -1,21 +1,22 @@
-"""The equations of a product of expert capsules, one short function each.
+"""Every equation of a product of expert capsules, one short function each.
 
-This is the readable reference: nothing here is clever except where floating point demands it. One letter per
-axis, the same everywhere: B images in a batch, I input capsules of dimension K, J output capsules ("experts") of
-dimension D. A weight has shape (I, J, D, K): one D×K map W_ij from every input capsule to every expert.
+This module is the reference implementation. It favours readability over speed; the faster versions
+in `poecaps.kernels` are tested against it. Each axis has one letter, the same in every module:
+B images in a batch, I input capsules of dimension K, J output capsules ("experts") of dimension D.
+A weight has shape (I, J, D, K): one D×K map W_ij from each input capsule to each expert.
 
-Half-precision tensors are widened to float32 wherever a norm, a softmax or an energy is computed.
+Norms, softmaxes and energies of half-precision tensors are computed in float32.
 
 References
 ----------
-M. Hauser, "Training products of expert capsules with mixing by dynamic routing".
+M. Hauser, "Training products of expert capsules with mixing by dynamic routing", 2019.
 S. Sabour, N. Frosst, G. Hinton, "Dynamic routing between capsules", 2017.
 G. Hinton, "Training products of experts by minimizing contrastive divergence", 2002.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
@@ -29,26 +30,39 @@ if TYPE_CHECKING:
 
 Axis = Literal["inputs", "outputs"]
 Agreement = Literal["cosine", "inner"]
+Mixing = Literal["deterministic", "bernoulli"]
 __all__ = [
     "AGREEMENTS",
     "AXES",
+    "MIXINGS",
     "Agreement",
     "Axis",
+    "LearningStep",
+    "Mixing",
     "Routing",
+    "RoutingOptions",
+    "contrastive_divergence",
+    "decoder_contrastive_divergence",
     "direction",
     "energy",
+    "expert_states",
     "firing_probability",
     "free_energy",
+    "g",
+    "held_preactivation",
     "preactivation",
+    "reconstruct",
     "reconstruction",
     "routing_by_agreement",
     "squash",
     "unsquash",
     "votes",
+    "winning_experts",
 ]
 
 AXES: tuple[Axis, ...] = get_args(Axis)
 AGREEMENTS: tuple[Agreement, ...] = get_args(Agreement)
+MIXINGS: tuple[Mixing, ...] = get_args(Mixing)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -124,20 +138,63 @@ def direction(v: Tensor, dim: int = -1) -> Tensor:
 # Routing
 
 
+def check_routing_options(iterations: int, sharpness: float, normalize: str, agreement: str) -> None:
+    """Raise an error if an option of `routing_by_agreement` is invalid."""
+    checks.require_int("iterations", iterations, 1)
+    checks.require_nonnegative("sharpness", sharpness)
+    checks.require_choice("normalize", normalize, AXES)
+    checks.require_choice("agreement", agreement, AGREEMENTS)
+
+
 @dataclass(frozen=True)
+class RoutingOptions:
+    """Options of `routing_by_agreement`, for functions that route as one of several steps.
+
+    Attributes
+    ----------
+    iterations
+        Number of routing iterations R, at least 1.
+    sharpness
+        Factor β of the agreement.
+    normalize
+        Axis of the softmax: ``"inputs"`` or ``"outputs"``.
+    agreement
+        ``"cosine"`` or ``"inner"``.
+    """
+
+    iterations: int = 3
+    sharpness: float = 1.0
+    normalize: Axis = "inputs"
+    agreement: Agreement = "cosine"
+
+    def __post_init__(self) -> None:
+        check_routing_options(self.iterations, self.sharpness, self.normalize, self.agreement)
+
+
 class Routing:
-    """What routing by agreement found.
+    """Result of routing by agreement.
 
     Attributes
     ----------
     coefficients : (B, I, J)
-        c_ij, how much expert j listens to input capsule i; at least float32.
+        c_ij, the weight of input capsule i in the mixture of expert j; at least float32.
     preactivation : (B, J, D)
         z_j = Σ_i c_ij W_ij x_i.
     """
 
-    coefficients: Tensor
     preactivation: Tensor
+
+    def __init__(self, coefficients: Tensor, preactivation: Tensor) -> None:
+        self._coefficients, self.preactivation = coefficients, preactivation
+
+    @property
+    def coefficients(self) -> Tensor:
+        """Routing coefficients c_ij: (B, I, J), at least float32."""
+        return self._coefficients
+
+    def __repr__(self) -> str:
+        inputs, (batch, experts, dim) = self.coefficients.shape[1], self.preactivation.shape
+        return f"Routing(coefficients=({batch}, {inputs}, {experts}), preactivation=({batch}, {experts}, {dim}))"
 
 
 def routing_by_agreement(
@@ -301,16 +358,267 @@ def firing_probability(z: Tensor) -> Tensor:
     return _firing(_polar(z, -1)[0]).squeeze(-1).to(z.dtype)
 
 
+def winning_experts(z: Tensor, winners: int | None, balance: Tensor | None = None) -> Tensor | None:
+    """Select the `winners` experts with the largest log‖z_j‖² + balance_j of each image.
+
+    Parameters
+    ----------
+    z : (B, J, D)
+    winners
+        Number of experts that may fire for an image. None: there is no competition.
+    balance : (J,), optional
+        Head start of each expert.
+
+    Returns
+    -------
+    (B, J) of bool, or None without competition
+        True where expert j may fire.
+    """
+    if winners is None:
+        return None
+    with torch.no_grad():
+        score = z.to(_at_least_float32(z.dtype)).square().sum(-1).log()
+        if balance is not None:
+            score = score + balance
+        best = score.topk(winners, dim=-1).indices
+        return torch.zeros_like(score, dtype=torch.bool).scatter(-1, best, True)
+
+
 # ---------------------------------------------------------------------------------------------------------
-# What a caller may hand in, and floating point
+# Learning. The coefficients c, the winners and the mixed capsules x̃ are held fixed in both rules.
 
 
-def check_routing_options(iterations: int, sharpness: float, normalize: str, agreement: str) -> None:
-    """Refuse options that `routing_by_agreement` does not know."""
-    checks.require_int("iterations", iterations, 1)
-    checks.require_nonnegative("sharpness", sharpness)
-    checks.require_choice("normalize", normalize, AXES)
-    checks.require_choice("agreement", agreement, AGREEMENTS)
+@dataclass(frozen=True)
+class LearningStep:
+    """Result of a learning rule for one batch.
+
+    Attributes
+    ----------
+    loss : ()
+        Loss whose gradient with respect to the weight is `grad_weight`.
+    grad_weight : (I, J, D, K), optional
+        −ΔW of the learning rule. A backend may leave it out (None) if no gradient is required.
+    on : (B, J) of bool, optional
+        Experts that may fire for each image; None without competition.
+    x_model : (N, I, K), optional
+        The capsules x̃ that mixing ended with; None if no chain was given.
+    """
+
+    loss: Tensor
+    grad_weight: Tensor | None
+    on: Tensor | None = None
+    x_model: Tensor | None = None
+
+
+def contrastive_divergence(
+    x: Tensor,
+    weight: Tensor,
+    routing: RoutingOptions = RoutingOptions(),  # noqa: B008 (frozen)
+    *,
+    k: int = 1,
+    mixing: Mixing = "deterministic",
+    uniform: Tensor | None = None,
+    chain: Tensor | None = None,
+    winners: int | None = None,
+    balance: Tensor | None = None,
+) -> LearningStep:
+    """Compute one step of Algorithm 1: contrastive divergence, mixed by dynamic routing.
+
+    Route the data, hold the coefficients c, and mix `k` times::
+
+        z_j = Σ_i c_ij W_ij x_i,   y_j = squash(z_j),   x̃_i = squash(Σ_j c_ij W_ijᵀ y_j),   z̃_j = Σ_i c_ij W_ij x̃_i
+
+    With g(z) = z/(1+‖z‖²), the weights move by::
+
+        ΔW_ij = 2 · mean c_ij ( g(z_j) x_iᵀ − g(z̃_j) x̃_iᵀ )
+
+    This is −∇_W (mean F(x) − mean F(x̃)) with c and x̃ held fixed.
+
+    Parameters
+    ----------
+    x : (B, I, K)
+        Squashed input capsules of the data.
+    weight : (I, J, D, K)
+    routing
+        Options of the routing.
+    k
+        Number of mixing steps (CD-k).
+    mixing, uniform : see `expert_states`
+        `uniform` has shape (k, N, J), with N the number of capsules that are mixed.
+    chain : (N, I, K), optional
+        Persistent chain: mixing starts here, with the chain's own coefficients, instead of at `x`.
+    winners, balance : see `winning_experts`
+        Competition between the experts. Experts that do not win are off in both phases.
+
+    Returns
+    -------
+    LearningStep
+        With loss mean F(x) − mean F(x̃) and gradient −ΔW.
+    """
+    with torch.no_grad():
+        routed = routing_by_agreement(x, weight, **asdict(routing))
+        c, z = routed.coefficients, routed.preactivation
+        on = winning_experts(z, winners, balance)
+        x_model, c_model, z_model, on_model = x, c, z, on
+        if chain is not None:
+            routed = routing_by_agreement(chain, weight, **asdict(routing))
+            x_model, c_model, z_model = chain, routed.coefficients, routed.preactivation
+            on_model = winning_experts(z_model, winners, balance)
+        for step in range(k):
+            y = expert_states(z_model, on_model, mixing, None if uniform is None else uniform[step])
+            x_model = reconstruction(y, weight, c_model)
+            z_model = preactivation(x_model, weight, c_model)
+        loss = free_energy(z, on).mean() - free_energy(z_model, on_model).mean()
+        delta = 2 * (
+            _mean_product(c, g(z, on), x) - _mean_product(c_model, g(z_model, on_model), x_model)
+        )
+    return LearningStep(loss, -delta, on, None if chain is None else x_model)
+
+
+def decoder_contrastive_divergence(
+    y: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    routing: RoutingOptions = RoutingOptions(),  # noqa: B008 (frozen)
+) -> LearningStep:
+    """Compute one step of the decoder's learning rule, for experts y that encode the capsules x.
+
+    The decoder routes from the J experts to the I capsules with coefficients e_ji, which are held.
+    With z_i = unsquash(x_i)::
+
+        z̃_i = Σ_j e_ji U_ji y_j,   x̃_i = squash(z̃_i),   ỹ_j = squash(Σ_i e_ji U_jiᵀ x̃_i)
+
+        ΔU_ji = 2 · mean e_ji ( g(z_i) y_jᵀ − g(z̃_i) ỹ_jᵀ )
+
+    Parameters
+    ----------
+    y : (B, J, D)
+        Experts above, the inputs of the decoder.
+    x : (B, I, K)
+        Squashed capsules below, the targets.
+    weight : (J, I, K, D)
+        The maps U_ji.
+    routing
+        Options of the routing.
+
+    Returns
+    -------
+    LearningStep
+        With gradient −ΔU and the loss ⟨U, −ΔU⟩, which has this gradient because it is linear in U.
+    """
+    with torch.no_grad():
+        routed = routing_by_agreement(y, weight, **asdict(routing))
+        e, z_model = routed.coefficients, routed.preactivation
+        y_model = reconstruction(squash(z_model), weight, e)
+        delta = 2 * (_mean_product(e, g(unsquash(x)), y) - _mean_product(e, g(z_model), y_model))
+        loss = -(weight * delta).sum(dtype=_at_least_float32(weight.dtype))
+    return LearningStep(loss, -delta)
+
+
+def g(z: Tensor, on: Tensor | None = None) -> Tensor:
+    """Compute g(z) = z/(1+‖z‖²), half the gradient of log(1 + ‖z‖²); 0 where an expert is not on.
+
+    Parameters
+    ----------
+    z : (B, J, D)
+    on : (B, J), optional
+
+    Returns
+    -------
+    (B, J, D)
+        At least float32.
+    """
+    z = z.to(_at_least_float32(z.dtype))
+    return _only(on, z / (1 + z.square().sum(-1, keepdim=True)))
+
+
+def expert_states(
+    z: Tensor, on: Tensor | None = None, mixing: Mixing = "deterministic", uniform: Tensor | None = None
+) -> Tensor:
+    """Compute what the experts send down when they mix; 0 for an expert that is not on.
+
+    Parameters
+    ----------
+    z : (B, J, D)
+    on : (B, J), optional
+        Experts that may fire.
+    mixing
+        ``"deterministic"``: squash(z_j), the paper's choice.
+        ``"bernoulli"``: expert j fires with probability ‖squash(z_j)‖ and then sends the unit vector
+        z_j/‖z_j‖; on average this is squash(z_j).
+    uniform : (B, J), optional
+        Uniform random numbers from 0 to 1 that decide which experts fire; drawn by torch if None.
+
+    Returns
+    -------
+    (B, J, D)
+    """
+    if mixing == "deterministic":
+        return _only(on, squash(z))
+    probability = firing_probability(z).float()
+    fires = (torch.rand_like(probability) if uniform is None else uniform) < probability
+    return _only(on, fires.to(z.dtype).unsqueeze(-1) * direction(z))
+
+
+def held_preactivation(x: Tensor, weight: Tensor, routing: RoutingOptions) -> Tensor:
+    """Compute z_j = Σ_i c_ij W_ij x_i with c and x held fixed: a gradient reaches the weight alone.
+
+    Parameters
+    ----------
+    x : (B, I, K)
+    weight : (I, J, D, K)
+    routing
+        Options of the routing that gives c.
+
+    Returns
+    -------
+    (B, J, D)
+    """
+    with torch.no_grad():
+        c = routing_by_agreement(x, weight, **asdict(routing)).coefficients
+    return preactivation(x.detach(), weight, c)
+
+
+def reconstruct(
+    x: Tensor,
+    weight: Tensor,
+    routing: RoutingOptions = RoutingOptions(),  # noqa: B008 (frozen)
+    *,
+    winners: int | None = None,
+    balance: Tensor | None = None,
+) -> Tensor:
+    """Go up and down once: x̃_i = squash(Σ_j c_ij W_ijᵀ squash(z_j)), with the coefficients of x.
+
+    Parameters
+    ----------
+    x : (B, I, K)
+        Squashed input capsules.
+    weight : (I, J, D, K)
+    routing
+        Options of the routing.
+    winners, balance : see `winning_experts`
+
+    Returns
+    -------
+    (B, I, K)
+    """
+    routed = routing_by_agreement(x, weight, **asdict(routing))
+    on = winning_experts(routed.preactivation, winners, balance)
+    return reconstruction(expert_states(routed.preactivation, on), weight, routed.coefficients)
+
+
+def _mean_product(c: Tensor, p: Tensor, x: Tensor) -> Tensor:
+    """Mean over the batch of c_ij p_j x_iᵀ: (B, I, J), (B, J, D), (B, I, K) → (I, J, D, K)."""
+    return torch.einsum("bij,bjd,bik->ijdk", c.to(p.dtype), p, x.to(p.dtype)).to(x.dtype) / len(x)
+
+
+def _only(on: Tensor | None, y: Tensor) -> Tensor:
+    """Set the experts (B, J, D) that are not on (B, J) to 0."""
+    return y if on is None else y * on.unsqueeze(-1)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Arguments and floating point
 
 
 def _check_weight(weight: Tensor) -> None:
