@@ -35,7 +35,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 # The preset default with fewer epochs, so that it ends within five minutes on two cores.
 demo: install
 	rm -rf $(DEMO)
-	$(BIN)/poecaps train --out $(DEMO) --autoencoder.epochs 3 --encoder.epochs 3 --decoder.epochs 1 --painter.epochs 3
+	$(BIN)/poecaps train --out $(DEMO) --autoencoder.epochs 3 --encoder.epochs 3 --decoder.epochs 1 --pixel-decoder.epochs 3
 
 docs: install
 	$(BIN)/python -m zensical build --clean --strict

@@ -43,7 +43,7 @@ def flops(architecture: Architecture) -> float:
     the other three: 3 times.
     """
     channels, height, width = architecture.image_shape
-    kernel, features = architecture.kernel, architecture.features
+    kernel, features = architecture.kernel_size, architecture.features
     first = (height - kernel + 1) * (width - kernel + 1) * features * channels * kernel**2
     rows, columns = ((side - 2 * kernel + 1) // 2 + 1 for side in (height, width))
     second = rows * columns * features * features * kernel**2
@@ -74,7 +74,7 @@ def make_steps(data: ImageSet, batch: int, device: torch.device) -> tuple[Step, 
     def step() -> Any:
         nonlocal taken
         taken += 1
-        loop._set_rate(optimizer, task.stage.rate_at(0))
+        loop._set_rate(optimizer, task.stage.learning_rate_at(0))
         draws.manual_seed(taken)
         return steps.take(parts[taken % len(parts)])
 

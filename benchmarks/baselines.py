@@ -73,7 +73,10 @@ class Budget:
 def default_epochs() -> int:
     """Count the passes that the preset `default` makes in all its stages."""
     config = PRESETS["default"]()
-    return sum(stage.epochs for stage in (config.autoencoder, config.encoder, config.decoder, config.painter))
+    return sum(
+        stage.epochs
+        for stage in (config.autoencoder, config.encoder, config.decoder, config.pixel_decoder)
+    )
 
 
 class Draws:
@@ -84,7 +87,9 @@ class Draws:
     def sample(self, count: int, domain: str, generator: torch.Generator) -> Tensor:
         """Draw images: (count, C, H, W), from 0 to 1."""
         if domain != "joint":
-            raise ValueError(f"domain must be 'joint', the only one a baseline has, but is {domain!r}")
+            raise ValueError(
+                f"domain must be 'joint', the only one a baseline has, but is {domain!r}"
+            )
         return self.draw(count, generator)
 
     def draw(self, count: int, generator: torch.Generator) -> Tensor:
@@ -118,7 +123,9 @@ class Clusters:
     def __init__(self, data: ImageSet, budget: Budget) -> None:
         from sklearn.cluster import KMeans
 
-        found = KMeans(self.COUNT, n_init=1, random_state=budget.seed).fit(data.batch(slice(None)).flatten(1).numpy())
+        found = KMeans(self.COUNT, n_init=1, random_state=budget.seed).fit(
+            data.batch(slice(None)).flatten(1).numpy()
+        )
         self.centres = torch.from_numpy(found.cluster_centers_).float().to(budget.device)
 
     def encode(self, images: Tensor) -> Tensor:
@@ -177,8 +184,12 @@ class PCA(Draws):
 
     def __init__(self, data: ImageSet, budget: Budget) -> None:
         self.shape = data.shape
-        self.components = PrincipalComponents(lambda: (part.flatten(1) for part in _batches(data, budget)))
-        self.density = Density(torch.cat([self.encode(part) for part in _batches(data, budget)]), budget.seed)
+        self.components = PrincipalComponents(
+            lambda: (part.flatten(1) for part in _batches(data, budget))
+        )
+        self.density = Density(
+            torch.cat([self.encode(part) for part in _batches(data, budget)]), budget.seed
+        )
 
     def encode(self, images: Tensor) -> Tensor:
         """Project: (B, C, H, W) → (B, S)."""
@@ -244,7 +255,9 @@ class Machine:
         if domain == "joint":
             h = self.start(count, generator)
         else:
-            chosen = torch.randint(len(self.data), (count,), generator=generator, device=self.device).cpu()
+            chosen = torch.randint(
+                len(self.data), (count,), generator=generator, device=self.device
+            ).cpu()
             images = self.data.batch(chosen).to(self.device)
             h = torch.bernoulli(self.encode(images), generator=generator)
         for _ in range(self.gibbs):
@@ -268,7 +281,9 @@ def fit_bernoulli(data: ImageSet, budget: Budget) -> FittedBernoulli:
     from threadpoolctl import threadpool_limits
 
     started = time.perf_counter()
-    machine = BernoulliRBM(SIZE, learning_rate=0.05, batch_size=50, n_iter=budget.epochs, random_state=budget.seed)
+    machine = BernoulliRBM(
+        SIZE, learning_rate=0.05, batch_size=50, n_iter=budget.epochs, random_state=budget.seed
+    )
     with threadpool_limits(1):
         machine.fit(data.batch(slice(None)).flatten(1).numpy())
     found = machine.components_, machine.intercept_visible_, machine.intercept_hidden_
@@ -280,7 +295,9 @@ class BernoulliMachine(Machine):
 
     name = "bernoulli-rbm"
 
-    def __init__(self, data: ImageSet, budget: Budget, fitted: FittedBernoulli | None = None) -> None:
+    def __init__(
+        self, data: ImageSet, budget: Budget, fitted: FittedBernoulli | None = None
+    ) -> None:
         super().__init__(data, budget)
         fitted = fitted or fit_bernoulli(data, budget)
         self.seconds = fitted.seconds
@@ -335,7 +352,9 @@ class GaussianMachine(Machine):
             sums += torch.stack([v.sum(0), v.square().sum(0)])
         self.mean = (sums[0] / len(data)).float()
         variance = (sums[1] / len(data)).float() - self.mean.square()
-        self.weight = nn.Parameter(0.01 * torch.randn(pixels, SIZE, generator=generator, device=device))
+        self.weight = nn.Parameter(
+            0.01 * torch.randn(pixels, SIZE, generator=generator, device=device)
+        )
         self.visible = nn.Parameter(self.mean.clone())
         self.hidden = nn.Parameter(torch.zeros(SIZE, device=device))
         self.log_variance = nn.Parameter(variance.clamp(min=self.FLOOR).log())
@@ -352,8 +371,12 @@ class GaussianMachine(Machine):
                 v_chain = self.draw_visible(chains, generator)
                 h_chain = self.up(v_chain)
                 chains = torch.bernoulli(h_chain, generator=generator)
-            for parameter, up, down in zip(parameters, self.push(v, h), self.push(v_chain, h_chain), strict=True):
-                parameter.grad = down - up + (self.DECAY * parameter if parameter is self.weight else 0)
+            for parameter, up, down in zip(
+                parameters, self.push(v, h), self.push(v_chain, h_chain), strict=True
+            ):
+                parameter.grad = (
+                    down - up + (self.DECAY * parameter if parameter is self.weight else 0)
+                )
             optimizer.step()
             schedule.step()
             self.log_variance.clamp_(min=math.log(self.FLOOR), max=0)
@@ -378,7 +401,9 @@ class GaussianMachine(Machine):
 
     def up(self, v: Tensor) -> Tensor:
         """P(h = 1 | v): (B, V) → (B, S)."""
-        return torch.sigmoid((v - self.mean) * (-self.log_variance).exp() @ self.weight + self.hidden)
+        return torch.sigmoid(
+            (v - self.mean) * (-self.log_variance).exp() @ self.weight + self.hidden
+        )
 
     def down(self, h: Tensor) -> Tensor:
         """Mean of v given h: (B, S) → (B, V)."""
@@ -408,11 +433,15 @@ class AllFeatures:
         generator = torch.Generator().manual_seed(budget.seed)
         shape = Architecture()
         self.model = ConvAutoencoder(
-            data.shape[0], features=shape.features, kernel=shape.kernel, dropout=shape.dropout, generator=generator
+            data.shape[0],
+            features=shape.features,
+            kernel=shape.kernel_size,
+            dropout=shape.dropout,
+            generator=generator,
         ).to(budget.device)
         self.size = data.shape[1:]
         torch.manual_seed(budget.seed)
-        rate = PRESETS["default"]().autoencoder.rate
+        rate = PRESETS["default"]().autoencoder.learning_rate
         optimizer, schedule = _optimizer(list(self.model.parameters()), rate, _steps(data, budget))
         half = budget.device.type == "cuda"
         for images in _shuffled(data, budget):
@@ -443,7 +472,9 @@ class FeatureComponents(Draws):
             self.components = PrincipalComponents(
                 lambda: (self.features.encode(part) for part in _batches(data, budget))
             )
-            self.density = Density(torch.cat([self.encode(part) for part in _batches(data, budget)]), budget.seed)
+            self.density = Density(
+                torch.cat([self.encode(part) for part in _batches(data, budget)]), budget.seed
+            )
         self.seconds = self.features.seconds + time.perf_counter() - started
 
     def encode(self, images: Tensor) -> Tensor:
@@ -514,13 +545,17 @@ class Variational(nn.Module):
             _step(self.loss(images, min(1.0, step / (self.WARM_UP * steps))), optimizer, schedule)
         self.eval()
         with torch.no_grad():
-            self.density = Density(torch.cat([self.encode(part) for part in _batches(data, budget)]), budget.seed)
+            self.density = Density(
+                torch.cat([self.encode(part) for part in _batches(data, budget)]), budget.seed
+            )
 
     def loss(self, images: Tensor, share: float = 1.0) -> Tensor:
         """Compute the negative evidence lower bound, in nats per image, with a share of its divergence."""
         mean, log_variance = self.encoder(images).chunk(2, dim=1)
         codes = mean + torch.randn_like(mean) * (log_variance / 2).exp()
-        pixels = nn.functional.binary_cross_entropy_with_logits(self._logits(codes), images, reduction="sum")
+        pixels = nn.functional.binary_cross_entropy_with_logits(
+            self._logits(codes), images, reduction="sum"
+        )
         divergence = (mean.square() + log_variance.exp() - log_variance - 1).sum() / 2
         return (pixels + share * divergence) / len(images)
 
@@ -571,7 +606,9 @@ def _steps(data: ImageSet, budget: Budget, batch: int = BATCH) -> int:
     return budget.epochs * (len(data) // min(batch, len(data)))
 
 
-def _step(loss: Tensor, optimizer: torch.optim.Optimizer, schedule: torch.optim.lr_scheduler.LRScheduler) -> None:
+def _step(
+    loss: Tensor, optimizer: torch.optim.Optimizer, schedule: torch.optim.lr_scheduler.LRScheduler
+) -> None:
     optimizer.zero_grad(set_to_none=True)
     loss.backward()
     optimizer.step()
@@ -591,7 +628,12 @@ BASELINES: dict[str, Callable[[ImageSet, Budget], Encoder]] = {
 
 
 def compare(
-    names: Sequence[str], train: ImageSet, test: ImageSet, classifier: Any, budgets: Sequence[Budget], samples: int
+    names: Sequence[str],
+    train: ImageSet,
+    test: ImageSet,
+    classifier: Any,
+    budgets: Sequence[Budget],
+    samples: int,
 ) -> Iterator[Evaluation]:
     """Train and evaluate baselines, one after the other, each with every budget.
 
@@ -599,7 +641,11 @@ def compare(
     """
     autoencoders: dict[Budget, AllFeatures] = {}
     with ProcessPoolExecutor(len(budgets), multiprocessing.get_context("spawn")) as pool:
-        machines = {each: pool.submit(fit_bernoulli, train, each) for each in budgets if "bernoulli-rbm" in names}
+        machines = {
+            each: pool.submit(fit_bernoulli, train, each)
+            for each in budgets
+            if "bernoulli-rbm" in names
+        }
         for name, budget in itertools.product(names, budgets):
             if name == "pixels" and budget != budgets[0]:
                 continue  # nothing about them is random
@@ -608,12 +654,26 @@ def compare(
             if name == "bernoulli-rbm":
                 encoder = BernoulliMachine(train, budget, machines[budget].result())
             elif name.startswith("autoencoder"):
-                features = autoencoders[budget] = autoencoders.get(budget) or AllFeatures(train, budget)
-                encoder = features if name == "autoencoder-all" else FeatureComponents(train, budget, features)
+                features = autoencoders[budget] = autoencoders.get(budget) or AllFeatures(
+                    train, budget
+                )
+                encoder = (
+                    features
+                    if name == "autoencoder-all"
+                    else FeatureComponents(train, budget, features)
+                )
             else:
                 encoder = BASELINES[name](train, budget)
             trained = time.perf_counter()
-            result = evaluate(encoder, train, test, classifier, seed=budget.seed, samples=samples, device=budget.device)
+            result = evaluate(
+                encoder,
+                train,
+                test,
+                classifier,
+                seed=budget.seed,
+                samples=samples,
+                device=budget.device,
+            )
             yield result.with_about(
                 epochs=0 if name in ("pixels", "k-means", "pca") else budget.epochs,
                 training_seconds=round(getattr(encoder, "seconds", trained - started), 3),
@@ -655,25 +715,42 @@ def spread(results: Sequence[Evaluation]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train, evaluate, print the table, write the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", default="mnist-sample", help="a set's name or a path (default: mnist-sample)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--data", default="mnist-sample", help="a set's name or a path (default: mnist-sample)"
+    )
     parser.add_argument("--path", help="folder that holds a full set known by name")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(default: a GPU)")
+    parser.add_argument(
+        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(default: a GPU)"
+    )
     parser.add_argument("--only", help=f"some of {','.join(BASELINES)} (default: all)")
-    parser.add_argument("--network", type=Path, action="append", default=[], help="a trained network to set beside")
-    parser.add_argument("--epochs", type=int, help="passes over the images (default: as many as the preset default)")
-    parser.add_argument("--gibbs", type=int, default=1000, help="steps of a Gibbs chain (default: 1000)")
+    parser.add_argument(
+        "--network", type=Path, action="append", default=[], help="a trained network to set beside"
+    )
+    parser.add_argument(
+        "--epochs", type=int, help="passes over the images (default: as many as the preset default)"
+    )
+    parser.add_argument(
+        "--gibbs", type=int, default=1000, help="steps of a Gibbs chain (default: 1000)"
+    )
     parser.add_argument("--samples", type=int, default=10_000, help="(default: 10000)")
-    parser.add_argument("--limit", type=int, help="use so many training and at most so many test images")
+    parser.add_argument(
+        "--limit", type=int, help="use so many training and at most so many test images"
+    )
     parser.add_argument("--seeds", default="0", help="one or several, as in 0,1,2 (default: 0)")
     parser.add_argument("--json", type=Path, help="file for all the numbers")
     options = parser.parse_args(arguments)
 
     names = options.only.split(",") if options.only else list(BASELINES)
     if unknown := [name for name in names if name not in BASELINES]:
-        parser.error(f"--only must name some of {', '.join(BASELINES)}, but names {', '.join(unknown)}")
+        parser.error(
+            f"--only must name some of {', '.join(BASELINES)}, but names {', '.join(unknown)}"
+        )
     train, test = (
-        _limit(load(options.data, split=split, path=options.path), options.limit) for split in ("train", "test")
+        _limit(load(options.data, split=split, path=options.path), options.limit)
+        for split in ("train", "test")
     )
     judged = options.data.removesuffix("-sample") in CLASSIFIERS
     classifier = load_classifier(options.data, options.device) if judged else None
@@ -685,7 +762,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for folder in options.network:
         encoder = NetworkEncoder(CapsuleNetwork.load(folder, options.device), folder.name)
         results.append(
-            evaluate(encoder, train, test, classifier, seed=seeds[0], samples=options.samples, device=options.device)
+            evaluate(
+                encoder,
+                train,
+                test,
+                classifier,
+                seed=seeds[0],
+                samples=options.samples,
+                device=options.device,
+            )
         )
     for result in compare(names, train, test, classifier, budgets, options.samples):
         results.append(result)
@@ -694,10 +779,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"evaluated in {result.about['evaluation_seconds']} s",
             flush=True,
         )
-        if options.json is not None:  # after each, so that a run that is cut short leaves what it has
+        if (
+            options.json is not None
+        ):  # after each, so that a run that is cut short leaves what it has
             options.json.parent.mkdir(parents=True, exist_ok=True)
-            options.json.write_text(json.dumps([json.loads(each.to_json()) for each in results], indent=2) + "\n")
-    print(f"\n{side_by_side([result for result in results if result.seed == seeds[0]])}\n\n{spread(results)}".rstrip())
+            options.json.write_text(
+                json.dumps([json.loads(each.to_json()) for each in results], indent=2) + "\n"
+            )
+    print(
+        f"\n{side_by_side([result for result in results if result.seed == seeds[0]])}\n\n{spread(results)}".rstrip()
+    )
 
 
 def _limit(data: ImageSet, most: int | None) -> ImageSet:

@@ -74,7 +74,7 @@ def flips(network: CapsuleNetwork, of: Background, draws: int, generator: torch.
     here, there = [], []
     for expert in range(experts):
         for count in _parts(draws):
-            z = network.density.sample(count, "complete", expert, generator)
+            z = network.code_density.sample(count, "complete", expert, generator)
             here.append(measures.are_negatives(network.decode(F.squash(z)), of))
             there.append(measures.are_negatives(network.decode(F.squash(-z)), of))
     first, second = torch.cat(here), torch.cat(there)
@@ -103,7 +103,12 @@ def objects(
     """Draw equally often from every expert, and judge."""
     experts, _ = network.architecture.experts[-1]
     drawn = [
-        torch.cat([network.generate(count, domain, expert=expert, generator=generator) for count in _parts(draws)])
+        torch.cat(
+            [
+                network.generate(count, domain, expert=expert, generator=generator)
+                for count in _parts(draws)
+            ]
+        )
         for expert in range(experts)
     ]
     everything = torch.cat(drawn)
@@ -123,8 +128,13 @@ def figure(network: CapsuleNetwork, domain: Domain, path: Path, seed: int = 0) -
     generator = torch.Generator(next(network.parameters()).device).manual_seed(seed)
     experts, _ = network.architecture.experts[-1]
     with torch.no_grad():
-        draws = [network.generate(ROWS, domain, expert=expert, generator=generator) for expert in range(experts)]
-    return plotting.expert_grid(torch.stack(draws, 1), path, title=f"Domain {domain}: {ROWS} draws of each expert")
+        draws = [
+            network.generate(ROWS, domain, expert=expert, generator=generator)
+            for expert in range(experts)
+        ]
+    return plotting.expert_grid(
+        torch.stack(draws, 1), path, title=f"Domain {domain}: {ROWS} draws of each expert"
+    )
 
 
 def training_seconds(run: Path) -> float | None:
@@ -132,7 +142,9 @@ def training_seconds(run: Path) -> float | None:
     about = record.read(run)
     if len(about["starts"]) != 1 or not about.get("finished"):
         return None
-    begin, end = (datetime.fromisoformat(time) for time in (about["starts"][0]["time"], about["finished"]))
+    begin, end = (
+        datetime.fromisoformat(time) for time in (about["starts"][0]["time"], about["finished"])
+    )
     return (end - begin).total_seconds()
 
 
@@ -142,13 +154,23 @@ def _parts(count: int) -> list[int]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, draw, print and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path, help="folder of a trained run on mnist or fashion-mnist, or their samples")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "run", type=Path, help="folder of a trained run on mnist or fashion-mnist, or their samples"
+    )
     parser.add_argument("--path", help="folder that holds the full set (default: as in the run)")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(default: a GPU)")
-    parser.add_argument("--draws", type=int, default=DRAWS, help=f"of each expert (default: {DRAWS})")
+    parser.add_argument(
+        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(default: a GPU)"
+    )
+    parser.add_argument(
+        "--draws", type=int, default=DRAWS, help=f"of each expert (default: {DRAWS})"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the draws (default: 0)")
-    parser.add_argument("--name", help="what the run is called in the file (default: as its folder)")
+    parser.add_argument(
+        "--name", help="what the run is called in the file (default: as its folder)"
+    )
     parser.add_argument("--json", type=Path, help="file that the numbers are added to")
     parser.add_argument("--figures", type=Path, help="folder for the two panels of Figure 2")
     options = parser.parse_args(arguments)
@@ -156,7 +178,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     config = record.read(options.run)["config"]
     network = CapsuleNetwork.load(options.run, options.device)
     training, test = (
-        load(config["data"], split=split, path=options.path or config["data_path"]) for split in ("train", "test")
+        load(config["data"], split=split, path=options.path or config["data_path"])
+        for split in ("train", "test")
     )
     if test.labels is None:
         parser.error(f"the test images of {config['data']} have no labels")
@@ -184,10 +207,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.json is not None:
         others = json.loads(options.json.read_text()) if options.json.is_file() else []
         others = [each for each in others if each["run"] != found["run"]]
-        write_atomically(options.json, (json.dumps([*others, without_nan(found)], indent=1) + "\n").encode())
+        write_atomically(
+            options.json, (json.dumps([*others, without_nan(found)], indent=1) + "\n").encode()
+        )
     if options.figures is not None:
         for domain in domains:
-            print(figure(network, domain, options.figures / f"{options.run.name}-{domain}.png", options.seed))
+            print(
+                figure(
+                    network,
+                    domain,
+                    options.figures / f"{options.run.name}-{domain}.png",
+                    options.seed,
+                )
+            )
 
 
 if __name__ == "__main__":

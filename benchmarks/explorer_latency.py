@@ -23,7 +23,13 @@ if TYPE_CHECKING:
 
     from playwright.sync_api import Page
 
-FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-proxy-server", "--disable-background-networking"]
+FLAGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-proxy-server",
+    "--disable-background-networking",
+]
 MOVE = """async ([moves, pause]) => {
     const image = document.getElementById("image"), times = [];
     const rows = [...document.querySelectorAll("#sliders input")];
@@ -46,7 +52,11 @@ MOVE = """async ([moves, pause]) => {
 @contextmanager
 def opened(address: str) -> Iterator[Page]:
     """Open the page in headless Chromium, on a wide screen."""
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    chromium = (
+        shutil.which("chromium")
+        or shutil.which("chromium-browser")
+        or shutil.which("google-chrome")
+    )
     if chromium is None:
         raise FileNotFoundError("there is no chromium to open the page in")
     with sync_playwright() as playwright:
@@ -82,7 +92,15 @@ def take_picture(address: str, path: Path) -> None:
         page.screenshot(path=path)
 
 
-def main(run: str, /, *, moves: int = 300, pause: float = 30, rounds: int = 3, picture: Path | None = None) -> None:
+def main(
+    run: str,
+    /,
+    *,
+    moves: int = 300,
+    pause: float = 30,
+    rounds: int = 3,
+    picture: Path | None = None,
+) -> None:
     """Measure one run.
 
     Parameters
@@ -104,7 +122,10 @@ def main(run: str, /, *, moves: int = 300, pause: float = 30, rounds: int = 3, p
             return
         for _ in range(rounds):
             times = np.percentile(measure(address, moves, pause), [5, 50, 95, 99])
-            print("milliseconds: 5 % {:.1f}, median {:.1f}, 95 % {:.1f}, 99 % {:.1f}".format(*times), flush=True)
+            print(
+                "milliseconds: 5 % {:.1f}, median {:.1f}, 95 % {:.1f}, 99 % {:.1f}".format(*times),
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -62,7 +62,9 @@ class Load:
         )
 
 
-def load(address: str, clients: int, *, seconds: float | None = None, requests: int | None = None) -> Load:
+def load(
+    address: str, clients: int, *, seconds: float | None = None, requests: int | None = None
+) -> Load:
     """Let clients ask until the time is over, or each has asked so often; only on this machine."""
     if urlsplit(address).hostname != "127.0.0.1":
         raise ValueError(f"address must be on this machine, but is {address}")
@@ -74,7 +76,9 @@ def load(address: str, clients: int, *, seconds: float | None = None, requests: 
         with httpx.Client(base_url=address, timeout=60, trust_env=False) as client:
             models = client.get("/api/models")
             name = models.json()[0] if models.status_code == 200 else None
-            while (end is None or time.monotonic() < end) and (requests is None or count < requests):
+            while (end is None or time.monotonic() < end) and (
+                requests is None or count < requests
+            ):
                 count += 1
                 began = time.monotonic()
                 try:
@@ -105,17 +109,25 @@ def load(address: str, clients: int, *, seconds: float | None = None, requests: 
 
 
 def _question(client: httpx.Client, model: str, choose: random.Random) -> httpx.Response:
-    picture = {"experts": [{"expert": choose.randrange(3), "offsets": [choose.uniform(-3, 3) for _ in range(4)]}]}
+    picture = {
+        "experts": [
+            {"expert": choose.randrange(3), "offsets": [choose.uniform(-3, 3) for _ in range(4)]}
+        ]
+    }
     kind = choose.random()
     if kind < 0.85:
         return client.post(f"{model}/decode?as=pixels", json=picture)
     if kind < 0.92:
-        return client.get(f"{model}/draw", params={"domain": "joint", "seed": choose.randrange(1000)})
+        return client.get(
+            f"{model}/draw", params={"domain": "joint", "seed": choose.randrange(1000)}
+        )
     if kind < 0.99:
         image = client.get(f"{model}/experts/{choose.randrange(3)}/typical")
         if image.status_code != 200:
             return image
-        return client.post(f"{model}/encode", content=image.content, headers={"content-type": "image/png"})
+        return client.post(
+            f"{model}/encode", content=image.content, headers={"content-type": "image/png"}
+        )
     return client.post(f"{model}/experts/0/traversal?as=pixels", json=picture)
 
 

@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 
     Step = Callable[[], Any]
 
-MEMORY, FORGET = Path("/proc/self/status"), Path("/proc/self/clear_refs")  # what Linux tells of a process
+MEMORY, FORGET = (
+    Path("/proc/self/status"),
+    Path("/proc/self/clear_refs"),
+)  # what Linux tells of a process
 FILES = ("json", "plot", "read", "keep")  # options that change nothing that is measured
 ENOUGH = 0.1  # seconds a turn lasts at least
 
@@ -34,7 +37,12 @@ ENOUGH = 0.1  # seconds a turn lasts at least
 def describe(device: torch.device) -> dict[str, str]:
     """Name device and versions that a time depends on."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
-    found = {"device": name, "python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
+    found = {
+        "device": name,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+    }
     if device.type == "cuda":
         import triton
 
@@ -48,7 +56,9 @@ def _processor() -> str:
     """Name the processor and the threads that torch uses of it."""
     threads, name = torch.get_num_threads(), platform.processor() or platform.machine()
     about = Path("/proc/cpuinfo")
-    if about.is_file() and (found := re.search(r"^model name\s*:\s*(.+)$", about.read_text(), re.M)):
+    if about.is_file() and (
+        found := re.search(r"^model name\s*:\s*(.+)$", about.read_text(), re.M)
+    ):
         name = found[1]
     return f"{name}, {threads} thread{'s' * (threads > 1)}"
 
@@ -93,7 +103,9 @@ def seconds(step: Step, repeats: int, device: torch.device) -> float:
     return before.elapsed_time(after) / 1e3 / repeats
 
 
-def in_turns(steps: dict[str, Step], rounds: int, device: torch.device) -> dict[str, dict[str, float]]:
+def in_turns(
+    steps: dict[str, Step], rounds: int, device: torch.device
+) -> dict[str, dict[str, float]]:
     """Time steps in turns: median, least and most of what the rounds gave, and how many there were.
 
     A step of more than a second sits out every other round, and one of more than two takes part in every third.
@@ -177,7 +189,11 @@ def ceilings(device: torch.device, *, large: bool = True) -> dict[str, float]:
     source = torch.rand(many, device=device)
     target = source.clone()
     found = {"copy_bytes_per_s": 2 * 4 * many / _best(lambda: target.copy_(source), device)}
-    kinds = {"float32": (torch.float32, "highest"), "tf32": (torch.float32, "high"), "bfloat16": (torch.bfloat16, "")}
+    kinds = {
+        "float32": (torch.float32, "highest"),
+        "tf32": (torch.float32, "high"),
+        "bfloat16": (torch.bfloat16, ""),
+    }
     for name, (dtype, precision) in kinds.items():
         if name == "tf32" and not on_gpu:
             continue

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from poecaps.training import Config, Progress
 
 PANELS: tuple[Domain, ...] = ("complete", "restricted", "learned")
-STAGES = ("autoencoder", "encoder", "decoder", "painter")
+STAGES = ("autoencoder", "encoder", "decoder", "pixel_decoder")
 QUALITY = (  # places in an evaluation
     "probe.test_accuracy",
     "domains.joint.frechet.distance",
@@ -89,7 +89,9 @@ class Clock:
         return found
 
 
-def go(config: Config, folder: Path, data: ImageSet | None = None) -> tuple[CapsuleNetwork, dict[str, float]]:
+def go(
+    config: Config, folder: Path, data: ImageSet | None = None
+) -> tuple[CapsuleNetwork, dict[str, float]]:
     """Go the way once: the network, and the seconds of each part."""
     clock = Clock(torch.device(config.device))
 
@@ -101,7 +103,9 @@ def go(config: Config, folder: Path, data: ImageSet | None = None) -> tuple[Caps
         patches.enter_context(_marked(CodeDensity, "fit", clock, "density"))
         patches.enter_context(_marked(CapsuleNetwork, "save", clock, "saving"))
         clock.mark("reading files")
-        network = train(config, folder, data=data, report=report, found=lambda _: clock.mark("preparation"))
+        network = train(
+            config, folder, data=data, report=report, found=lambda _: clock.mark("preparation")
+        )
         clock.mark("Figure 2")
         for domain in PANELS:
             figure(network, domain, folder / f"{domain}.png", config.seed)
@@ -128,7 +132,10 @@ def _marked(owner: type, name: str, clock: Clock, part: str) -> Iterator[None]:
 def first_run(config: Config, data: ImageSet, folder: Path) -> float:
     """Go the way with few images and one epoch, and return the seconds."""
     few = data.images[: (PLAIN + FEWEST) * config.batch_size]
-    stages = {name: replace(getattr(config, name), epochs=min(1, getattr(config, name).epochs)) for name in STAGES}
+    stages = {
+        name: replace(getattr(config, name), epochs=min(1, getattr(config, name).epochs))
+        for name in STAGES
+    }
     began = time.perf_counter()
     go(replace(config, **stages), folder, ImageSet(few, source="few images"))
     return time.perf_counter() - began
@@ -136,9 +143,17 @@ def first_run(config: Config, data: ImageSet, folder: Path) -> float:
 
 def quality(network: CapsuleNetwork, options: argparse.Namespace) -> dict[str, float | None]:
     """Measure a network as docs/results.md does."""
-    training, test = (load(options.data, split=split, path=options.path) for split in ("train", "test"))
-    judge = load_classifier(options.data) if options.data.removesuffix("-sample") in CLASSIFIERS else None
-    result = evaluate(network, training, test, judge, samples=options.samples, device=options.device)
+    training, test = (
+        load(options.data, split=split, path=options.path) for split in ("train", "test")
+    )
+    judge = (
+        load_classifier(options.data)
+        if options.data.removesuffix("-sample") in CLASSIFIERS
+        else None
+    )
+    result = evaluate(
+        network, training, test, judge, samples=options.samples, device=options.device
+    )
     whole = json.loads(result.to_json())
     return {where: find(whole, where) for where in QUALITY}
 
@@ -153,31 +168,50 @@ def summarise(rounds: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]
 def table(report: Mapping[str, Any]) -> str:
     """Lay out what was measured."""
     lines = [f"{'once in a process':<34}{'s':>9}"]
-    lines += [f"  {name:<32}{value:9.3f}" for name, value in report["once"].items() if value is not None]
+    lines += [
+        f"  {name:<32}{value:9.3f}" for name, value in report["once"].items() if value is not None
+    ]
     lines.append(f"{'each time':<34}{'median':>9}{'min':>9}{'max':>9}")
     for name, found in report["summary"].items():
-        lines.append(f"  {name:<32}{found['median_s']:9.3f}{found['min_s']:9.3f}{found['max_s']:9.3f}")
+        lines.append(
+            f"  {name:<32}{found['median_s']:9.3f}{found['min_s']:9.3f}{found['max_s']:9.3f}"
+        )
     for each in report["rounds"]:
-        shown = {where: f"{value:.4g}" for where, value in (each["quality"] or {}).items() if value is not None}
+        shown = {
+            where: f"{value:.4g}"
+            for where, value in (each["quality"] or {}).items()
+            if value is not None
+        }
         if shown:
-            lines.append(f"seed {each['seed']}: " + ", ".join(f"{where} {value}" for where, value in shown.items()))
+            lines.append(
+                f"seed {each['seed']}: "
+                + ", ".join(f"{where} {value}" for where, value in shown.items())
+            )
     return "\n".join(lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print, and write what is asked for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--data", default="mnist", help="images to learn from (default: mnist)")
     parser.add_argument("--path", help="folder that holds the set")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="one run for each (default: 0 1 2)")
+    parser.add_argument(
+        "--seeds", type=int, nargs="+", default=[0, 1, 2], help="one run for each (default: 0 1 2)"
+    )
     parser.add_argument("--evaluate", action="store_true", help="measure how good the models are")
-    parser.add_argument("--samples", type=int, default=10_000, help="drawn for that (default: 10000)")
+    parser.add_argument(
+        "--samples", type=int, default=10_000, help="drawn for that (default: 10000)"
+    )
     parser.add_argument("--keep", type=Path, help="folder for models and pictures")
     parser.add_argument("--json", type=Path, help="where to write the numbers")
     options = parser.parse_args(arguments)
     device = torch.device(options.device)
-    config = replace(PRESETS["default"](), data=options.data, data_path=options.path, device=options.device)
+    config = replace(
+        PRESETS["default"](), data=options.data, data_path=options.path, device=options.device
+    )
     with tempfile.TemporaryDirectory() as scratch:
         if device.type == "cuda":
             os.environ["TRITON_CACHE_DIR"] = str(Path(scratch) / "kernels")
@@ -187,7 +221,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             torch.zeros(1, device=device).item()
             once["context of the GPU"] = time.perf_counter() - began
         small = load(options.data, path=options.path)
-        once["first small run, with compilation"] = first_run(config, small, Path(scratch) / "first")
+        once["first small run, with compilation"] = first_run(
+            config, small, Path(scratch) / "first"
+        )
         report: dict[str, Any] = {
             "command": machine.command("benchmarks.pipeline", parser, options),
             "machine": machine.describe(device),

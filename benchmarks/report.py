@@ -20,7 +20,9 @@ from poecaps.network import DOMAINS
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    Columns = Mapping[str, tuple[str, str]]  # heading: where an evaluation has the number, how to write it
+    Columns = Mapping[
+        str, tuple[str, str]
+    ]  # heading: where an evaluation has the number, how to write it
 
 NUMBERS = Path(__file__).parents[1] / "docs" / "results"
 SETS = {"mnist": "MNIST", "fashion-mnist": "Fashion-MNIST"}
@@ -29,14 +31,24 @@ MARK = re.compile(r"(<!-- table: ([a-z-]+(?: [a-z-]+)*) -->\n)(?:[^\n]+\n)*")
 TARGETS = {  # what: (place in an evaluation, how to write it, target of MNIST, of Fashion-MNIST)
     "linear probe on codes": ("probe.test_accuracy", ".4f", "≥ 0.960 (0.985)", "≥ 0.850 (0.900)"),
     "Fréchet distance, joint": ("domains.joint.frechet.distance", ".1f", None, None),
-    "recognisable, joint": ("domains.joint.recognisability.share", ".1%", "≥ 80 % (95 %)", "≥ 65 % (85 %)"),
+    "recognisable, joint": (
+        "domains.joint.recognisability.share",
+        ".1%",
+        "≥ 80 % (95 %)",
+        "≥ 65 % (85 %)",
+    ),
     "recognisable, one expert at a time, learned": (
         "experts.recognisability.share",
         ".1%",
         "≥ 80 % (95 %)",
         "≥ 60 % (80 %)",
     ),
-    "NMI of most active expert and label": ("specialisation.normalised", ".3f", "≥ 0.45 (0.65)", "≥ 0.45 (0.65)"),
+    "NMI of most active expert and label": (
+        "specialisation.normalised",
+        ".3f",
+        "≥ 0.45 (0.65)",
+        "≥ 0.45 (0.65)",
+    ),
     "effective rank of the code": ("effective_rank", ".1f", "≥ 15 (30)", "≥ 15 (30)"),
     "negatives, restricted": ("domains.restricted.negatives.share", ".1%", "0 %", "0 %"),
 }
@@ -105,7 +117,9 @@ def targets() -> str:
 def _distances_to_beat(data: str, where: str) -> str:
     """Write the Fréchet distance of the best RBM, whatever its chains start from, and in brackets the VAE's."""
     chains = ((name, where.replace("joint", domain)) for name in RBMS for domain in PEERS[name][1])
-    machines = (cell([find(each, at) for each in peers_named(data, name)], ".0f") for name, at in chains)
+    machines = (
+        cell([find(each, at) for each in peers_named(data, name)], ".0f") for name, at in chains
+    )
     rbm = min(machines, key=lambda text: float(text.split()[0]))
     return f"< {rbm}, RBM ({cell([find(each, where) for each in peers_named(data, 'vae')], '.0f')}, VAE)"
 
@@ -114,7 +128,10 @@ def mean_of(
     results: Sequence[Mapping[str, Any]], columns: Mapping[str, tuple[str, str]], within: str = ""
 ) -> list[str]:
     """Write a cell for each column: mean and spread of a number over results."""
-    return [cell([find(each, within + where) for each in results], form) for where, form in columns.values()]
+    return [
+        cell([find(each, within + where) for each in results], form)
+        for where, form in columns.values()
+    ]
 
 
 def peers(data: str) -> str:
@@ -136,17 +153,31 @@ def peers(data: str) -> str:
 def short() -> str:
     """Set means of the default beside those of its peers, on both sets in one table."""
     ways = [("poecaps", "default", "joint")]
-    ways += [(f"{called}, {way}", name, domain) for name, (called, of) in PEERS.items() for domain, way in of.items()]
+    ways += [
+        (f"{called}, {way}", name, domain)
+        for name, (called, of) in PEERS.items()
+        for domain, way in of.items()
+    ]
     rows = []
     for called, name, domain in ways:
         row = [called]
         for data in SETS:
             results = defaults(data) if name == "default" else peers_named(data, name)
-            for where, form in (("probe.test_accuracy", ".3f"), (f"domains.{domain}.frechet.distance", ".0f")):
+            for where, form in (
+                ("probe.test_accuracy", ".3f"),
+                (f"domains.{domain}.frechet.distance", ".0f"),
+            ):
                 row.append(cell([find(each, where) for each in results], form).split(" ± ")[0])
         rows.append(row)
     return lay_out(
-        ["", "linear probe, MNIST", "Fréchet distance", "linear probe, Fashion-MNIST", "Fréchet distance"], rows
+        [
+            "",
+            "linear probe, MNIST",
+            "Fréchet distance",
+            "linear probe, Fashion-MNIST",
+            "Fréchet distance",
+        ],
+        rows,
     )
 
 
@@ -160,19 +191,27 @@ def domains(data: str) -> str:
 def experts() -> str:
     """Tell how pure and how various the draws of one expert are, on both sets."""
     columns = {"purity": ("purity.mean", ".1%"), "variety": ("variety.mean", ".1%")}
-    columns |= {name: (f"variation.{name}", ".0%") for name in ("thickness", "slant", "width", "height")}
-    rows = [[called, *mean_of(defaults(data), columns, "experts.")] for data, called in SETS.items()]
+    columns |= {
+        name: (f"variation.{name}", ".0%") for name in ("thickness", "slant", "width", "height")
+    }
+    rows = [
+        [called, *mean_of(defaults(data), columns, "experts.")] for data, called in SETS.items()
+    ]
     return lay_out(["", *columns], rows)
 
 
 def study(data: str) -> str:
     """Set the default beside what was changed of it."""
-    return study_table([row for row in numbers(data, "study") if not row["variant"].startswith("paper")])
+    return study_table(
+        [row for row in numbers(data, "study") if not row["variant"].startswith("paper")]
+    )
 
 
 def steps(data: str) -> str:
     """Tell what the paper's recipe gives, and what each step from there on."""
-    return study_table([row for row in numbers(data, "study") if row["variant"].startswith("paper")])
+    return study_table(
+        [row for row in numbers(data, "study") if row["variant"].startswith("paper")]
+    )
 
 
 def claims(data: str) -> str:
@@ -188,7 +227,8 @@ def claims(data: str) -> str:
         "purity, learned": lambda of: of["objects"]["learned"]["purity"],
     }
     rows = [
-        [each["run"], *(cell([read(each)], ".1%") for read in columns.values())] for each in numbers(data, "claims")
+        [each["run"], *(cell([read(each)], ".1%") for read in columns.values())]
+        for each in numbers(data, "claims")
     ]
     return lay_out(["variant", *columns], rows)
 
@@ -213,9 +253,17 @@ class Pace(NamedTuple):
         """Write it as a row of a table."""
         assert self.value is not None  # noqa: S101 (asked before)
         met = self.value <= self.target if self.most else self.value >= self.target
-        texts = [f"1/{1 / each:.0f}" if self.target < 1 else _brief(each) for each in (self.target, self.value)]
+        texts = [
+            f"1/{1 / each:.0f}" if self.target < 1 else _brief(each)
+            for each in (self.target, self.value)
+        ]
         wanted, found = (f"{text} {self.unit}".strip() for text in texts)
-        return [self.what, f"{'≤' if self.most else '≥'} {wanted}", found, "met" if met else "**missed**"]
+        return [
+            self.what,
+            f"{'≤' if self.most else '≥'} {wanted}",
+            found,
+            "met" if met else "**missed**",
+        ]
 
 
 def paces() -> Iterator[Pace]:
@@ -227,9 +275,17 @@ def paces() -> Iterator[Pace]:
             for called, graph in (("launched", ""), ("replayed", ", CUDA graph")):
                 value = _ratio("cuda", batch, way + graph)
                 yield Pace(f"{way} einsum, H200, B {batch}, both {called}", target, value, "× ours")
-    yield Pace("extra memory, H200, B 1024", 1 / 20, _memory_ratio("cuda", 1024), "of eager einsum's", most=True)
+    yield Pace(
+        "extra memory, H200, B 1024",
+        1 / 20,
+        _memory_ratio("cuda", 1024),
+        "of eager einsum's",
+        most=True,
+    )
     for name in ("SGD", "Adam"):
-        yield Pace(f"largest I that trains, H200, J 64, B 256, {name}", 100_000, _largest(f"ours, {name}"))
+        yield Pace(
+            f"largest I that trains, H200, J 64, B 256, {name}", 100_000, _largest(f"ours, {name}")
+        )
     yield Pace("autoencoder, H200, batch 128", 200, _teraflops("128"), "TFLOP/s")
     yield Pace("autoencoder, H200, best batch", 200, _teraflops(None), "TFLOP/s")
     yield Pace("raw files to Figure 2, H200, median", 10, _pipeline_seconds(), "s", most=True)
@@ -245,7 +301,9 @@ def _ratio(on: str, batch: int, way: str) -> float | None:
 
 
 def _plain_ratio(batch: int) -> float | None:
-    theirs, plain = (_times_ours("cpu", batch, name) for name in ("einsum, eager", "ours, plain PyTorch"))
+    theirs, plain = (
+        _times_ours("cpu", batch, name) for name in ("einsum, eager", "ours, plain PyTorch")
+    )
     return theirs / plain if theirs and plain else None
 
 
@@ -259,13 +317,17 @@ def _memory_ratio(on: str, batch: int) -> float | None:
     found = measured("routing", on)
     if not found or str(batch) not in found["steps"]:
         return None
-    ours, theirs = (found["steps"][str(batch)][each]["extra_bytes"] for each in ("ours", "einsum, eager"))
+    ours, theirs = (
+        found["steps"][str(batch)][each]["extra_bytes"] for each in ("ours", "einsum, eager")
+    )
     return ours / theirs if ours and theirs else None
 
 
 def _largest(version: str) -> float | None:
     rungs = (measured("routing", "cuda") or {}).get("largest", {}).get(version, {})
-    return max((int(inputs) for inputs, each in rungs.items() if each and each["finite"]), default=None)
+    return max(
+        (int(inputs) for inputs, each in rungs.items() if each and each["finite"]), default=None
+    )
 
 
 def _teraflops(batch: str | None) -> float | None:
@@ -295,10 +357,14 @@ def machine(what: str, on: str) -> str:
     order = ("python", "torch", "cuda", "triton", "numpy", "compiler", "poecaps")
     versions = [f"{names.get(name, name)} {about[name]}" for name in order if name in about]
     line = f"{about['device']}; {', '.join(versions)}. Command: `{found['command']}`."
-    rates = {name.removesuffix("_flop_per_s"): rate for name, rate in found.get("ceilings", {}).items()}
+    rates = {
+        name.removesuffix("_flop_per_s"): rate for name, rate in found.get("ceilings", {}).items()
+    }
     if rates:
         copy = rates.pop("copy_bytes_per_s")
-        products = ", ".join(f"{_brief(rate / 1e12)} TFLOP/s in {name}" for name, rate in rates.items())
+        products = ", ".join(
+            f"{_brief(rate / 1e12)} TFLOP/s in {name}" for name, rate in rates.items()
+        )
         line += f" Best rates of the machine in the same run: a copy {_brief(copy / 1e9)} GB/s, a product {products}."
     return line
 
@@ -317,7 +383,9 @@ def speed(on: str) -> str:
             order = f" ({each['order']})" if each["order"] else ""
             parts = [_percent(share(each, ceilings, *which)) for which in shares.values()]
             rows.append([batch, f"{name}{order}", *_times(each), _megabytes(each), *parts])
-    return lay_out(["B", "version", "median ms", "least–most", "× ours", "extra MB", *shares], rows, 2)
+    return lay_out(
+        ["B", "version", "median ms", "least–most", "× ours", "extra MB", *shares], rows, 2
+    )
 
 
 def orders(on: str) -> str:
@@ -372,7 +440,10 @@ def plot(on: str) -> str:
     """Show how time and memory grow with each size."""
     found = measured("routing", on)
     device = "" if found is None else found["machine"]["device"]
-    return device and f"![time and memory of a step against each size, {device}](images/routing-{on}.png)"
+    return (
+        device
+        and f"![time and memory of a step against each size, {device}](images/routing-{on}.png)"
+    )
 
 
 def largest(on: str) -> str:
@@ -389,7 +460,9 @@ def largest(on: str) -> str:
                 cells.append("out of memory" if inputs in rungs else "–")
             else:
                 broken = "" if each["finite"] else ", not finite"
-                cells.append(f"{_brief(each['seconds'])} s, {_brief(each['peak_bytes'] / 2**30)} GiB{broken}")
+                cells.append(
+                    f"{_brief(each['seconds'])} s, {_brief(each['peak_bytes'] / 2**30)} GiB{broken}"
+                )
         rows.append([f"{int(inputs):,}", *cells])
     return lay_out(["I", *found], rows)
 
@@ -413,8 +486,14 @@ def pipeline(on: str) -> str:
     found = measured("pipeline", on)
     if found is None:
         return ""
-    once = [[f"*once:* {name}", _brief(value), ""] for name, value in found["once"].items() if value is not None]
-    rows = [[name, _brief(each["median_s"]), _range(each, 1)] for name, each in found["summary"].items()]
+    once = [
+        [f"*once:* {name}", _brief(value), ""]
+        for name, value in found["once"].items()
+        if value is not None
+    ]
+    rows = [
+        [name, _brief(each["median_s"]), _range(each, 1)] for name, each in found["summary"].items()
+    ]
     rows[-1] = [f"**{text}**" for text in rows[-1]]
     return lay_out(["", "median s", "least–most"], once + rows)
 
@@ -436,7 +515,11 @@ def _times(each: Mapping[str, Any]) -> list[str]:
     if "failed" in each:
         return ["failed", each["failed"], ""]
     ratio = each.get("times_ours")
-    return [_brief(1e3 * each["median_s"]), _range(each, 1e3), "" if ratio is None else f"{ratio:.2f}"]
+    return [
+        _brief(1e3 * each["median_s"]),
+        _range(each, 1e3),
+        "" if ratio is None else f"{ratio:.2f}",
+    ]
 
 
 def _range(each: Mapping[str, Any], factor: float) -> str:
@@ -492,7 +575,9 @@ def fill(page: str) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Fill pages."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("pages", nargs="+", type=Path, help="Markdown files to fill")
     for page in parser.parse_args(arguments).pages:
         page.write_text(fill(page.read_text(encoding="utf-8")), encoding="utf-8")

@@ -68,15 +68,27 @@ FEW = 3  # rounds, where many sizes are measured
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print, and write what is asked for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--batch", type=int, nargs="+", default=[256, 1024], help="batch sizes (default: 256 1024)")
-    parser.add_argument("--rounds", type=int, default=9, help="how often the versions take turns (default: 9)")
+    parser.add_argument(
+        "--batch", type=int, nargs="+", default=[256, 1024], help="batch sizes (default: 256 1024)"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=9, help="how often the versions take turns (default: 9)"
+    )
     parser.add_argument("--normalize", default="inputs", choices=F.AXES)
     parser.add_argument("--no-compile", action="store_true", help="leave out the compiled opponent")
-    parser.add_argument("--autotune", action="store_true", help="compile it in mode max-autotune-no-cudagraphs")
-    parser.add_argument("--no-growth", action="store_true", help="leave out how time and memory grow with each size")
-    parser.add_argument("--no-ladder", action="store_true", help="leave out the search for the largest I (GPU only)")
+    parser.add_argument(
+        "--autotune", action="store_true", help="compile it in mode max-autotune-no-cudagraphs"
+    )
+    parser.add_argument(
+        "--no-growth", action="store_true", help="leave out how time and memory grow with each size"
+    )
+    parser.add_argument(
+        "--no-ladder", action="store_true", help="leave out the search for the largest I (GPU only)"
+    )
     parser.add_argument("--json", type=Path, help="where to write the numbers")
     parser.add_argument("--plot", type=Path, help="where to draw how time and memory grow")
     parser.add_argument("--read", type=Path, help="measure nothing; draw the numbers of this file")
@@ -97,14 +109,20 @@ def measure(options: argparse.Namespace, report: dict[str, Any]) -> Iterator[dic
     report |= {"machine": machine.describe(device), "sizes": asdict(usual)}
     report["ceilings"] = machine.ceilings(device)
     print(json.dumps(report, indent=1, ensure_ascii=False), flush=True)
-    ways = {} if options.no_compile else {"compiled": "max-autotune-no-cudagraphs" if options.autotune else "default"}
+    ways = (
+        {}
+        if options.no_compile
+        else {"compiled": "max-autotune-no-cudagraphs" if options.autotune else "default"}
+    )
     report["orders"], report["steps"], known = {}, {}, {}
     fastest: dict[Sizes, dict[str, str]] = {}
     for batch in options.batch:
         sizes = replace(usual, batch=batch)
         report["orders"][str(batch)] = tried = try_orders(sizes, device, options.rounds, ways)
         fastest[sizes] = {way: _fastest(found) for way, found in tried.items()}
-        known[sizes] = compare(sizes, device, options.rounds, _versions(device, fastest[sizes], ways))
+        known[sizes] = compare(
+            sizes, device, options.rounds, _versions(device, fastest[sizes], ways)
+        )
         report["steps"][str(batch)] = known[sizes]
         print(table(sizes, known[sizes], report["ceilings"]), flush=True)
         yield report
@@ -128,7 +146,9 @@ def measure(options: argparse.Namespace, report: dict[str, Any]) -> Iterator[dic
 # What is done with the versions
 
 
-def compare(sizes: Sizes, device: torch.device, rounds: int, versions: Mapping[str, Version]) -> Results:
+def compare(
+    sizes: Sizes, device: torch.device, rounds: int, versions: Mapping[str, Version]
+) -> Results:
     """Time the versions of one step, in turns, and measure the memory that each takes.
 
     A replay of a CUDA graph is set against our replay, anything else against our plain step.
@@ -146,8 +166,12 @@ def compare(sizes: Sizes, device: torch.device, rounds: int, versions: Mapping[s
     for name in steps:
         own = result[name]["median_s"]
         ours = result["ours, CUDA graph" if versions[name].graph else "ours"].get("median_s")
-        result[name] |= {"times_ours": own / ours if ours else None} | versions[name].rates(sizes, own)
-        result[name]["extra_bytes"] = None if versions[name].graph else machine.extra_memory(steps[name], device)
+        result[name] |= {"times_ours": own / ours if ours else None} | versions[name].rates(
+            sizes, own
+        )
+        result[name]["extra_bytes"] = (
+            None if versions[name].graph else machine.extra_memory(steps[name], device)
+        )
     steps.clear()
     gc.collect()
     return result
@@ -161,26 +185,34 @@ def table(sizes: Sizes, result: Results, ceilings: Mapping[str, float], what: st
         if "failed" in found:
             lines.append(f"{'':<10}{name:<34}  {found['failed']}")
             continue
-        numbers = "{:12.3f}{:9.3f}{:9.3f}".format(*(1e3 * found[key] for key in ("median_s", "min_s", "max_s")))
+        numbers = "{:12.3f}{:9.3f}{:9.3f}".format(
+            *(1e3 * found[key] for key in ("median_s", "min_s", "max_s"))
+        )
         memory = "" if found["extra_bytes"] is None else f"{found['extra_bytes'] / 1e6:.1f}"
         shares = [share(found, ceilings, *which) for which in (OF_PRODUCT, OF_COPY)]
         cells = ["" if each is None else f"{each:.1%}" for each in shares]
         ratio = "" if found["times_ours"] is None else f"{found['times_ours']:.2f}"
-        lines.append(f"{'':<10}{name:<34}{numbers}{ratio:>9}{memory:>11}{cells[0]:>11}{cells[1]:>8}")
+        lines.append(
+            f"{'':<10}{name:<34}{numbers}{ratio:>9}{memory:>11}{cells[0]:>11}{cells[1]:>8}"
+        )
     return "\n".join(lines)
 
 
 OF_PRODUCT, OF_COPY = ("flop_per_s", "float32_flop_per_s"), ("bytes_per_s", "copy_bytes_per_s")
 
 
-def share(found: Mapping[str, Any], ceilings: Mapping[str, float], rate: str, ceiling: str) -> float | None:
+def share(
+    found: Mapping[str, Any], ceilings: Mapping[str, float], rate: str, ceiling: str
+) -> float | None:
     """Tell which part of the device's own rate a version reaches, if both are known."""
     if found.get(rate) is None or ceiling not in ceilings:
         return None
     return float(found[rate] / ceilings[ceiling])
 
 
-def try_orders(sizes: Sizes, device: torch.device, rounds: int, ways: Mapping[str, str]) -> dict[str, Results]:
+def try_orders(
+    sizes: Sizes, device: torch.device, rounds: int, ways: Mapping[str, str]
+) -> dict[str, Results]:
     """Time the opponents in each order of contractions; on a GPU replays of them, so that the host does not count."""
     found: dict[str, Results] = {}
     graph = device.type == "cuda"
@@ -194,13 +226,19 @@ def try_orders(sizes: Sizes, device: torch.device, rounds: int, ways: Mapping[st
             found[way][order]["extra_bytes"] = machine.extra_memory(step, device)
         for order in ORDERS:
             each = found[way][order]
-            said = each.get("failed") or f"{1e3 * each['median_s']:9.3f} ms, {each['times_ours']:6.2f} × ours"
+            said = (
+                each.get("failed")
+                or f"{1e3 * each['median_s']:9.3f} ms, {each['times_ours']:6.2f} × ours"
+            )
             print(f"{way:>10}, {order:<24} {said}", flush=True)
     return found
 
 
 def _fastest(found: Results) -> str:
-    return min((each for each in ORDERS if "median_s" in found[each]), key=lambda each: found[each]["median_s"])
+    return min(
+        (each for each in ORDERS if "median_s" in found[each]),
+        key=lambda each: found[each]["median_s"],
+    )
 
 
 def grow(
@@ -217,7 +255,9 @@ def grow(
             if sizes not in all_known:
                 all_known[sizes] = compare(sizes, device, rounds, versions)
             found[name][str(value)] = {each: all_known[sizes][each] for each in versions}
-            ours, theirs = (found[name][str(value)][each].get("median_s") for each in ("ours", "einsum, eager"))
+            ours, theirs = (
+                found[name][str(value)][each].get("median_s") for each in ("ours", "einsum, eager")
+            )
             said = [f"{1e3 * each:9.3f} ms" if each else "failed" for each in (ours, theirs)]
             print(f"{name:>10} = {value:>5}: ours {said[0]}, eager einsum {said[1]}", flush=True)
     return found
@@ -232,11 +272,19 @@ def draw(report: dict[str, Any], path: Path) -> None:
     panels = figure.subplots(2, len(growth), sharey="row", squeeze=False)
     for column, (name, found) in enumerate(growth.items()):
         for version, style in STYLES.items():
-            runs = {int(value): of[version] for value, of in found.items() if "median_s" in of.get(version, {})}
+            runs = {
+                int(value): of[version]
+                for value, of in found.items()
+                if "median_s" in of.get(version, {})
+            }
             if not runs:
                 continue
-            panels[0, column].loglog(list(runs), [1e3 * run["median_s"] for run in runs.values()], style, label=version)
-            memory = {value: run["extra_bytes"] / 1e6 for value, run in runs.items() if run["extra_bytes"]}
+            panels[0, column].loglog(
+                list(runs), [1e3 * run["median_s"] for run in runs.values()], style, label=version
+            )
+            memory = {
+                value: run["extra_bytes"] / 1e6 for value, run in runs.items() if run["extra_bytes"]
+            }
             if memory:
                 panels[1, column].loglog(list(memory), list(memory.values()), style, label=version)
         panels[1, column].set_xlabel(NAMES.get(name, name))
@@ -259,7 +307,12 @@ STYLES = {
     "einsum, eager": "C1s--",
     "einsum, eager, CUDA graph": "C1v:",
 }
-NAMES = {"batch": "images B", "inputs": "capsules I", "experts": "experts J", "iterations": "iterations R"}
+NAMES = {
+    "batch": "images B",
+    "inputs": "capsules I",
+    "experts": "experts J",
+    "iterations": "iterations R",
+}
 
 
 def climb(device: torch.device) -> dict[str, dict[str, Any]]:
@@ -373,7 +426,9 @@ def _versions(
     for way, order in orders.items():
         found[f"einsum, {way}"] = Version("einsum", order, mode=ways.get(way, ""))
     if device.type == "cuda":
-        found |= {f"{name}, CUDA graph": replace(version, graph=True) for name, version in found.items()}
+        found |= {
+            f"{name}, CUDA graph": replace(version, graph=True) for name, version in found.items()
+        }
         for name in [each for each in ("einsum, compiled, CUDA graph",) if each in found]:
             found["einsum, compiled, tf32, CUDA graph"] = replace(found[name], tf32=True)
     if others and device.type == "cpu" and lanes.obstacle() is None:
@@ -390,7 +445,9 @@ def _decoder_versions(device: torch.device) -> dict[str, Version]:
     return found | {"reference": Version("decoder reference")}
 
 
-def _problem(sizes: Sizes, device: torch.device, *, reference: bool = False) -> tuple[CapsuleExperts, Tensor]:
+def _problem(
+    sizes: Sizes, device: torch.device, *, reference: bool = False
+) -> tuple[CapsuleExperts, Tensor]:
     generator = torch.Generator().manual_seed(0)
     layer = CapsuleExperts(
         sizes.inputs,
@@ -415,7 +472,9 @@ def _plain_step(sizes: Sizes, device: torch.device) -> Step:
     """Return the step that is taken where nothing can be compiled."""
     layer, x = _problem(sizes, device)
     options = Options(sizes.iterations, sizes.sharpness, sizes.normalize)
-    return lambda: _gradient(layer, votefree.contrastive_divergence(x, layer.weight, 1, options, lambda _: None)[0])
+    return lambda: _gradient(
+        layer, votefree.contrastive_divergence(x, layer.weight, 1, options, lambda _: None)[0]
+    )
 
 
 def _decoder_step(sizes: Sizes, device: torch.device, *, reference: bool) -> Step:
@@ -435,7 +494,7 @@ def _decoder_step(sizes: Sizes, device: torch.device, *, reference: bool) -> Ste
         for count, dim in ((sizes.experts, sizes.out_dim), (sizes.inputs, sizes.in_dim))
     )
     layer.to(device)
-    return lambda: _gradient(layer, layer.decoding_loss(y, x))
+    return lambda: _gradient(layer, layer.contrastive_divergence(y, x))
 
 
 def _gradient(layer: CapsuleExperts, loss: Tensor) -> Tensor | None:
@@ -540,12 +599,16 @@ def _route(u: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor]:
 
 def _learn(x: Tensor, weight: Tensor, c: Tensor, z: Tensor) -> Tensor:
     """Go down and up, and compute the gradient, with nothing larger than (B, I, J, K)."""
-    model = F.squash(torch.einsum("bij,bijk->bik", c, torch.einsum("bjd,ijdk->bijk", F.squash(z), weight)))
+    model = F.squash(
+        torch.einsum("bij,bijk->bik", c, torch.einsum("bjd,ijdk->bijk", F.squash(z), weight))
+    )
     mixed = torch.einsum("bij,bik->bijk", c, model)
     z_model = torch.einsum("bijk,ijdk->bjd", mixed, weight)
     gradient = torch.einsum("bjd,bijk->ijdk", _pull(z_model), mixed)
     del mixed
-    gradient = gradient - torch.einsum("bjd,bijk->ijdk", _pull(z), torch.einsum("bij,bik->bijk", c, x))
+    gradient = gradient - torch.einsum(
+        "bjd,bijk->ijdk", _pull(z), torch.einsum("bij,bik->bijk", c, x)
+    )
     return gradient * (2 / len(x))
 
 
@@ -591,8 +654,10 @@ def traffic(sizes: Sizes, order: str) -> float:
     votes, inputs = pairs * sizes.out_dim, pairs * sizes.in_dim
     routing = 2 + 1 + 2 * again  # made, norm, first mixing; then agreement and mixing
     return {
-        "as written": votes * (routing + 2 + 2 + 2 + 2),  # sent, votes of the model, both halves of the gradient
-        "votes once": votes * routing + inputs * (2 + 3 + 2),  # down; model mixed, up, gradient; data mixed, gradient
+        "as written": votes
+        * (routing + 2 + 2 + 2 + 2),  # sent, votes of the model, both halves of the gradient
+        "votes once": votes * routing
+        + inputs * (2 + 3 + 2),  # down; model mixed, up, gradient; data mixed, gradient
         "no votes": inputs * (2 + 2 + 4 * again + 2 + 3 + 2),
     }[order]
 

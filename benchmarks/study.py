@@ -46,7 +46,9 @@ class Variant:
         for name, value in self.changes.items():
             stage, _, option = name.rpartition(".")
             if stage:
-                config = replace(config, **{stage: replace(getattr(config, stage), **{option: value})})
+                config = replace(
+                    config, **{stage: replace(getattr(config, stage), **{option: value})}
+                )
             else:
                 config = replace(config, **{option: value})
         return replace(config, **common)
@@ -62,18 +64,18 @@ def of_paper(**changes: Any) -> Variant:
     return replace(changed(**changes), preset="paper")
 
 
-_SCALED = {"model__centre": True, "model__scale": 0.4, "decoder__rate": 1.0}
+_SCALED = {"model__centre": True, "model__scale": 0.4, "decoder__learning_rate": 1.0}
 _WHITENED = {**_SCALED, "model__whiten": True, "model__normalize": "outputs"}
 
 STUDY: dict[str, Variant] = {
     "default": Variant(),
     # What experts see
-    "level 0": changed(model__level=0),
-    "level 8": changed(model__level=8),
-    "level 32": changed(model__level=32),
-    "level 64": changed(model__level=64),
+    "level 0": changed(model__equalized_components=0),
+    "level 8": changed(model__equalized_components=8),
+    "level 32": changed(model__equalized_components=32),
+    "level 64": changed(model__equalized_components=64),
     "not whitened": changed(model__whiten=False),
-    "not whitened, level 0": changed(model__whiten=False, model__level=0),
+    "not whitened, level 0": changed(model__whiten=False, model__equalized_components=0),
     "scale 0.05": changed(model__scale=0.05),
     "scale 0.4": changed(model__scale=0.4),
     "autoencoder dropout 0.5": changed(model__dropout=0.5),
@@ -82,7 +84,7 @@ STUDY: dict[str, Variant] = {
     "2 winners": changed(encoder__winners=2),
     "5 winners": changed(encoder__winners=5),
     "no competition": changed(encoder__winners=None),
-    "no competition, level 0": changed(encoder__winners=None, model__level=0),
+    "no competition, level 0": changed(encoder__winners=None, model__equalized_components=0),
     "1 winner for ever": changed(model__winners=1),
     # Routing
     "over inputs": changed(model__normalize="inputs"),
@@ -93,53 +95,73 @@ STUDY: dict[str, Variant] = {
     # Contrastive divergence
     "CD-3": changed(encoder__k=3),
     "Bernoulli mixing": changed(encoder__mixing="bernoulli"),
-    "encoder rate 0.03": changed(encoder__rate=0.03),
-    "encoder rate 0.3": changed(encoder__rate=0.3),
-    "encoder SGD": changed(encoder__optimizer="sgd", encoder__rate=10.0),
+    "encoder rate 0.03": changed(encoder__learning_rate=0.03),
+    "encoder rate 0.3": changed(encoder__learning_rate=0.3),
+    "encoder SGD": changed(encoder__optimizer="sgd", encoder__learning_rate=10.0),
     "encoder 3 epochs": changed(encoder__epochs=3),
-    "firing as learned": changed(encoder__firing=None),
+    "firing as learned": changed(encoder__target_firing=None),
     # The way back
-    "never alone": changed(decoder__alone=0.0, painter__alone=0.0),
-    "alone 0.6": changed(decoder__alone=0.6, painter__alone=0.6),
-    "no painter": changed(model__painter=False, painter__epochs=0, decoder__epochs=13),
-    "painter, absolute difference alone": changed(painter__cross_entropy=0.0),
-    "painter, cross-entropy almost alone": changed(painter__cross_entropy=100.0),
-    "painter 3 epochs": changed(painter__epochs=3),
-    "100 components": changed(model__components=100),
+    "never alone": changed(
+        decoder__single_expert_share=0.0, pixel_decoder__single_expert_share=0.0
+    ),
+    "alone 0.6": changed(decoder__single_expert_share=0.6, pixel_decoder__single_expert_share=0.6),
+    "no pixel_decoder": changed(model__painter=False, pixel_decoder__epochs=0, decoder__epochs=13),
+    "pixel_decoder, absolute difference alone": changed(pixel_decoder__cross_entropy=0.0),
+    "pixel_decoder, cross-entropy almost alone": changed(pixel_decoder__cross_entropy=100.0),
+    "pixel_decoder 3 epochs": changed(pixel_decoder__epochs=3),
+    "100 components": changed(model__joint_components=100),
     # Sizes
     "40 experts of 8": changed(model__experts=((40, 8),)),
     "10 experts of 32": changed(model__experts=((10, 32),)),
     # The paper's recipe, and what it leaves open
     "paper": of_paper(),
-    "paper, decoder rate 0.01": of_paper(decoder__rate=0.01),
-    "paper, decoder rate 1": of_paper(decoder__rate=1.0),
-    "paper, decoder rate 1, encoder rate 10": of_paper(decoder__rate=1.0, encoder__rate=10.0),
-    "paper, decoder rate 1, encoder rate 1000": of_paper(decoder__rate=1.0, encoder__rate=1000.0),
-    "paper, decoder rate 1, biases": of_paper(decoder__rate=1.0, model__bias=True),
+    "paper, decoder rate 0.01": of_paper(decoder__learning_rate=0.01),
+    "paper, decoder rate 1": of_paper(decoder__learning_rate=1.0),
+    "paper, decoder rate 1, encoder rate 10": of_paper(
+        decoder__learning_rate=1.0, encoder__learning_rate=10.0
+    ),
+    "paper, decoder rate 1, encoder rate 1000": of_paper(
+        decoder__learning_rate=1.0, encoder__learning_rate=1000.0
+    ),
+    "paper, decoder rate 1, biases": of_paper(decoder__learning_rate=1.0, model__bias=True),
     "paper, sharpness 20": of_paper(model__sharpness=20.0),
-    "paper, sharpness 20, decoder rate 0.01": of_paper(model__sharpness=20.0, decoder__rate=0.01),
-    "paper, sharpness 20, decoder rate 1": of_paper(model__sharpness=20.0, decoder__rate=1.0),
-    "paper, sharpness 20, l2 1e-4": of_paper(model__sharpness=20.0, decoder__l2=1e-4),
+    "paper, sharpness 20, decoder rate 0.01": of_paper(
+        model__sharpness=20.0, decoder__learning_rate=0.01
+    ),
+    "paper, sharpness 20, decoder rate 1": of_paper(
+        model__sharpness=20.0, decoder__learning_rate=1.0
+    ),
+    "paper, sharpness 20, l2 1e-4": of_paper(model__sharpness=20.0, decoder__weight_decay=1e-4),
     # From there on to the default, a step at a time; with features scaled the decoder takes a rate of 1
-    "paper, decoder rate 1, 1 winner": of_paper(decoder__rate=1.0, encoder__winners=1),
-    "paper, decoder rate 1, centred": of_paper(decoder__rate=1.0, model__centre=True),
-    "paper, scaled": of_paper(model__scale=0.4, decoder__rate=1.0),
-    "paper, scaled, sharpness 20": of_paper(model__scale=0.4, model__sharpness=20.0, decoder__rate=1.0),
-    "paper, scaled, sharpness 20, decoder rate 0.1": of_paper(model__scale=0.4, model__sharpness=20.0),
+    "paper, decoder rate 1, 1 winner": of_paper(decoder__learning_rate=1.0, encoder__winners=1),
+    "paper, decoder rate 1, centred": of_paper(decoder__learning_rate=1.0, model__centre=True),
+    "paper, scaled": of_paper(model__scale=0.4, decoder__learning_rate=1.0),
+    "paper, scaled, sharpness 20": of_paper(
+        model__scale=0.4, model__sharpness=20.0, decoder__learning_rate=1.0
+    ),
+    "paper, scaled, sharpness 20, decoder rate 0.1": of_paper(
+        model__scale=0.4, model__sharpness=20.0
+    ),
     "paper, scaled, sharpness 20, decoder rate 10": of_paper(
-        model__scale=0.4, model__sharpness=20.0, decoder__rate=10.0
+        model__scale=0.4, model__sharpness=20.0, decoder__learning_rate=10.0
     ),
     "paper, scaled, sharpness 20, 1 winner": of_paper(
-        model__scale=0.4, model__sharpness=20.0, decoder__rate=1.0, encoder__winners=1
+        model__scale=0.4, model__sharpness=20.0, decoder__learning_rate=1.0, encoder__winners=1
     ),
     "paper, centred and scaled": of_paper(**_SCALED),
     "paper, centred and scaled, 1 winner": of_paper(**_SCALED, encoder__winners=1),
     "paper, centred and scaled, sharpness 5": of_paper(**_SCALED, model__sharpness=5.0),
-    "paper, centred and scaled, sharpness 5, 1 winner": of_paper(**_SCALED, model__sharpness=5.0, encoder__winners=1),
+    "paper, centred and scaled, sharpness 5, 1 winner": of_paper(
+        **_SCALED, model__sharpness=5.0, encoder__winners=1
+    ),
     "paper, whitened, over outputs": of_paper(**_WHITENED),
-    "paper, whitened, over outputs, encoder rate 1": of_paper(**_WHITENED, encoder__rate=1.0),
+    "paper, whitened, over outputs, encoder rate 1": of_paper(
+        **_WHITENED, encoder__learning_rate=1.0
+    ),
     "paper, whitened, over outputs, 1 winner": of_paper(**_WHITENED, encoder__winners=1),
-    "paper, whitened, over outputs, 1 winner, alone 0.3": of_paper(**_WHITENED, encoder__winners=1, decoder__alone=0.3),
+    "paper, whitened, over outputs, 1 winner, alone 0.3": of_paper(
+        **_WHITENED, encoder__winners=1, decoder__single_expert_share=0.3
+    ),
 }
 
 COLUMNS = {  # heading: where evaluation.json has the number, how to write it
@@ -174,14 +196,18 @@ class Job:
 def do(job: Job) -> dict[str, Any]:
     """Train and measure, and return the row; that training diverges is a result, that it fails otherwise is none."""
     torch.set_num_threads(job.threads)
-    config = STUDY[job.name].config(data=job.data, data_path=job.path, seed=job.seed, device=job.device)
+    config = STUDY[job.name].config(
+        data=job.data, data_path=job.path, seed=job.seed, device=job.device
+    )
     ends: dict[str, float] = {}
 
     def report(progress: Progress) -> None:
         ends[progress.stage] = time.perf_counter()
 
     with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(job.keep or scratch) / f"{job.name.replace(' ', '-').replace(',', '')}-{job.seed}"
+        folder = (
+            Path(job.keep or scratch) / f"{job.name.replace(' ', '-').replace(',', '')}-{job.seed}"
+        )
         began = time.perf_counter()
         row: dict[str, Any] = {"variant": job.name, "seed": job.seed, "command": command(config)}
         try:
@@ -193,11 +219,14 @@ def do(job: Job) -> dict[str, Any]:
         trained = time.perf_counter()
         starts = [began, *ends.values()]
         row["seconds"] = {
-            stage: round(end - start, 2) for (stage, end), start in zip(ends.items(), starts, strict=False)
+            stage: round(end - start, 2)
+            for (stage, end), start in zip(ends.items(), starts, strict=False)
         }
         row["training_seconds"] = round(trained - began, 2)
         training, test = (load(job.data, split=split, path=job.path) for split in ("train", "test"))
-        judge = load_classifier(job.data) if job.data.removesuffix("-sample") in CLASSIFIERS else None
+        judge = (
+            load_classifier(job.data) if job.data.removesuffix("-sample") in CLASSIFIERS else None
+        )
         device = next(network.parameters()).device
         result = evaluate(network, training, test, judge, samples=job.samples, device=device)
         if job.keep is not None:
@@ -208,7 +237,10 @@ def do(job: Job) -> dict[str, Any]:
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Lay rows out as a Markdown table, a line for each variant: mean and, of several seeds, standard deviation."""
-    lines = [f"| variant | seeds | {' | '.join(COLUMNS)} |", f"| --- | --- |{' ---: |' * len(COLUMNS)}"]
+    lines = [
+        f"| variant | seeds | {' | '.join(COLUMNS)} |",
+        f"| --- | --- |{' ---: |' * len(COLUMNS)}",
+    ]
     names = [name for name in STUDY if any(row["variant"] == name for row in rows)]
     for name in names:
         own = [row for row in rows if row["variant"] == name]
@@ -216,7 +248,9 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
         if not done:
             lines.append(f"| {name} | {len(own)} | {own[0]['failed']} |{' |' * (len(COLUMNS) - 1)}")
             continue
-        cells = [cell([find(each, where) for each in done], form) for where, form in COLUMNS.values()]
+        cells = [
+            cell([find(each, where) for each in done], form) for where, form in COLUMNS.values()
+        ]
         lines.append(f"| {name} | {len(done)} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -241,19 +275,29 @@ def cell(values: Sequence[float | None], form: str) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train and measure what is asked for, or print what was measured."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
-        "--data", default="mnist", help="a set with a classifier: mnist, fashion-mnist (default: mnist)"
+        "--data",
+        default="mnist",
+        help="a set with a classifier: mnist, fashion-mnist (default: mnist)",
     )
     parser.add_argument("--path", help="folder that holds the set")
     parser.add_argument("--only", help="some of the variants, with ; between them (default: all)")
     parser.add_argument("--seeds", default="0", help="seeds, with , between them (default: 0)")
     parser.add_argument("--device", default="auto", help="(default: a GPU where there is one)")
-    parser.add_argument("--samples", type=int, default=10_000, help="drawn from each domain (default: 10000)")
-    parser.add_argument("--jobs", type=int, default=1, help="networks trained at a time (default: 1)")
+    parser.add_argument(
+        "--samples", type=int, default=10_000, help="drawn from each domain (default: 10000)"
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="networks trained at a time (default: 1)"
+    )
     parser.add_argument("--json", type=Path, help="file that rows are added to")
     parser.add_argument("--keep", help="folder that the runs are kept in")
-    parser.add_argument("--table", type=Path, help="print this file as a table, and do nothing else")
+    parser.add_argument(
+        "--table", type=Path, help="print this file as a table, and do nothing else"
+    )
     options = parser.parse_args(arguments)
     if options.table is not None:
         print(table(json.loads(options.table.read_text())))
@@ -278,7 +322,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for future in as_completed([pool.submit(do, job) for job in jobs]):
             rows.append(future.result())
             print(table(rows[-1:]).splitlines()[-1], flush=True)
-            if options.json is not None:  # after each, so that a run that is cut short leaves what it has
+            if (
+                options.json is not None
+            ):  # after each, so that a run that is cut short leaves what it has
                 options.json.parent.mkdir(parents=True, exist_ok=True)
                 write_atomically(options.json, (json.dumps(rows, indent=1) + "\n").encode())
     print(f"\n{table(rows)}")

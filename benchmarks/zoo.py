@@ -87,8 +87,13 @@ def ball_rule(dim: int, degree: int) -> tuple[np.ndarray, np.ndarray]:
         directions, direction_weights = circle, angle_weights
     elif dim == 3:
         sine = np.sqrt(1 - nodes**2)
-        rings = [np.c_[s * circle, np.full(len(circle), c)] for s, c in zip(sine, nodes, strict=True)]
-        directions, direction_weights = np.concatenate(rings), np.outer(weights, angle_weights).ravel()
+        rings = [
+            np.c_[s * circle, np.full(len(circle), c)] for s, c in zip(sine, nodes, strict=True)
+        ]
+        directions, direction_weights = (
+            np.concatenate(rings),
+            np.outer(weights, angle_weights).ravel(),
+        )
     else:
         raise ValueError(f"dim must be 1, 2 or 3, but is {dim}")
     points = (radius[:, None, None] * directions).reshape(-1, dim)
@@ -99,7 +104,9 @@ def quadrature(species: Species, extra_degree: int = 0) -> Quadrature:
     """Return the rule that is exact for e^(−F) and its derivatives in W, times polynomials up to `extra_degree`."""
     points, weights = ball_rule(species.in_dim, 2 * species.out_capsules + extra_degree)
     chosen = np.array(list(itertools.product(range(len(points)), repeat=species.in_capsules)))
-    return Quadrature(torch.from_numpy(points[chosen]), torch.from_numpy(np.log(weights)[chosen].sum(axis=1)))
+    return Quadrature(
+        torch.from_numpy(points[chosen]), torch.from_numpy(np.log(weights)[chosen].sum(axis=1))
+    )
 
 
 def log_partition(layer: CapsuleExperts, rule: Quadrature) -> Tensor:
@@ -130,7 +137,9 @@ def sample(layer: CapsuleExperts, count: int, generator: torch.Generator) -> Ten
         return torch.cat(kept)[:count]
 
 
-def measure(species: Species, seed: int, *, images: int, steps: int, rate: float) -> dict[str, float]:
+def measure(
+    species: Species, seed: int, *, images: int, steps: int, rate: float
+) -> dict[str, float]:
     """Exact mean log-likelihood of data from a known model, before and after each way of learning."""
     generator = torch.Generator().manual_seed(seed)
     truth = species.layer(generator, std=3.0)
@@ -159,13 +168,23 @@ def measure(species: Species, seed: int, *, images: int, steps: int, rate: float
 
 def main() -> None:
     """Print a table of gains in exact log-likelihood, in nats per image."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, default=5, help="runs of each model (default: 5)")
-    parser.add_argument("--images", type=int, default=2000, help="drawn from the true model (default: 2000)")
-    parser.add_argument("--steps", type=int, default=500, help="full-batch gradient steps (default: 500)")
+    parser.add_argument(
+        "--images", type=int, default=2000, help="drawn from the true model (default: 2000)"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=500, help="full-batch gradient steps (default: 500)"
+    )
     parser.add_argument("--rate", type=float, default=0.2, help="learning rate (default: 0.2)")
     options = parser.parse_args()
-    print("| model | truth | exact ascent | CD-1 deterministic | CD-1 Bernoulli |\n" + "| --- " * 5 + "|")
+    print(
+        "| model | truth | exact ascent | CD-1 deterministic | CD-1 Bernoulli |\n"
+        + "| --- " * 5
+        + "|"
+    )
     for species in ZOO:
         runs = [
             measure(species, seed, images=options.images, steps=options.steps, rate=options.rate)

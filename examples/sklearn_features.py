@@ -26,19 +26,32 @@ from poecaps.sklearn import CapsuleExpertsTransformer
 if TYPE_CHECKING:
     import numpy as np
 
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--data", default="mnist-sample", help="or fashion-mnist-sample (default: mnist-sample)")
-parser.add_argument("--images", type=int, default=5000, help="how many to learn from (default: 5000)")
+parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+)
+parser.add_argument(
+    "--data", default="mnist-sample", help="or fashion-mnist-sample (default: mnist-sample)"
+)
+parser.add_argument(
+    "--images", type=int, default=5000, help="how many to learn from (default: 5000)"
+)
 parser.add_argument("--test", type=int, default=2000, help="how many to test on (default: 2000)")
-parser.add_argument("--passes", type=int, default=5, help="over the images, of experts and RBM alike (default: 5)")
-parser.add_argument("--filters", type=int, default=128, help="of the convolutions below the capsules (default: 128)")
+parser.add_argument(
+    "--passes", type=int, default=5, help="over the images, of experts and RBM alike (default: 5)"
+)
+parser.add_argument(
+    "--filters", type=int, default=128, help="of the convolutions below the capsules (default: 128)"
+)
 parser.add_argument("--seed", type=int, default=0)
 options = parser.parse_args()
 
 train, test = (poecaps.data.load(options.data, split=split) for split in ("train", "test"))
 assert train.labels is not None  # only to judge by
 assert test.labels is not None
-X, y = train.images[: options.images, :, :, 0], train.labels[: options.images]  # (n, 28, 28) of bytes
+X, y = (
+    train.images[: options.images, :, :, 0],
+    train.labels[: options.images],
+)  # (n, 28, 28) of bytes
 X_test, y_test = test.images[: options.test, :, :, 0], test.labels[: options.test]
 
 # Features alone need no way back to images, so the stages that learn one are left out.
@@ -52,7 +65,9 @@ capsules = CapsuleExpertsTransformer(
     painter_iter=0,
     random_state=options.seed,
 )
-machine = BernoulliRBM(320, learning_rate=0.05, batch_size=50, n_iter=options.passes, random_state=options.seed)
+machine = BernoulliRBM(
+    320, learning_rate=0.05, batch_size=50, n_iter=options.passes, random_state=options.seed
+)
 
 
 def flat(images: np.ndarray) -> np.ndarray:
@@ -66,7 +81,10 @@ def report(name: str, features: object, X: np.ndarray, X_test: np.ndarray) -> No
     started = time.perf_counter()
     model = make_pipeline(features, classifier).fit(X, y)
     seconds = time.perf_counter() - started
-    print(f"{name:24}{model.score(X_test, y_test):8.1%} of {len(y_test)} test images, {seconds:.0f} s", flush=True)
+    print(
+        f"{name:24}{model.score(X_test, y_test):8.1%} of {len(y_test)} test images, {seconds:.0f} s",
+        flush=True,
+    )
 
 
 report("pixels", "passthrough", flat(X), flat(X_test))

@@ -71,10 +71,16 @@ def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
 
 def main() -> None:
     """Train, and print the accuracy after each epoch."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--epochs", type=int, default=8)
-    parser.add_argument("--images", type=int, default=10_000, help="how many to learn from (default: 10000)")
-    parser.add_argument("--test", type=int, default=2000, help="how many to test on (default: 2000)")
+    parser.add_argument(
+        "--images", type=int, default=10_000, help="how many to learn from (default: 10000)"
+    )
+    parser.add_argument(
+        "--test", type=int, default=2000, help="how many to test on (default: 2000)"
+    )
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
 

@@ -48,7 +48,9 @@ class Patches(nn.Module):
 
 def main() -> None:
     """Train for some epochs, and print how much of the patches is lost on the way to the experts and back."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--images", type=int, default=5000)
     options = parser.parse_args()

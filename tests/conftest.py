@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import os
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: what is computed here is too small to share
+os.environ.setdefault(
+    "OMP_NUM_THREADS", "1"
+)  # before torch: what is computed here is too small to share
 
 import hypothesis
 import pytest

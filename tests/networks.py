@@ -7,12 +7,14 @@ import torch
 from poecaps.network import Architecture, CapsuleNetwork
 
 
-def untrained(architecture: Architecture, images: torch.Tensor, generator: torch.Generator) -> CapsuleNetwork:
+def untrained(
+    architecture: Architecture, images: torch.Tensor, generator: torch.Generator
+) -> CapsuleNetwork:
     """Make a network with random but strong weights: it answers one image unlike another, as a trained one does."""
     network = CapsuleNetwork(architecture, generator=generator).eval()
     with torch.no_grad():
-        network.scaling.fit([network.activations(images)])
+        network.preprocessing.fit([network.activations(images)])
         for layer in (*network.encoders, *network.decoders):
             layer.reset_parameters(std=1.0, generator=generator)
-        network.density.fit(network.encode(images), generator)
+        network.code_density.fit(network.encode(images), generator)
     return network

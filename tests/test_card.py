@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-SMALL = ["--model.features", "8", "--model.capsule-dim", "4", "--model.experts", "3", "5", "--model.components", "4",
+SMALL = ["--model.features", "8", "--model.capsule-dim", "4", "--model.experts", "3", "5", "--model.joint-components", "4",
          "--batch-size", "16", "--autoencoder.epochs", "1", "--encoder.epochs", "1", "--decoder.epochs", "1",
-         "--painter.epochs", "1", "--device", "cpu"]  # fmt: skip
+         "--pixel-decoder.epochs", "1", "--device", "cpu"]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,15 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert test.labels is not None
     np.savez(root / "shapes.npz", x_train=train.images[:48], y_train=train.labels[:48],
              x_test=test.images[:20], y_test=test.labels[:20])  # fmt: skip
-    arguments = ["--data", str(root / "shapes.npz"), "--out", str(root / "run"), "--quiet", "--seed", "3"]
+    arguments = [
+        "--data",
+        str(root / "shapes.npz"),
+        "--out",
+        str(root / "run"),
+        "--quiet",
+        "--seed",
+        "3",
+    ]
     assert main(["train", *arguments, *SMALL]) == 0
     return root / "run"
 
@@ -77,7 +85,13 @@ def test_a_run_ends_with_a_card_that_tells_how_it_was_trained(run: Path) -> None
     assert "capsule-networks" in head["tags"]
     assert "datasets" not in head
     assert "model-index" not in head
-    for fact in ("28×28, grey", "3 experts of 5 numbers", "| seed | 3 |", "| training images | 48,", "shapes.npz"):
+    for fact in (
+        "28×28, grey",
+        "3 experts of 5 numbers",
+        "| seed | 3 |",
+        "| training images | 48,",
+        "shapes.npz",
+    ):
         assert fact in text
     assert "Not yet. `poecaps evaluate FOLDER` measures it." in text
     assert "| preset | default, with the changes below |" in text
@@ -129,18 +143,39 @@ def test_an_edited_card_is_left_alone(run: Path, capsys: pytest.CaptureFixture[s
 
 def test_a_card_without_figures_shows_none(trained: Path, tmp_path: Path) -> None:
     data = str(trained.parent / "shapes.npz")
-    assert main(["train", "--data", data, "--out", str(tmp_path / "run"), "--quiet", "--no-figures", *SMALL]) == 0
+    assert (
+        main(
+            [
+                "train",
+                "--data",
+                data,
+                "--out",
+                str(tmp_path / "run"),
+                "--quiet",
+                "--no-figures",
+                *SMALL,
+            ]
+        )
+        == 0
+    )
     assert "samples.png" not in text_of(tmp_path / "run")
     assert not (tmp_path / "run" / "samples.png").exists()
 
 
 def test_a_bare_network_has_a_card_too(tmp_path: Path) -> None:
-    network = CapsuleNetwork(Architecture(features=8, experts=((2, 9),), image_shape=(3, 20, 18))).eval()
+    network = CapsuleNetwork(
+        Architecture(features=8, experts=((2, 9),), image_shape=(3, 20, 18))
+    ).eval()
     network.save(tmp_path / "bare", half=True)
     assert card.write(tmp_path / "bare", network, name='odd: "name"', licence="mit")
     head, text = head_of(tmp_path / "bare"), text_of(tmp_path / "bare")
     assert head["license"] == "mit"
-    for fact in ("20×18, RGB", "2 experts of 9 numbers", "the large tensors in float16", "(20, 3, 20, 18)"):
+    for fact in (
+        "20×18, RGB",
+        "2 experts of 9 numbers",
+        "the large tensors in float16",
+        "(20, 3, 20, 18)",
+    ):
         assert fact in text
     assert "run.json" not in text
     assert card.write(tmp_path / "bare", network, name="no UTF-8: \udcff")
@@ -148,14 +183,18 @@ def test_a_bare_network_has_a_card_too(tmp_path: Path) -> None:
 
 
 ODD = "ev|il `code` <b>\n# [two](x) \u2028__lines__"
-SHOWN = "ev\\|il \\`code\\` &lt;b&gt; # \\[two\\](x)  \\_\\_lines\\_\\_"  # on one line, and as it is
+SHOWN = (
+    "ev\\|il \\`code\\` &lt;b&gt; # \\[two\\](x)  \\_\\_lines\\_\\_"  # on one line, and as it is
+)
 
 
 def rename(run: Path, data: str) -> None:
     """Let a run say that it has learned other images, and was measured on such."""
     about = record.read(run)
     config, starts = about["config"] | {"data": data}, about["starts"]
-    record.write(run, about | {"config": config, "data": about["data"] | {"source": data}, "starts": starts})
+    record.write(
+        run, about | {"config": config, "data": about["data"] | {"source": data}, "starts": starts}
+    )
     if (run / "evaluation.json").is_file():
         measured = json.loads((run / "evaluation.json").read_text())
         (run / "evaluation.json").write_text(json.dumps(measured | {"data": data}))
@@ -179,14 +218,18 @@ def test_odd_names_are_shown_as_they_are(measured: Path, tmp_path: Path) -> None
     dataset = head["model-index"][0]["results"][0]["dataset"]
     assert dataset == {"type": "ev-il-code-b-two-x-lines", "name": ODD}
     body = text.split("---\n", 2)[2]
-    assert body.startswith(f"\n# {SHOWN}\n\nA product of expert capsules that has learned {SHOWN} without labels.\n")
+    assert body.startswith(
+        f"\n# {SHOWN}\n\nA product of expert capsules that has learned {SHOWN} without labels.\n"
+    )
     assert f"\n| data | {SHOWN}, images of the one who trained it |\n" in body
     assert f"\n| licence | of the weights {SHOWN}; " in body
     assert f"\nBy `poecaps evaluate` on {SHOWN}, 20 images, " in body
     prose = re.sub(r"^(`{3,})\w+\n.*?^\1$|<!-- written.*", "", body, flags=re.M | re.S)
     assert "<" not in prose
     (program,) = re.findall(r"^```python\n(.*?)^```$", body, re.M | re.S)
-    name, _ = (each.value for each in ast.walk(ast.parse(program)) if isinstance(each, ast.Constant))
+    name, _ = (
+        each.value for each in ast.walk(ast.parse(program)) if isinstance(each, ast.Constant)
+    )
     assert name == ODD
 
 
@@ -211,7 +254,9 @@ def test_a_block_of_code_ends_where_it_should(measured: Path, tmp_path: Path) ->
         ("/", "images", "images"),
     ],
 )
-def test_images_are_called_by_their_folder(data: str, name: str, kind: str, measured: Path, tmp_path: Path) -> None:
+def test_images_are_called_by_their_folder(
+    data: str, name: str, kind: str, measured: Path, tmp_path: Path
+) -> None:
     run = tmp_path / "run"
     shutil.copytree(measured, run)
     rename(run, data)
@@ -232,7 +277,9 @@ def test_a_preset_has_changes_only_where_something_was_changed(run: Path) -> Non
     assert "\n| preset | paper, with the changes below |\n" in text_of(run)
 
 
-def test_a_card_that_is_no_utf8_is_somebodys_own(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_card_that_is_no_utf8_is_somebodys_own(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     mine = "für mich".encode("latin-1")
     (run / "README.md").write_bytes(mine)
     assert not card.write(run, poecaps.load(run))
@@ -274,7 +321,9 @@ def uploads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Uploads:
     stand_in = Uploads(tmp_path / "uploaded")
     for name in ("create_repo", "upload_folder"):
         each = getattr(stand_in, name)
-        monkeypatch.setattr(huggingface_hub.HfApi, name, lambda self, each=each, **options: each(self, **options))
+        monkeypatch.setattr(
+            huggingface_hub.HfApi, name, lambda self, each=each, **options: each(self, **options)
+        )
     return stand_in
 
 
@@ -288,7 +337,14 @@ def test_a_network_goes_to_the_hub_with_card_and_picture_and_comes_back(
     assert uploads.asked[0]["repo_id"] == uploads.asked[1]["repo_id"] == "me/digits"
     assert uploads.asked[0]["private"] is True
     sent = {file.name for file in uploads.folder.iterdir()}
-    assert sent == {"config.json", "model.safetensors", "README.md", "samples.png", "run.json", "evaluation.json"}
+    assert sent == {
+        "config.json",
+        "model.safetensors",
+        "README.md",
+        "samples.png",
+        "run.json",
+        "evaluation.json",
+    }
     for file in ("config.json", "README.md", "run.json", "evaluation.json"):
         assert trained.parent.name not in (uploads.folder / file).read_text(encoding="utf-8")
     assert head_of(uploads.folder)["license"] == "mit"
@@ -303,7 +359,11 @@ def test_a_network_goes_to_the_hub_with_card_and_picture_and_comes_back(
         return str(uploads.folder)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    monkeypatch.setattr(huggingface_hub.hub_mixin, "hf_hub_download", lambda **_: str(uploads.folder / "config.json"))
+    monkeypatch.setattr(
+        huggingface_hub.hub_mixin,
+        "hf_hub_download",
+        lambda **_: str(uploads.folder / "config.json"),
+    )
     hub._mixin.cache_clear()  # which has the true download, from the way there
     again = CapsuleNetwork.from_pretrained("me/digits", revision="v1")
     assert (asked[0]["repo_id"], asked[0]["revision"]) == ("me/digits", "v1")
@@ -330,7 +390,9 @@ def test_an_edited_card_goes_to_the_hub_as_it_is(run: Path, uploads: Uploads) ->
 
 
 def test_what_is_no_run_is_refused_before_anything_is_written(run: Path, tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"nowhere holds no run: there is no run.json in it"):
+    with pytest.raises(
+        FileNotFoundError, match=r"nowhere holds no run: there is no run.json in it"
+    ):
         hub.lay_out(poecaps.load(run), tmp_path / "out", run=tmp_path / "nowhere")
     assert not (tmp_path / "out").exists()
 
@@ -349,6 +411,10 @@ def test_a_folder_opens_without_the_hub_and_a_name_says_what_is_missing(
 
 
 def test_neither_the_library_nor_the_command_line_imports_the_hub() -> None:
-    program = "import sys, poecaps, poecaps.cli, poecaps.hub; print('huggingface_hub' in sys.modules)"
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    program = (
+        "import sys, poecaps, poecaps.cli, poecaps.hub; print('huggingface_hub' in sys.modules)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     assert result.stdout.strip() == "False"

@@ -26,8 +26,8 @@ from poecaps.training import PRESETS
 from poecaps.training.config import Config, from_json
 from poecaps.training.loop import CHECKPOINT
 
-SMALL = shlex.split("""--model.features 8 --model.capsule-dim 4 --model.experts 3 5 --model.components 4 --batch-size 16
-    --autoencoder.epochs 1 --encoder.epochs 1 --decoder.epochs 1 --painter.epochs 1 --device cpu""")
+SMALL = shlex.split("""--model.features 8 --model.capsule-dim 4 --model.experts 3 5 --model.joint-components 4 --batch-size 16
+    --autoencoder.epochs 1 --encoder.epochs 1 --decoder.epochs 1 --pixel-decoder.epochs 1 --device cpu""")
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,13 @@ def test_training_leaves_a_model_its_record_and_pictures(run: Path) -> None:
     names = {str(file.relative_to(run)) for file in run.rglob("*") if file.is_file()}
     pictures = {*DOMAINS, "reconstructions", "curves"}
     assert names == {
-        *("config.json", "model.safetensors", "checkpoint.safetensors", "run.json", "metrics.jsonl"),
+        *(
+            "config.json",
+            "model.safetensors",
+            "checkpoint.safetensors",
+            "run.json",
+            "metrics.jsonl",
+        ),
         *("README.md", "samples.png"),
         *(f"figures/{name}{suffix}" for name in pictures for suffix in (".png", ".npz")),
     }
@@ -75,21 +81,43 @@ def test_all_four_domains_are_grids_of_figure_2(run: Path) -> None:
 
 
 def test_every_field_can_be_set_and_nothing_else_changes(source: Path, tmp_path: Path) -> None:
-    changes = ["--encoder.k", "2", "--encoder.optimizer", "adam", "--encoder.rate", "0.1"]
+    changes = ["--encoder.k", "2", "--encoder.optimizer", "adam", "--encoder.learning-rate", "0.1"]
     where = ["--data", str(source), "--out", str(tmp_path / "run"), "--quiet", "--no-figures"]
-    assert main(["train", "--preset", "paper", *where, *SMALL, "--painter.epochs", "0", *changes]) == 0
+    assert (
+        main(
+            ["train", "--preset", "paper", *where, *SMALL, "--pixel-decoder.epochs", "0", *changes]
+        )
+        == 0
+    )
     used = from_json(Config, json.loads((tmp_path / "run" / "run.json").read_text())["config"])
     paper = PRESETS["paper"]()
-    assert (used.encoder.k, used.encoder.optimizer, used.encoder.rate, used.encoder.epochs) == (2, "adam", 0.1, 1)
-    assert (used.encoder.l2, used.decoder.rate, used.decoder.optimizer) == (1e-7, paper.decoder.rate, "sgd")
-    assert (used.model.bias, used.model.centre, used.model.scale, used.model.sharpness) == (False, False, None, 1.0)
+    assert (
+        used.encoder.k,
+        used.encoder.optimizer,
+        used.encoder.learning_rate,
+        used.encoder.epochs,
+    ) == (2, "adam", 0.1, 1)
+    assert (used.encoder.l2, used.decoder.learning_rate, used.decoder.optimizer) == (
+        1e-7,
+        paper.decoder.learning_rate,
+        "sgd",
+    )
+    assert (used.model.bias, used.model.centre, used.model.scale, used.model.sharpness) == (
+        False,
+        False,
+        None,
+        1.0,
+    )
     assert (used.model.experts, paper.model.experts) == (((3, 5),), ((20, 16),))
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--preset", "paper"], ["--preset=paper"], ["--preset", "default", "--preset", "paper"]]
+    "arguments",
+    [["--preset", "paper"], ["--preset=paper"], ["--preset", "default", "--preset", "paper"]],
 )
-def test_help_shows_the_values_of_the_preset(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_shows_the_values_of_the_preset(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as leave:
         main(["train", *arguments, "--help"])
     assert leave.value.code == 0
@@ -104,12 +132,14 @@ def test_progress_is_plain_lines_where_there_is_no_terminal(source: Path, tmp_pa
     assert "the autoencoder does no better than the mean image" in done.stderr  # after three steps
     assert lines[0] == f"found 48 grey images of 28×28 in {source}, 10 classes"
     assert lines[1] == "trains in runs/digits"
-    assert [line.split()[1] for line in lines[2:]] == ["autoencoder"] * 2 + ["encoder"] * 2 + ["decoder"] * 2 + [
-        "painter"
-    ] * 2
+    assert [line.split()[1] for line in lines[2:]] == ["autoencoder"] * 2 + ["encoder"] * 2 + [
+        "decoder"
+    ] * 2 + ["pixel_decoder"] * 2
     assert all(line.isprintable() for line in lines)
     assert "runs/digits/figures/joint.png" in done.stdout
-    again = subprocess.run([*arguments, "--no-figures"], capture_output=True, text=True, check=True, cwd=tmp_path)
+    again = subprocess.run(
+        [*arguments, "--no-figures"], capture_output=True, text=True, check=True, cwd=tmp_path
+    )
     assert "the model is in runs/digits-2" in again.stdout
 
 
@@ -135,8 +165,19 @@ def on_a_terminal(arguments: list[str], folder: Path) -> str:
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs a pseudo-terminal")
-def test_progress_is_one_live_line_for_each_stage_on_a_terminal(source: Path, tmp_path: Path) -> None:
-    arguments = [sys.executable, "-m", "poecaps", "train", "--data", str(source), "--no-figures", *SMALL]
+def test_progress_is_one_live_line_for_each_stage_on_a_terminal(
+    source: Path, tmp_path: Path
+) -> None:
+    arguments = [
+        sys.executable,
+        "-m",
+        "poecaps",
+        "train",
+        "--data",
+        str(source),
+        "--no-figures",
+        *SMALL,
+    ]
     seen = on_a_terminal(arguments, tmp_path)
     lines = [line for line in seen.split("\r\n") if line]
     lines = [line for line in lines if not line.startswith("warning")]
@@ -152,7 +193,9 @@ def test_a_run_goes_on_on_a_terminal(source: Path, tmp_path: Path) -> None:
                                 "--checkpoint-every", "0.1"], stderr=subprocess.DEVNULL, cwd=tmp_path)  # fmt: skip
     while True:
         assert process.poll() is None
-        if (tmp_path / "run" / "run.json").exists() and read_tensors(tmp_path / "run" / CHECKPOINT)[1]["step"] > 0:
+        if (tmp_path / "run" / "run.json").exists() and read_tensors(tmp_path / "run" / CHECKPOINT)[
+            1
+        ]["step"] > 0:
             break
         time.sleep(0.01)
     process.kill()
@@ -163,7 +206,9 @@ def test_a_run_goes_on_on_a_terminal(source: Path, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "run" / "run.json").read_text())["finished"]
 
 
-def test_a_run_may_go_on_on_another_device(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_may_go_on_on_another_device(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(run, copy)
     (copy / "model.safetensors").unlink()
@@ -173,15 +218,34 @@ def test_a_run_may_go_on_on_another_device(run: Path, tmp_path: Path, capsys: py
 
 
 def test_a_run_without_epochs_still_leaves_a_model(source: Path, tmp_path: Path) -> None:
-    none = ["--autoencoder.epochs", "0", "--encoder.epochs", "0", "--decoder.epochs", "0", "--painter.epochs", "0"]
+    none = [
+        "--autoencoder.epochs",
+        "0",
+        "--encoder.epochs",
+        "0",
+        "--decoder.epochs",
+        "0",
+        "--pixel-decoder.epochs",
+        "0",
+    ]
     folder = tmp_path / "run"
-    assert main(["train", "--data", str(source), "--out", str(folder), "--quiet", *SMALL, *none]) == 0
+    assert (
+        main(["train", "--data", str(source), "--out", str(folder), "--quiet", *SMALL, *none]) == 0
+    )
     assert (folder / "figures" / "joint.png").exists()
     assert main(["info", str(folder)]) == 0
 
 
 def test_the_flag_for_tensorboard_writes_its_events(source: Path, tmp_path: Path) -> None:
-    arguments = ["--data", str(source), "--out", str(tmp_path / "run"), "--quiet", "--no-figures", "--tensorboard"]
+    arguments = [
+        "--data",
+        str(source),
+        "--out",
+        str(tmp_path / "run"),
+        "--quiet",
+        "--no-figures",
+        "--tensorboard",
+    ]
     assert main(["train", *arguments, *SMALL]) == 0
     assert list((tmp_path / "run" / "tensorboard").glob("events.out.tfevents.*"))
 
@@ -194,7 +258,9 @@ def test_several_processes_must_be_told_a_folder(
     assert "name it with --out" in capsys.readouterr().err
 
 
-def test_the_demo_of_the_makefile_trains_the_default_on_the_bundled_digits(source: Path, tmp_path: Path) -> None:
+def test_the_demo_of_the_makefile_trains_the_default_on_the_bundled_digits(
+    source: Path, tmp_path: Path
+) -> None:
     """Its command, with few images and a small model in place of minutes."""
     makefile = (Path(__file__).parent.parent / "Makefile").read_text()
     (line,) = [line for line in makefile.splitlines() if "/poecaps train" in line]
@@ -202,13 +268,16 @@ def test_the_demo_of_the_makefile_trains_the_default_on_the_bundled_digits(sourc
     assert "--data" not in words
     assert main([*words, "--quiet", "--data", str(source), *SMALL]) == 0
     options = json.loads((tmp_path / "demo" / "run.json").read_text())["config"]
-    assert options["encoder"]["rate"] == PRESETS["default"]().encoder.rate
+    assert options["encoder"]["rate"] == PRESETS["default"]().encoder.learning_rate
     made = {file.stem for file in (tmp_path / "demo" / "figures").glob("*.png")}
     assert made == {*DOMAINS, "reconstructions", "curves"}
 
 
 def test_a_full_disk_while_drawing_says_that_the_model_is_safe(
-    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    source: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -230,12 +299,19 @@ def test_output_without_the_letters_for_it(run: Path) -> None:
 
 
 def test_quiet_is_quiet(source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "--data", str(source), "--out", str(tmp_path / "run"), "--quiet", *SMALL]) == 0
+    assert (
+        main(["train", "--data", str(source), "--out", str(tmp_path / "run"), "--quiet", *SMALL])
+        == 0
+    )
     assert capfd.readouterr() == ("", "")
 
 
 def test_a_finished_run_can_be_resumed_and_a_broken_disk_is_no_traceback(
-    run: Path, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    run: Path,
+    source: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(run, copy)
@@ -249,15 +325,21 @@ def test_a_finished_run_can_be_resumed_and_a_broken_disk_is_no_traceback(
     assert "cannot write into" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("shape", "data_shape"), [((28, 28), (28, 28)), ((32, 32, 3), (32, 32)), ((28, 20), (28, 20))])
+@pytest.mark.parametrize(
+    ("shape", "data_shape"), [((28, 28), (28, 28)), ((32, 32, 3), (32, 32)), ((28, 20), (28, 20))]
+)
 def test_images_of_any_kind_train_and_generate(
     shape: tuple[int, ...], data_shape: tuple[int, int], tmp_path: Path
 ) -> None:
     images = np.random.default_rng(0).integers(0, 256, (32, *shape), dtype=np.uint8)
     np.save(tmp_path / "x.npy", images)
     folder = str(tmp_path / "run")
-    assert main(["train", "--data", str(tmp_path / "x.npy"), "--out", folder, "--quiet", *SMALL]) == 0
-    assert main(["generate", folder, "--domain", "learned", "--out", str(tmp_path / "drawn.png")]) == 0
+    assert (
+        main(["train", "--data", str(tmp_path / "x.npy"), "--out", folder, "--quiet", *SMALL]) == 0
+    )
+    assert (
+        main(["generate", folder, "--domain", "learned", "--out", str(tmp_path / "drawn.png")]) == 0
+    )
     channels = 3 if len(shape) == 3 else 1
     assert arrays(tmp_path / "drawn.npz")["images"].shape == (4, 3, channels, *data_shape)
 
@@ -270,7 +352,12 @@ def test_a_folder_of_pictures_trains_and_is_reconstructed(tmp_path: Path) -> Non
         picture.save(tmp_path / "pictures" / f"{name}.png")
     data = ["--data", str(tmp_path / "pictures"), "--size", "20", "18", "--channels", "3"]
     assert main(["train", *data, "--out", str(tmp_path / "run"), "--quiet", *SMALL]) == 0
-    assert arrays(tmp_path / "run" / "figures" / "reconstructions.npz")["originals"].shape == (4, 3, 20, 18)
+    assert arrays(tmp_path / "run" / "figures" / "reconstructions.npz")["originals"].shape == (
+        4,
+        3,
+        20,
+        18,
+    )
 
 
 def test_one_line_says_what_was_found_and_what_was_skipped_and_why(
@@ -292,7 +379,12 @@ def test_one_line_says_what_was_found_and_what_was_skipped_and_why(
         f"found 3 RGB images of 20×18 in {tmp_path / 'pictures'}, 2 classes (ant, bee); 4 files skipped: "
         "1 no PNG, JPEG or WebP (notes.txt), 2 cannot be read (empty.png, …), 1 smaller than 17×17 (tiny.png)"
     )
-    assert arrays(tmp_path / "run" / "figures" / "reconstructions.npz")["originals"].shape == (3, 3, 20, 18)
+    assert arrays(tmp_path / "run" / "figures" / "reconstructions.npz")["originals"].shape == (
+        3,
+        3,
+        20,
+        18,
+    )
 
     assert main(["reconstruct", str(tmp_path / "run"), "--device", "cpu"]) == 0
     assert [each for each in capsys.readouterr().err.splitlines() if "skipped" in each] == [line]
@@ -303,7 +395,9 @@ def test_one_line_says_what_was_found_and_what_was_skipped_and_why(
     assert [(str(each.message), each.filename) for each in told] == [(line, __file__)]
 
     seen: list[str] = []
-    poecaps.train(config, tmp_path / "told", found=lambda images: seen.append(f"found {images.describe()}"))
+    poecaps.train(
+        config, tmp_path / "told", found=lambda images: seen.append(f"found {images.describe()}")
+    )
     assert seen == [line]
 
 
@@ -313,7 +407,10 @@ def test_one_line_says_what_was_found_and_what_was_skipped_and_why(
 
 def test_the_same_seed_gives_the_same_picture(run: Path, tmp_path: Path) -> None:
     for name, seed in (("a", "5"), ("b", "5"), ("c", "6")):
-        assert main(["generate", str(run), "--seed", seed, "--out", str(tmp_path / f"{name}.png")]) == 0
+        assert (
+            main(["generate", str(run), "--seed", seed, "--out", str(tmp_path / f"{name}.png")])
+            == 0
+        )
     first, second, other = ((tmp_path / f"{name}.png").read_bytes() for name in "abc")
     assert first == second
     assert first != other
@@ -323,13 +420,20 @@ def test_restricted_draws_are_complete_draws_or_their_negations(run: Path, tmp_p
     """The two pictures of one seed can be compared draw by draw."""
     network = poecaps.load(run)
     for domain in ("complete", "restricted"):
-        assert main(["generate", str(run), "--domain", domain, "--out", str(tmp_path / f"{domain}.png")]) == 0
-    complete, restricted = (arrays(tmp_path / f"{domain}.npz")["images"] for domain in ("complete", "restricted"))
+        assert (
+            main(
+                ["generate", str(run), "--domain", domain, "--out", str(tmp_path / f"{domain}.png")]
+            )
+            == 0
+        )
+    complete, restricted = (
+        arrays(tmp_path / f"{domain}.npz")["images"] for domain in ("complete", "restricted")
+    )
     same = np.isclose(complete, restricted, atol=1e-5).all((2, 3, 4))
     generator = torch.Generator().manual_seed(0)
     for expert in range(3):
         code = network.sample(4, "complete", expert=expert, generator=generator)[:, expert]
-        agrees = (code @ network.density.mean_direction[expert] >= 0).numpy()
+        agrees = (code @ network.code_density.mean_direction[expert] >= 0).numpy()
         assert np.array_equal(same[:, expert], agrees)
     assert not same.all()
 
@@ -350,7 +454,21 @@ def test_reconstructions_are_the_models(run: Path, tmp_path: Path) -> None:
     with torch.no_grad():
         made = poecaps.load(run).reconstruct(test)
     np.testing.assert_allclose(drawn["reconstructions"], made.numpy(), atol=1e-6)
-    assert main(["reconstruct", str(run), "--split", "train", "--count", "3", "--out", str(tmp_path / "t.png")]) == 0
+    assert (
+        main(
+            [
+                "reconstruct",
+                str(run),
+                "--split",
+                "train",
+                "--count",
+                "3",
+                "--out",
+                str(tmp_path / "t.png"),
+            ]
+        )
+        == 0
+    )
     train = poecaps.data.load("mnist-sample").batch(range(3))
     np.testing.assert_array_equal(arrays(tmp_path / "t.npz")["originals"], train.numpy())
 
@@ -363,15 +481,24 @@ def test_a_traversal_changes_one_parameter_at_a_time(run: Path, tmp_path: Path) 
     np.testing.assert_allclose(drawn["values"], [-2, -1, 0, 1, 2])
     assert drawn["images"].shape == (5, 5, 1, 28, 28)
     z = torch.zeros(3, 5)
-    z[1] = network.density.mean[1]
+    z[1] = network.code_density.mean[1]
     with torch.no_grad():
-        np.testing.assert_allclose(drawn["images"][3, 2], network.decode(poecaps.squash(z)[None])[0], atol=1e-5)
-        z[1, 3] += 2 * network.density.deviation[1, 3]
-        np.testing.assert_allclose(drawn["images"][3, 4], network.decode(poecaps.squash(z)[None])[0], atol=1e-5)
+        np.testing.assert_allclose(
+            drawn["images"][3, 2], network.decode(poecaps.squash(z)[None])[0], atol=1e-5
+        )
+        z[1, 3] += 2 * network.code_density.std[1, 3]
+        np.testing.assert_allclose(
+            drawn["images"][3, 4], network.decode(poecaps.squash(z)[None])[0], atol=1e-5
+        )
 
 
 def test_a_traversal_may_start_from_an_image(run: Path, tmp_path: Path) -> None:
-    assert main(["traverse", str(run), "--image", "4", "--steps", "3", "--out", str(tmp_path / "t.png")]) == 0
+    assert (
+        main(
+            ["traverse", str(run), "--image", "4", "--steps", "3", "--out", str(tmp_path / "t.png")]
+        )
+        == 0
+    )
     test = poecaps.data.load("mnist-sample", split="test").batch([4])
     with torch.no_grad():
         made = poecaps.load(run).reconstruct(test)[0].numpy()
@@ -406,10 +533,18 @@ def test_a_model_is_measured_as_a_table_and_as_json(
     assert "effective rank" in text
 
 
-def test_info_tells_what_a_run_is(run: Path, source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_info_tells_what_a_run_is(
+    run: Path, source: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["info", str(run)]) == 0
     text = capsys.readouterr().out
-    for fact in ("28×28, grey", "72 of 4 numbers", "3 of 5 numbers", f"{source} (48 images", "effective rank"):
+    for fact in (
+        "28×28, grey",
+        "72 of 4 numbers",
+        "3 of 5 numbers",
+        f"{source} (48 images",
+        "effective rank",
+    ):
         assert fact in text
     assert "model.features = 8" in text
     assert "model.whiten" not in text  # as in the preset
@@ -440,7 +575,7 @@ COMPLETED = {  # a line that is being typed, and what it may become
     "poecaps gen": ["generate"],
     "poecaps generate --domain l": ["learned"],
     "poecaps generate --do": ["--domain"],
-    "poecaps train --encoder.f": ["--encoder.final-rate", "--encoder.firing"],
+    "poecaps train --encoder.f": ["--encoder.final-learning-rate-ratio", "--encoder.target-firing"],
 }
 
 
@@ -459,11 +594,16 @@ def test_bash_completes_what_is_typed(tmp_path: Path, capsys: pytest.CaptureFixt
     for line, wanted in COMPLETED.items():
         words = f"COMP_WORDS=({line}); COMP_CWORD={len(line.split()) - 1}"
         program = f'source {script}; {words}; _tyro_poecaps; printf "%s\\n" "${{COMPREPLY[@]}}"'
-        done = subprocess.run(["bash", "--norc", "-c", program], capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            ["bash", "--norc", "-c", program], capture_output=True, text=True, check=True
+        )
         assert done.stdout.split("\n")[:-1] == wanted
         assert done.stderr == ""
     registered = ["bash", "--norc", "-c", f"source {script}; complete -p poecaps"]
-    assert "-o default" in subprocess.run(registered, capture_output=True, text=True, check=True).stdout  # files, too
+    assert (
+        "-o default"
+        in subprocess.run(registered, capture_output=True, text=True, check=True).stdout
+    )  # files, too
 
 
 def test_fish_completes_what_is_typed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -484,7 +624,9 @@ def test_zsh_completes_what_is_typed(tmp_path: Path, capsys: pytest.CaptureFixtu
             "_describe() { print -rl -- ${(P)2%%:*} }; _files() { print files }; typeset -A compstate=(nmatches 1);"
             f"words=({line}); CURRENT={len(line.split())}; source {script}"
         )
-        done = subprocess.run(["zsh", "-f", "-c", program], capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            ["zsh", "-f", "-c", program], capture_output=True, text=True, check=True
+        )
         assert done.stdout.split() == wanted
     assert script.read_text(encoding="utf-8").startswith("#compdef poecaps\n")  # how zsh finds it
 
@@ -498,28 +640,40 @@ def test_zsh_completes_what_is_typed(tmp_path: Path, capsys: pytest.CaptureFixtu
     [
         ([], "usage: poecaps"),
         (["tran"], "train"),
-        (["train", "--enncoder.rate", "1"], "--encoder.rate"),
+        (["train", "--enncoder.rate", "1"], "--encoder.learning-rate"),
         (["train", "--model.expert", "1"], "--model.experts"),
         (["train", "--encoder.epochs", "many"], "--encoder.epochs"),
         (["train", "--encoder.mixing", "sometimes"], "bernoulli"),
         (["train", "--preset", "papper"], "paper"),
-        (["train", "--encoder.epochs", "-2"], "encoder.epochs must be a whole number of at least 0, but is -2"),
+        (
+            ["train", "--encoder.epochs", "-2"],
+            "encoder.epochs must be a whole number of at least 0, but is -2",
+        ),
         (["train", "--batch-size", "0"], "batch_size must be"),
         (["train", "--device", "cuda:99"], "device must be"),
         (["train", "--device", "hpu"], "device must be"),
-        (["train", "--model.components", "0"], "model.components must be"),
+        (["train", "--model.joint-components", "0"], "model.components must be"),
         (["train", "--model.experts"], "model.experts must be"),
         (["train", "--model.scale", "0"], "model.scale must be above 0"),
-        (["train", "--model.kernel", "40"], "images must be at least 79×79"),
+        (["train", "--model.kernel-size", "40"], "images must be at least 79×79"),
         (["train", "--model.image-shape", "1", "9", "9"], "Unrecognized options"),
         (["train", "--model.capsule-dim", "7"], "features must be a multiple of capsule_dim"),
-        (["train", "--size", "9", "9"], "--size and --channels are for folders of images, and mnist-"),
-        (["train", "--data-path", "x"], "poecaps: --data-path is for the full sets, and mnist-sample is part of"),
+        (
+            ["train", "--size", "9", "9"],
+            "--size and --channels are for folders of images, and mnist-",
+        ),
+        (
+            ["train", "--data-path", "x"],
+            "poecaps: --data-path is for the full sets, and mnist-sample is part of",
+        ),
         (["train", "--resume", "x", "--seed", "3"], "--resume goes on with the options of the run"),
         (["generate"], "RUN"),
         (["completion", "csh"], "fish"),
         (["generate", "{run}", "--domain", "joined"], "joint"),
-        (["generate", "{run}", "--domain", "learned", "--expert", "3"], "expert must be a whole number from 0 to 2"),
+        (
+            ["generate", "{run}", "--domain", "learned", "--expert", "3"],
+            "expert must be a whole number from 0 to 2",
+        ),
         (["generate", "{run}", "--expert", "1"], "add --domain learned"),
         (["generate", "{run}", "--rows", "0"], "rows must be"),
         (["generate", "{run}", "--seed", "-1"], "seed must be"),
@@ -549,13 +703,28 @@ def test_misuse_has_status_2_and_names_what_would_be_right(
     [
         (["train", "--data", "nowhere"], "there is no file or folder nowhere"),
         (["train", "--data", "mnsit-sample"], "did you mean 'mnist-sample'?"),
-        (["train", "--data", "text.txt"], "is none of what can be read; name a folder of PNG, JPEG or WebP, or an"),
-        (["train", "--out", "{run}"], "is not empty; name a new folder, or go on with the run in it: poecaps train --"),
-        (["train", "--data", "pictures"], "pictures/0.png has 28×28; give --size H W to bring all images to"),
-        (["train", "--data", "mnist", "--data-path", "empty"], "the folder that holds them with --data-path FOLDER,"),
+        (
+            ["train", "--data", "text.txt"],
+            "is none of what can be read; name a folder of PNG, JPEG or WebP, or an",
+        ),
+        (
+            ["train", "--out", "{run}"],
+            "is not empty; name a new folder, or go on with the run in it: poecaps train --",
+        ),
+        (
+            ["train", "--data", "pictures"],
+            "pictures/0.png has 28×28; give --size H W to bring all images to",
+        ),
+        (
+            ["train", "--data", "mnist", "--data-path", "empty"],
+            "the folder that holds them with --data-path FOLDER,",
+        ),
         (["train", "--resume", "nowhere"], "nowhere holds no run to go on with"),
         (["train", "--out", "/proc/none/run"], "cannot write into /proc/none/run"),
-        (["generate", "nowhere"], "there is no folder nowhere, and no model of that name comes with poecaps"),
+        (
+            ["generate", "nowhere"],
+            "there is no folder nowhere, and no model of that name comes with poecaps",
+        ),
         (["generate", "empty"], "empty holds no trained model"),
         (["generate", "{broken}"], "model.safetensors"),
         (["reconstruct", "{run}", "--data", "wide.npy"], "the model sees grey images of 28×28"),
@@ -563,7 +732,10 @@ def test_misuse_has_status_2_and_names_what_would_be_right(
         (["encode", "{run}", "--out", "/proc/none/x.npz"], "/proc/none"),
         (["train", "--model.features", "8000000000"], "there is not enough memory"),
         (["generate", "{run}", "--rows", "1000000000000"], "there is not enough memory"),
-        (["info", "nowhere"], "there is no folder nowhere, and no model of that name comes with poecaps"),
+        (
+            ["info", "nowhere"],
+            "there is no folder nowhere, and no model of that name comes with poecaps",
+        ),
         (["info", "empty"], "empty holds no run: there is neither"),
     ],
 )
@@ -580,7 +752,13 @@ def test_failure_has_status_1_and_says_what_is_wrong(
     (tmp_path / "pictures").mkdir()
     for index, side in enumerate((28, 30)):
         Image.new("L", (side, side)).save(tmp_path / "pictures" / f"{index}.png")
-    check_complaint([argument.replace("{broken}", str(broken)) for argument in arguments], named, 1, run, tmp_path)
+    check_complaint(
+        [argument.replace("{broken}", str(broken)) for argument in arguments],
+        named,
+        1,
+        run,
+        tmp_path,
+    )
 
 
 def check_complaint(arguments: list[str], named: str, status: int, run: Path, folder: Path) -> None:
@@ -604,7 +782,9 @@ def check_complaint(arguments: list[str], named: str, status: int, run: Path, fo
     assert not (folder / "runs").exists()
 
 
-def test_a_stranger_to_data_says_what_it_needs(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_stranger_to_data_says_what_it_needs(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     poecaps.load(run).save(tmp_path / "bare")
     assert main(["reconstruct", str(tmp_path / "bare")]) == 2
     assert "does not say what it was trained on; name images with --data" in capsys.readouterr().err
@@ -612,7 +792,10 @@ def test_a_stranger_to_data_says_what_it_needs(run: Path, tmp_path: Path, capsys
 
 
 def test_missing_matplotlib_is_said_and_stops_nothing(
-    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    source: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["train", "--data", str(source), "--out", str(tmp_path / "run"), *SMALL]) == 0

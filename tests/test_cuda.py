@@ -20,7 +20,7 @@ from poecaps.training import (
     Config,
     DecoderStage,
     EncoderStage,
-    PainterStage,
+    PixelDecoderStage,
     Progress,
     Stage,
     adam,
@@ -160,12 +160,12 @@ def test_training_by_replays_gives_what_plain_steps_give(
     config = Config(
         data=str(tmp_path / "images.npy"),
         model=ModelOptions(
-            features=8, capsule_dim=4, experts=((4, 5), (3, 4)), normalize="outputs", whiten=True, level=2, painter=True
+            features=8, capsule_dim=4, experts=((4, 5), (3, 4)), normalize="outputs", whiten=True, equalized_components=2, pixel_decoder=True
         ),
         autoencoder=Stage(epochs=1),
-        encoder=EncoderStage(epochs=1, rate=1e-3, mixing=mixing, winners=winners, firing=0.5),
-        decoder=DecoderStage(epochs=1, rate=1e-3, alone=0.5),
-        painter=PainterStage(epochs=1, alone=0.5),
+        encoder=EncoderStage(epochs=1, learning_rate=1e-3, mixing=mixing, winners=winners, target_firing=0.5),
+        decoder=DecoderStage(epochs=1, learning_rate=1e-3, single_expert_share=0.5),
+        pixel_decoder=PixelDecoderStage(epochs=1, single_expert_share=0.5),
         batch_size=16,
         device="cuda",
         precision="float32",
@@ -194,11 +194,11 @@ def test_a_run_goes_on_on_a_gpu(tmp_path: Path) -> None:
     np.save(tmp_path / "images.npy", images)
     config = Config(
         data=str(tmp_path / "images.npy"),
-        model=ModelOptions(features=8, capsule_dim=4, experts=((4, 5),), whiten=True, painter=True),
+        model=ModelOptions(features=8, capsule_dim=4, experts=((4, 5),), whiten=True, pixel_decoder=True),
         autoencoder=Stage(epochs=1),
-        encoder=EncoderStage(epochs=1, rate=1e-3),
-        decoder=DecoderStage(epochs=1, rate=1e-3),
-        painter=PainterStage(epochs=1),
+        encoder=EncoderStage(epochs=1, learning_rate=1e-3),
+        decoder=DecoderStage(epochs=1, learning_rate=1e-3),
+        pixel_decoder=PixelDecoderStage(epochs=1),
         batch_size=16,
         device="cuda",
         precision="float32",

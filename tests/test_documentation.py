@@ -49,11 +49,24 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 ROOT = Path(__file__).parent.parent
-PAGES = {str(file.relative_to(ROOT)): file for file in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))}
-FENCE = re.compile(r"^(?:<!-- (?P<mark>[^\n]*) -->\n)?```(?P<language>[^\n]*)\n(?P<body>.*?)^```$", re.M | re.S)
+PAGES = {
+    str(file.relative_to(ROOT)): file
+    for file in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+}
+FENCE = re.compile(
+    r"^(?:<!-- (?P<mark>[^\n]*) -->\n)?```(?P<language>[^\n]*)\n(?P<body>.*?)^```$", re.M | re.S
+)
 MARK = re.compile(r"not run: \w+( \S+)+")
-LANGUAGES = {"python", "sh", "text", "math"}  # another name for one of the first two would not be run
-IMAGES = {"python": {"train": 2000, "test": 500}, "sh": {"train": 300, "test": 100}}  # of each bundled set
+LANGUAGES = {
+    "python",
+    "sh",
+    "text",
+    "math",
+}  # another name for one of the first two would not be run
+IMAGES = {
+    "python": {"train": 2000, "test": 500},
+    "sh": {"train": 300, "test": 100},
+}  # of each bundled set
 PICTURES = ("my/pictures",)  # folders of pictures that commands name
 MADE = {"docs/explorer.md": "runs/clothes"}  # runs that a command of another page has made
 EXPLORER = "http://127.0.0.1:8000"  # where the documentation has the explorer
@@ -77,7 +90,9 @@ class Block:
 
     def code(self) -> Any:
         """Compile Python with the lines of the page, so that an error is shown where it is."""
-        return compile("\n" * (self.line - 1) + self.body, PAGES[self.page], "exec", dont_inherit=True)
+        return compile(
+            "\n" * (self.line - 1) + self.body, PAGES[self.page], "exec", dont_inherit=True
+        )
 
     def commands(self) -> Iterator[list[str]]:
         for line in self.body.replace("\\\n", " ").splitlines():
@@ -88,12 +103,22 @@ class Block:
 
 def blocks_of(page: str, text: str) -> list[Block]:
     return [
-        Block(page, text.count("\n", 0, found.start("body")) + 1, found["language"], found["body"], found["mark"])
+        Block(
+            page,
+            text.count("\n", 0, found.start("body")) + 1,
+            found["language"],
+            found["body"],
+            found["mark"],
+        )
         for found in FENCE.finditer(text)
     ]
 
 
-BLOCKS = [block for page, file in PAGES.items() for block in blocks_of(page, file.read_text(encoding="utf-8"))]
+BLOCKS = [
+    block
+    for page, file in PAGES.items()
+    for block in blocks_of(page, file.read_text(encoding="utf-8"))
+]
 MARKED = [block for block in BLOCKS if block.mark is not None]
 
 
@@ -113,16 +138,31 @@ PYTHON, COMMANDS = to_run("python"), to_run("sh")
 
 
 def small(config: Config) -> Config:
-    model = replace(config.model, features=8, capsule_dim=4, experts=((5, 6),), components=4, parts=2)
-    stages = ("autoencoder", "encoder", "decoder", *(("painter",) if config.model.painter else ()))
-    return replace(config, model=model, **{name: replace(getattr(config, name), epochs=1) for name in stages})
+    model = replace(
+        config.model,
+        features=8,
+        capsule_dim=4,
+        experts=((5, 6),),
+        joint_components=4,
+        expert_components=2,
+    )
+    stages = (
+        "autoencoder",
+        "encoder",
+        "decoder",
+        *(("pixel_decoder",) if config.model.pixel_decoder else ()),
+    )
+    return replace(
+        config, model=model, **{name: replace(getattr(config, name), epochs=1) for name in stages}
+    )
 
 
 @pytest.fixture(scope="module")
 def bundled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Like the folder of bundled sets, but with fewer images in it: for Python, and still fewer for commands."""
     return {
-        language: some_of_the_bundled(tmp_path_factory.mktemp(language), count) for language, count in IMAGES.items()
+        language: some_of_the_bundled(tmp_path_factory.mktemp(language), count)
+        for language, count in IMAGES.items()
     }
 
 
@@ -132,7 +172,10 @@ def some_of_the_bundled(folder: Path, counts: dict[str, int]) -> Path:
         for split, count in counts.items():
             data = poecaps.data.load(f"{name}-sample", split=split)  # type: ignore[arg-type]
             assert data.labels is not None
-            for kind, array in (("images-idx3", data.images[:count, :, :, 0]), ("labels-idx1", data.labels[:count])):
+            for kind, array in (
+                ("images-idx3", data.images[:count, :, :, 0]),
+                ("labels-idx1", data.labels[:count]),
+            ):
                 head = np.array([0x800 + array.ndim, *array.shape], ">u4").tobytes()
                 file = folder / name / f"{PREFIX[split]}-{kind}-ubyte"  # type: ignore[index]
                 file.write_bytes(head + array.astype(np.uint8).tobytes())
@@ -157,7 +200,11 @@ def demo(bundled: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture
 def world(
-    bundled: dict[str, Path], demo: Path, presets: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bundled: dict[str, Path],
+    demo: Path,
+    presets: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[None]:
     monkeypatch.setattr(named, "BUNDLED", bundled["python"])
     shutil.copytree(demo, tmp_path / "runs" / "demo")
@@ -165,7 +212,9 @@ def world(
     for name in PICTURES:
         (tmp_path / name).mkdir(parents=True)
         for index in range(40):
-            Image.fromarray(numbers.integers(256, size=(40, 36), dtype=np.uint8)).save(tmp_path / name / f"{index}.png")
+            Image.fromarray(numbers.integers(256, size=(40, 36), dtype=np.uint8)).save(
+                tmp_path / name / f"{index}.png"
+            )
     monkeypatch.chdir(tmp_path)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -187,7 +236,9 @@ def explorer(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         clients: list[httpx.Client] = []
 
         def client(*, base_url: str, **options: Any) -> httpx.Client:
-            clients.append(plain(base_url=base_url.replace(EXPLORER, address), trust_env=False, **options))
+            clients.append(
+                plain(base_url=base_url.replace(EXPLORER, address), trust_env=False, **options)
+            )
             return clients[-1]
 
         plain = httpx.Client
@@ -201,7 +252,9 @@ def explorer(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 # What is shown runs
 
 
-@pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")  # torch's exporter uses what torch has deprecated
+@pytest.mark.filterwarnings(
+    "ignore:.*LeafSpec.*:FutureWarning"
+)  # torch's exporter uses what torch has deprecated
 @pytest.mark.parametrize("page", PYTHON)
 def test_python_runs(
     page: str, world: None, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
@@ -219,14 +272,18 @@ def test_python_runs(
 
 
 @pytest.mark.parametrize("page", COMMANDS)
-def test_commands_run(page: str, commands: None, demo: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_run(
+    page: str, commands: None, demo: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     if page in MADE:
         shutil.copytree(demo, MADE[page])
     for block in COMMANDS[page]:
         for program, *arguments in block.commands():
             if program == "poecaps":
                 status = main(arguments)
-                assert status == 0, f"{block}: poecaps {shlex.join(arguments)}: {capsys.readouterr().err}"
+                assert status == 0, (
+                    f"{block}: poecaps {shlex.join(arguments)}: {capsys.readouterr().err}"
+                )
             else:
                 check_command(program, arguments)
 
@@ -292,7 +349,9 @@ class _ParsedError(Exception):
         self.options = options
 
 
-def parse_benchmark(module: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> argparse.Namespace:
+def parse_benchmark(
+    module: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> argparse.Namespace:
     """Read the command line of a benchmark, without doing what it says."""
     read = argparse.ArgumentParser.parse_args
 
@@ -309,7 +368,9 @@ def parse_benchmark(module: str, arguments: list[str], monkeypatch: pytest.Monke
 
 def check_benchmark(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Check that a benchmark has the options that a command gives it, if it is the command of one."""
-    module = next((index for index, word in enumerate(words) if word.startswith("benchmarks.")), None)
+    module = next(
+        (index for index, word in enumerate(words) if word.startswith("benchmarks.")), None
+    )
     if module is None:
         return
     assert words[module - 2 : module] == ["python", "-m"], shlex.join(words)
@@ -319,7 +380,9 @@ def check_benchmark(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("block", MARKED, ids=str)
-def test_what_is_not_run_says_why_and_could_be(block: Block, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_run_says_why_and_could_be(
+    block: Block, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert MARK.fullmatch(block.mark or ""), f"{block}: write <!-- not run: and the reason -->"
     if block.language == "python":
         block.code()
@@ -346,7 +409,9 @@ def test_what_is_not_run_says_why_and_could_be(block: Block, monkeypatch: pytest
 def test_benchmarks_and_options_that_do_not_exist_are_noticed(
     command: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check_benchmark(shlex.split('python -m benchmarks.study --only "level 0;level 8" --json FILE'), monkeypatch)
+    check_benchmark(
+        shlex.split('python -m benchmarks.study --only "level 0;level 8" --json FILE'), monkeypatch
+    )
     with pytest.raises(error):
         check_benchmark(shlex.split(command), monkeypatch)
 
@@ -371,7 +436,9 @@ def test_no_block_escapes(page: str) -> None:
     assert 2 * len(blocks) == len(re.findall(r"^\s*(?:```|~~~)", text, re.M))
     assert {block.language for block in blocks} <= LANGUAGES
     marks = [block for block in blocks if block.mark is not None]
-    assert len(marks) == len(re.findall("<!-- *not run", text))  # none is anywhere but above a block
+    assert len(marks) == len(
+        re.findall("<!-- *not run", text)
+    )  # none is anywhere but above a block
 
 
 @pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
@@ -387,14 +454,19 @@ def test_what_a_file_beside_the_site_links_to_is_there(name: str) -> None:
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Everything that the site is made of, in a folder of its own."""
-    if importlib.util.find_spec("zensical") is None or importlib.util.find_spec("mkdocstrings_handlers") is None:
+    if (
+        importlib.util.find_spec("zensical") is None
+        or importlib.util.find_spec("mkdocstrings_handlers") is None
+    ):
         pytest.skip("the extra docs is not installed")
     folder = tmp_path_factory.mktemp("project")
     shutil.copy(ROOT / "zensical.toml", folder)
     shutil.copytree(ROOT / "docs", folder / "docs")
     for name in ("src", "tools"):
         shutil.copytree(
-            ROOT / name, folder / name, ignore=shutil.ignore_patterns("*.safetensors", "*.gz", "__pycache__")
+            ROOT / name,
+            folder / name,
+            ignore=shutil.ignore_patterns("*.safetensors", "*.gz", "__pycache__"),
         )
     return folder
 
@@ -417,7 +489,9 @@ def test_the_site_is_whole_and_fetches_nothing(site: Path) -> None:
 
 def test_every_page_is_in_the_site_and_in_its_navigation(site: Path) -> None:
     pages = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
-    named_there = re.findall(r'= "([^"]+\.md)"', (ROOT / "zensical.toml").read_text(encoding="utf-8"))
+    named_there = re.findall(
+        r'= "([^"]+\.md)"', (ROOT / "zensical.toml").read_text(encoding="utf-8")
+    )
     assert sorted(named_there) == sorted(pages)
     for page in pages:
         assert (site / page).with_suffix(".html").is_file()
@@ -428,16 +502,37 @@ def test_equations_are_drawn(site: Path) -> None:
     source = PAGES["docs/mathematics.md"].read_text(encoding="utf-8")
     assert page.count("<math") == source.count("```math") + len(re.findall(r"\$`.+?`\$", source))
     assert "$<code>" not in page
-    assert not any("\\" in each for each in re.findall(r"<math.*?</math>", page, re.S))  # commands that are not known
+    assert not any(
+        "\\" in each for each in re.findall(r"<math.*?</math>", page, re.S)
+    )  # commands that are not known
 
 
 def test_the_reference_has_every_public_name(site: Path) -> None:
     inventory = (site / "objects.inv").read_bytes().split(b"\n", 4)[4]
     known = {line.split()[0] for line in zlib.decompress(inventory).decode().splitlines()}
-    modules = [poecaps, poecaps.data, poecaps.functional, evaluation, export, sklearn, training, uses]
-    public = {f"{each.__name__}.{name}" for each in modules for name in getattr(each, "__all__", ())}
-    public -= {"poecaps.data", "poecaps.functional", "poecaps.models"}  # which have pages of their own
-    public |= {"poecaps.sklearn.CapsuleExpertsTransformer", "poecaps.models.names", "poecaps.CapsuleNetwork.generate"}
+    modules = [
+        poecaps,
+        poecaps.data,
+        poecaps.functional,
+        evaluation,
+        export,
+        sklearn,
+        training,
+        uses,
+    ]
+    public = {
+        f"{each.__name__}.{name}" for each in modules for name in getattr(each, "__all__", ())
+    }
+    public -= {
+        "poecaps.data",
+        "poecaps.functional",
+        "poecaps.models",
+    }  # which have pages of their own
+    public |= {
+        "poecaps.sklearn.CapsuleExpertsTransformer",
+        "poecaps.models.names",
+        "poecaps.CapsuleNetwork.generate",
+    }
     drawing = inspect.getmembers(plotting, inspect.isfunction)
     public |= {f"poecaps.plotting.{name}" for name, _ in drawing if not name.startswith("_")}
     assert public <= known
@@ -460,7 +555,9 @@ def test_parameters_that_share_a_description_have_types_of_their_own(site: Path)
     ],
     ids=["links", "names"],
 )
-def test_faults_stop_the_build(site: Path, project: Path, faulty: str, found: tuple[str, ...]) -> None:
+def test_faults_stop_the_build(
+    site: Path, project: Path, faulty: str, found: tuple[str, ...]
+) -> None:
     page = project / "docs" / "results.md"
     whole = page.read_text(encoding="utf-8")
     page.write_text(f"{whole}\n\n{faulty}\n", encoding="utf-8")
@@ -482,7 +579,10 @@ def test_faults_stop_the_build(site: Path, project: Path, faulty: str, found: tu
         ('<img src="gone.png">', "not there"),
         ('<script src="https://example.org/x.js"></script>', "fetches"),
         ('<link rel="stylesheet" href="//example.org/x.css">', "fetches"),
-        ('<img srcset="here.png 1x,https://example.org/x.png 2x">', "fetches https://example.org/x.png"),
+        (
+            '<img srcset="here.png 1x,https://example.org/x.png 2x">',
+            "fetches https://example.org/x.png",
+        ),
         ('<img srcset="here.png, gone.png 2x">', "links to gone.png, which is not there"),
         ('<video src="https://example.org/x.webm"></video>', "fetches"),
         ('<video poster="https://example.org/x.png"></video>', "fetches"),
@@ -491,8 +591,14 @@ def test_faults_stop_the_build(site: Path, project: Path, faulty: str, found: tu
         ('<object data="https://example.org/x.svg"></object>', "fetches"),
         ('<svg><use href="https://example.org/x.svg#a"/></svg>', "fetches"),
         ('<base href="https://example.org/">', "fetches"),
-        ('<style>p {} @import "https://example.org/x.css";</style>', "fetches https://example.org/x.css"),
-        ("<style>p { background: url(//example.org/x.png) }</style>", "fetches //example.org/x.png"),
+        (
+            '<style>p {} @import "https://example.org/x.css";</style>',
+            "fetches https://example.org/x.css",
+        ),
+        (
+            "<style>p { background: url(//example.org/x.png) }</style>",
+            "fetches //example.org/x.png",
+        ),
         ("""<p style="background: url('https://example.org/x.png')">""", "fetches"),
     ],
 )
@@ -515,7 +621,10 @@ def test_faults_of_a_page_are_found(name: str, line: str, fault: str, tmp_path: 
     [
         ('@import "https://example.org/x.css";', "fetches https://example.org/x.css"),
         ("@import url(//example.org/x.css);", "fetches //example.org/x.css"),
-        ("p { background: URL( 'https://example.org/x.png' ) }", "fetches https://example.org/x.png"),
+        (
+            "p { background: URL( 'https://example.org/x.png' ) }",
+            "fetches https://example.org/x.png",
+        ),
         ("@font-face { src: url(gone.woff2) }", "links to gone.woff2, which is not there"),
         ("p { background: url(/here.png) }", "links to /here.png, which is not there"),
     ],
@@ -540,8 +649,12 @@ def test_the_page_for_what_is_not_there_begins_at_the_root(tmp_path: Path) -> No
     (tmp_path / "index.html").write_text('<p id="here">')
     (tmp_path / "404.html").write_text('<a href="/"></a><a href="/index.html#here"></a>')
     assert faults(tmp_path) == []
-    (tmp_path / "404.html").write_text('<img src="/gone.png"><a href="/index.html#gone"></a><a href="/../x"></a>')
+    (tmp_path / "404.html").write_text(
+        '<img src="/gone.png"><a href="/index.html#gone"></a><a href="/../x"></a>'
+    )
     assert len(faults(tmp_path)) == 3
     (tmp_path / "404.html").unlink()
-    (tmp_path / "index.html").write_text('<a href="/index.html"></a>')  # where the site lies is not known
+    (tmp_path / "index.html").write_text(
+        '<a href="/index.html"></a>'
+    )  # where the site lies is not known
     assert len(faults(tmp_path)) == 1

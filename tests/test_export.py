@@ -27,8 +27,8 @@ def network() -> CapsuleNetwork:
         experts=((6, 5),),
         normalize="outputs",
         whiten=True,
-        level=3,
-        painter=True,
+        equalized_components=3,
+        pixel_decoder=True,
     )
     generator = torch.Generator().manual_seed(0)
     made = CapsuleNetwork(shape, generator=generator).eval()
@@ -45,7 +45,9 @@ def images(generator: torch.Generator) -> torch.Tensor:
 
 
 @torch.no_grad()
-def test_an_exported_program_is_the_network(network: CapsuleNetwork, images: torch.Tensor, tmp_path: Path) -> None:
+def test_an_exported_program_is_the_network(
+    network: CapsuleNetwork, images: torch.Tensor, tmp_path: Path
+) -> None:
     torch.export.save(export_encoder(network), tmp_path / "encoder.pt2")
     encode = torch.export.load(tmp_path / "encoder.pt2").module()
     decode = export_generator(network).module()
@@ -55,11 +57,17 @@ def test_an_exported_program_is_the_network(network: CapsuleNetwork, images: tor
         torch.testing.assert_close(decode(codes), network.decode(codes))
 
 
-@pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")  # torch's exporter uses what torch has deprecated
+@pytest.mark.filterwarnings(
+    "ignore:.*LeafSpec.*:FutureWarning"
+)  # torch's exporter uses what torch has deprecated
 @torch.no_grad()
-def test_onnxruntime_computes_the_same(network: CapsuleNetwork, images: torch.Tensor, tmp_path: Path) -> None:
+def test_onnxruntime_computes_the_same(
+    network: CapsuleNetwork, images: torch.Tensor, tmp_path: Path
+) -> None:
     files = write_onnx(network, tmp_path / "new" / "folder")
-    encoder, generator = (onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"]) for file in files)
+    encoder, generator = (
+        onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"]) for file in files
+    )
     for count in (1, 7):
         codes = network.encode(images[:count])
         assert codes.std() > 0.05
@@ -79,6 +87,8 @@ def test_onnx_says_what_is_missing(
     network: CapsuleNetwork, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str
 ) -> None:
     monkeypatch.setitem(sys.modules, missing, None)
-    with pytest.raises(ModuleNotFoundError, match=rf"^ONNX needs {missing}; pip install 'poecaps\[onnx\]'$"):
+    with pytest.raises(
+        ModuleNotFoundError, match=rf"^ONNX needs {missing}; pip install 'poecaps\[onnx\]'$"
+    ):
         write_onnx(network, tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -20,7 +20,9 @@ def normal(generator: torch.Generator, *shape: int, dtype: torch.dtype = torch.f
     return torch.randn(*shape, dtype=torch.float64, generator=generator).to(dtype)
 
 
-def of_norm(generator: torch.Generator, norm: float, dtype: torch.dtype, dim: int = 5, count: int = 64) -> Tensor:
+def of_norm(
+    generator: torch.Generator, norm: float, dtype: torch.dtype, dim: int = 5, count: int = 64
+) -> Tensor:
     """Vectors of random direction and the given norm, as near as the dtype has them."""
     v = normal(generator, count, dim)
     return (norm * v / v.norm(dim=-1, keepdim=True)).to(dtype)
@@ -36,7 +38,9 @@ def representable(norm: float, dtype: torch.dtype) -> float:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("scale", SCALES)
-def test_squash_is_its_equation(scale: float, dtype: torch.dtype, generator: torch.Generator) -> None:
+def test_squash_is_its_equation(
+    scale: float, dtype: torch.dtype, generator: torch.Generator
+) -> None:
     z = of_norm(generator, representable(scale, dtype), dtype)
     exact = [[float(v) for v in row] for row in z.double()]
     expected = []
@@ -54,7 +58,9 @@ def test_squash_is_its_equation(scale: float, dtype: torch.dtype, generator: tor
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("scale", SCALES)
-def test_unsquash_undoes_squash(scale: float, dtype: torch.dtype, generator: torch.Generator) -> None:
+def test_unsquash_undoes_squash(
+    scale: float, dtype: torch.dtype, generator: torch.Generator
+) -> None:
     """Exact up to what rounding the squashed vector must lose.
 
     Rounding a norm p = n²/(1+n²) by a relative ε moves n by a relative ε(1+n²)/2, and p below the smallest number of
@@ -72,14 +78,18 @@ def test_unsquash_undoes_squash(scale: float, dtype: torch.dtype, generator: tor
     saturated = lost > 0.1
     assert bool(((error <= tolerance) | saturated).all())
     if bool(saturated.any()):
-        cosine = (back * z.double()).sum(-1, keepdim=True) / (norm * back.norm(dim=-1, keepdim=True))
+        cosine = (back * z.double()).sum(-1, keepdim=True) / (
+            norm * back.norm(dim=-1, keepdim=True)
+        )
         assert bool((cosine > 1 - 4 * info.eps).all())
         assert bool((back.norm(dim=-1) > 0.2 / math.sqrt(info.eps)).all())
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("norm", [0.0, 1e-30, 1e-3, 0.1, 0.5, 0.9, 0.99, "1-16eps", "1-eps"])
-def test_squash_undoes_unsquash(norm: float | str, dtype: torch.dtype, generator: torch.Generator) -> None:
+def test_squash_undoes_unsquash(
+    norm: float | str, dtype: torch.dtype, generator: torch.Generator
+) -> None:
     info = torch.finfo(dtype)
     radius = norm if isinstance(norm, float) else 1 - info.eps * {"1-16eps": 16, "1-eps": 1}[norm]
     x = of_norm(generator, radius, dtype)
@@ -89,7 +99,9 @@ def test_squash_undoes_unsquash(norm: float | str, dtype: torch.dtype, generator
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("dim", [1, 2, 8, 16, 64])
-def test_squash_stays_inside_the_open_ball(dim: int, dtype: torch.dtype, generator: torch.Generator) -> None:
+def test_squash_stays_inside_the_open_ball(
+    dim: int, dtype: torch.dtype, generator: torch.Generator
+) -> None:
     for scale in SCALES:
         x = squash(of_norm(generator, representable(scale, dtype), dtype, dim=dim))
         check_capsules(x)
@@ -187,7 +199,9 @@ def test_coefficients_sum_to_one_along_the_named_axis_and_mix_the_votes(
     along, across = (1, 2) if normalize == "inputs" else (2, 1)
     torch.testing.assert_close(c.sum(along), torch.ones_like(c.sum(along)))
     assert not torch.allclose(c.sum(across), torch.ones_like(c.sum(across)), rtol=0.01)
-    torch.testing.assert_close(routing.preactivation, (c.unsqueeze(-1) * votes_of(x, weight)).sum(1))
+    torch.testing.assert_close(
+        routing.preactivation, (c.unsqueeze(-1) * votes_of(x, weight)).sum(1)
+    )
     uniform = torch.full_like(c, 1 / 7 if normalize == "inputs" else 1 / 5)
     assert torch.allclose(c, uniform) == (iterations == 1)
 
@@ -215,7 +229,11 @@ def test_cosine_routing_is_the_papers_loop(x: Tensor, weight: Tensor) -> None:
 def test_outputs_and_inner_are_sabours_procedure_1(x: Tensor, weight: Tensor) -> None:
     """Procedure 1 of "Dynamic routing between capsules", with plain loops over Python floats."""
     u = votes_of(x, weight).tolist()
-    ours = squash(routing_by_agreement(x, weight, iterations=3, normalize="outputs", agreement="inner").preactivation)
+    ours = squash(
+        routing_by_agreement(
+            x, weight, iterations=3, normalize="outputs", agreement="inner"
+        ).preactivation
+    )
     for image, result in zip(u, ours.tolist(), strict=True):
         capsules_l, capsules_next = range(len(image)), range(len(image[0]))
         b = [[0.0 for _ in capsules_next] for _ in capsules_l]
@@ -239,24 +257,39 @@ def test_outputs_and_inner_are_sabours_procedure_1(x: Tensor, weight: Tensor) ->
 @pytest.mark.parametrize(("normalize", "agreement"), OPTIONS)
 class TestSymmetries:
     def test_permuting_inputs_or_experts_permutes_the_results(
-        self, x: Tensor, weight: Tensor, normalize: F.Axis, agreement: F.Agreement, generator: torch.Generator
+        self,
+        x: Tensor,
+        weight: Tensor,
+        normalize: F.Axis,
+        agreement: F.Agreement,
+        generator: torch.Generator,
     ) -> None:
         options = {"sharpness": 5.0, "normalize": normalize, "agreement": agreement}
         plain = routing_by_agreement(x, weight, **options)  # type: ignore[arg-type]
-        inputs, experts = torch.randperm(7, generator=generator), torch.randperm(5, generator=generator)
+        inputs, experts = (
+            torch.randperm(7, generator=generator),
+            torch.randperm(5, generator=generator),
+        )
         mixed = routing_by_agreement(x[:, inputs], weight[inputs][:, experts], **options)  # type: ignore[arg-type]
         torch.testing.assert_close(mixed.coefficients, plain.coefficients[:, inputs][:, :, experts])
         torch.testing.assert_close(mixed.preactivation, plain.preactivation[:, experts])
 
     def test_rotating_an_experts_space_rotates_its_output_and_changes_no_coefficient(
-        self, x: Tensor, weight: Tensor, normalize: F.Axis, agreement: F.Agreement, generator: torch.Generator
+        self,
+        x: Tensor,
+        weight: Tensor,
+        normalize: F.Axis,
+        agreement: F.Agreement,
+        generator: torch.Generator,
     ) -> None:
         options = {"sharpness": 5.0, "normalize": normalize, "agreement": agreement}
         turns = torch.linalg.qr(normal(generator, 5, 3, 3)).Q
         plain = routing_by_agreement(x, weight, **options)  # type: ignore[arg-type]
         turned = routing_by_agreement(x, torch.einsum("jed,ijdk->ijek", turns, weight), **options)  # type: ignore[arg-type]
         torch.testing.assert_close(turned.coefficients, plain.coefficients)
-        torch.testing.assert_close(turned.preactivation, torch.einsum("jed,bjd->bje", turns, plain.preactivation))
+        torch.testing.assert_close(
+            turned.preactivation, torch.einsum("jed,bjd->bje", turns, plain.preactivation)
+        )
 
     @pytest.mark.parametrize("zero", ["capsule", "weight", "everything"])
     def test_zeros_give_no_nan(
@@ -280,10 +313,14 @@ class TestSymmetries:
         self, x: Tensor, weight: Tensor, normalize: F.Axis, agreement: F.Agreement
     ) -> None:
         def route(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-            routing = routing_by_agreement(x, weight, sharpness=2.0, normalize=normalize, agreement=agreement)
+            routing = routing_by_agreement(
+                x, weight, sharpness=2.0, normalize=normalize, agreement=agreement
+            )
             return routing.coefficients, routing.preactivation
 
-        assert torch.autograd.gradcheck(route, (x[:1, :3].requires_grad_(), weight[:3, :2].requires_grad_()))
+        assert torch.autograd.gradcheck(
+            route, (x[:1, :3].requires_grad_(), weight[:3, :2].requires_grad_())
+        )
 
 
 def test_a_zero_vote_agrees_with_nothing(x: Tensor, weight: Tensor) -> None:
@@ -319,17 +356,35 @@ def test_errors_name_the_argument_the_value_and_the_remedy(x: Tensor, weight: Te
         with pytest.raises(error, match=pattern):
             routing_by_agreement(*(tensors or (x, weight)), **options)  # type: ignore[arg-type]
 
-    fails(ValueError, r"x must have shape \(B, I=7, K=4\).*has shape \(7, 4\); add the batch axis", x[0], weight)
+    fails(
+        ValueError,
+        r"x must have shape \(B, I=7, K=4\).*has shape \(7, 4\); add the batch axis",
+        x[0],
+        weight,
+    )
     fails(ValueError, r"x must have shape \(B, I=7, K=4\).*has shape \(3, 6, 4\)", x[:, :6], weight)
     fails(ValueError, r"weight must have shape \(I, J, D, K\).*\(7, 5, 3\)", x, weight[..., 0])
-    fails(TypeError, r"x must be a floating-point tensor, but its dtype is torch.int64", x.long(), weight)
+    fails(
+        TypeError,
+        r"x must be a floating-point tensor, but its dtype is torch.int64",
+        x.long(),
+        weight,
+    )
     fails(TypeError, r"x is torch.float32 but weight is torch.float64; convert", x.float(), weight)
     fails(TypeError, r"x must be a torch.Tensor, but is list", x.tolist(), weight)  # type: ignore[arg-type]
     fails(ValueError, r"iterations must be .* at least 1, but is 0", iterations=0)
     fails(TypeError, r"iterations must be a whole number .*, but is 2.5", iterations=2.5)
-    fails(ValueError, r"sharpness must be a finite number of at least 0, but is nan", sharpness=math.nan)
+    fails(
+        ValueError,
+        r"sharpness must be a finite number of at least 0, but is nan",
+        sharpness=math.nan,
+    )
     fails(ValueError, r"sharpness must be a finite number of at least 0, but is -1", sharpness=-1)
-    fails(ValueError, r"sharpness must be a finite number of at least 0, but is inf", sharpness=math.inf)
+    fails(
+        ValueError,
+        r"sharpness must be a finite number of at least 0, but is inf",
+        sharpness=math.inf,
+    )
     fails(TypeError, r"sharpness must be a number of at least 0, but is '5'", sharpness="5")
     fails(
         ValueError,
@@ -337,18 +392,24 @@ def test_errors_name_the_argument_the_value_and_the_remedy(x: Tensor, weight: Te
         normalize="input",
     )
     fails(ValueError, r"agreement must be one of 'cosine', 'inner', but is None", agreement=None)
-    with pytest.raises(TypeError, match=r"z must be a floating-point tensor, but its dtype is torch.int64"):
+    with pytest.raises(
+        TypeError, match=r"z must be a floating-point tensor, but its dtype is torch.int64"
+    ):
         squash(torch.tensor([1, 2]))
 
 
 def test_every_function_checks_its_shapes(x: Tensor, weight: Tensor) -> None:
     c = routing_by_agreement(x, weight).coefficients
     y = squash(F.preactivation(x, weight, c))
-    with pytest.raises(ValueError, match=r"coefficients must have shape \(B=3, I=7, J=5\).*take those of routing"):
+    with pytest.raises(
+        ValueError, match=r"coefficients must have shape \(B=3, I=7, J=5\).*take those of routing"
+    ):
         F.preactivation(x, weight, c[:, :6])
     with pytest.raises(ValueError, match=r"y must have shape \(B, J=5, D=3\).*those of the weight"):
         F.reconstruction(y[:, :4], weight, c)
-    with pytest.raises(ValueError, match=r"z must have shape \(B, J, D\).*preactivation of routing"):
+    with pytest.raises(
+        ValueError, match=r"z must have shape \(B, J, D\).*preactivation of routing"
+    ):
         F.free_energy(y[0, 0])
     with pytest.raises(ValueError, match=r"on must have shape \(B=3, J=5\)"):
         F.free_energy(y, torch.ones(3, 1))
@@ -370,7 +431,9 @@ def test_check_capsules_says_which_capsule_is_wrong() -> None:
     with pytest.raises(ValueError, match=r"codes\[1, 2\] has norm 1; apply poecaps.squash"):
         check_capsules(x, "codes")
     x[1, 2, 0] = math.nan
-    with pytest.raises(ValueError, match=r"x must be finite, but x\[1, 2\] = \[nan, 0.0, 0.0, 0.0\]"):
+    with pytest.raises(
+        ValueError, match=r"x must be finite, but x\[1, 2\] = \[nan, 0.0, 0.0, 0.0\]"
+    ):
         check_capsules(x)
 
 

@@ -27,14 +27,20 @@ I, K, J, D = 6, 4, 5, 3  # noqa: E741
 
 
 def make_layer(
-    generator: torch.Generator, *, std: float = 1.0, dtype: torch.dtype = torch.float64, **options: Any
+    generator: torch.Generator,
+    *,
+    std: float = 1.0,
+    dtype: torch.dtype = torch.float64,
+    **options: Any,
 ) -> CapsuleExperts:
     layer = CapsuleExperts(I, K, options.pop("out_capsules", J), D, dtype=dtype, **options)
     layer.reset_parameters(std=std, generator=generator)
     return layer
 
 
-def capsules(generator: torch.Generator, count: int = 8, dtype: torch.dtype = torch.float64) -> Tensor:
+def capsules(
+    generator: torch.Generator, count: int = 8, dtype: torch.dtype = torch.float64
+) -> Tensor:
     return squash(torch.randn(count, I, K, dtype=torch.float64, generator=generator)).to(dtype)
 
 
@@ -53,7 +59,9 @@ def test_enumerating_all_states_gives_free_energy_firing_and_factorised_conditio
     states = torch.tensor(list(itertools.product([0, 1], repeat=experts)))
     energies = torch.stack([layer.energy(x, state.expand(len(x), -1)) for state in states], dim=1)
 
-    torch.testing.assert_close(layer.free_energy(x), -torch.logsumexp(-energies, dim=1), rtol=0, atol=1e-10)
+    torch.testing.assert_close(
+        layer.free_energy(x), -torch.logsumexp(-energies, dim=1), rtol=0, atol=1e-10
+    )
     joint = torch.softmax(-energies, dim=1)
     p = layer.firing_probability(x)
     torch.testing.assert_close(p, joint @ states.double(), rtol=0, atol=1e-10)
@@ -62,14 +70,18 @@ def test_enumerating_all_states_gives_free_energy_firing_and_factorised_conditio
     torch.testing.assert_close(layer(x).norm(dim=-1), p, rtol=0, atol=1e-10)
 
 
-def test_energy_of_the_off_state_is_zero_even_for_a_silent_expert(generator: torch.Generator) -> None:
+def test_energy_of_the_off_state_is_zero_even_for_a_silent_expert(
+    generator: torch.Generator,
+) -> None:
     layer = make_layer(generator)
     x = torch.zeros(2, I, K, dtype=torch.float64, requires_grad=True)
     off = layer.energy(x, torch.zeros(2, J))
     assert torch.equal(off.detach(), torch.zeros(2, dtype=torch.float64))
     off.sum().backward()
     assert torch.equal(x.grad, torch.zeros_like(x))  # type: ignore[arg-type]
-    assert torch.equal(layer.energy(x, torch.ones(2, J)).detach(), torch.full((2,), math.inf, dtype=torch.float64))
+    assert torch.equal(
+        layer.energy(x, torch.ones(2, J)).detach(), torch.full((2,), math.inf, dtype=torch.float64)
+    )
 
 
 def test_reconstruct_is_one_deterministic_mixing(generator: torch.Generator) -> None:
@@ -139,11 +151,15 @@ def test_gradient_of_contrastive_divergence(
         change = torch.zeros_like(delta)
         change[index] = step
         w = layer.weight.detach()
-        slope = (free_energy_difference(w + change) - free_energy_difference(w - change)) / (2 * step)
+        slope = (free_energy_difference(w + change) - free_energy_difference(w - change)) / (
+            2 * step
+        )
         assert slope.item() == pytest.approx(gradient[index].item(), rel=1e-6, abs=1e-9)
 
 
-def test_bernoulli_mixing_draws_each_state_as_often_as_the_model_says(generator: torch.Generator) -> None:
+def test_bernoulli_mixing_draws_each_state_as_often_as_the_model_says(
+    generator: torch.Generator,
+) -> None:
     """Every x̃ is the reconstruction from unit vectors of some on/off state, and states occur with P(a|x)."""
     layer = make_layer(generator, std=2.0, out_capsules=3)
     x, draws = capsules(generator, 1), 20_000
@@ -176,7 +192,9 @@ def test_a_persistent_chain_goes_on_from_where_it_was(generator: torch.Generator
         torch.testing.assert_close(layer.weight.grad, model - data)
 
 
-def positive_phase(layer: CapsuleExperts, x: Tensor, after: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+def positive_phase(
+    layer: CapsuleExperts, x: Tensor, after: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
     """2 · mean c_ij g(z_j) x_iᵀ at the capsules reached from `x` by `after` mixings with its coefficients."""
     w, c = layer.weight.detach(), layer.route(x).coefficients.detach()
     for _ in range(after):
@@ -210,11 +228,15 @@ def test_learning_lowers_the_reconstruction_error(generator: torch.Generator) ->
 # Competition
 
 
-def test_only_the_winners_fire_and_the_balance_decides_close_calls(generator: torch.Generator) -> None:
+def test_only_the_winners_fire_and_the_balance_decides_close_calls(
+    generator: torch.Generator,
+) -> None:
     layer, x = make_layer(generator, winners=2), capsules(generator)
     z = layer.route(x).preactivation
     assert torch.equal((layer(x).norm(dim=-1) > 0).sum(-1), torch.full((len(x),), 2))
-    assert torch.equal((layer(x).norm(dim=-1) > 0), z.norm(dim=-1) >= z.norm(dim=-1).topk(2).values[:, 1:])
+    assert torch.equal(
+        (layer(x).norm(dim=-1) > 0), z.norm(dim=-1) >= z.norm(dim=-1).topk(2).values[:, 1:]
+    )
 
     layer.balance[4] = 1e3
     assert bool((layer.firing_probability(x)[:, 4] > 0).all())
@@ -244,7 +266,11 @@ def test_reconstruct_hears_only_the_winners(generator: torch.Generator) -> None:
 
 def test_competition_with_a_chain(generator: torch.Generator) -> None:
     """Data and chain have winners of their own, held while they are mixed; the data's alone move the balance."""
-    layer, x, chain = make_layer(generator, winners=2, balance_rate=0.3), capsules(generator, 5), capsules(generator, 7)
+    layer, x, chain = (
+        make_layer(generator, winners=2, balance_rate=0.3),
+        capsules(generator, 5),
+        capsules(generator, 7),
+    )
     w = layer.weight.detach()
 
     def phase(x: Tensor, mixings: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -262,7 +288,9 @@ def test_competition_with_a_chain(generator: torch.Generator) -> None:
     layer.contrastive_divergence(x, 3, chain=chain).backward()
     torch.testing.assert_close(layer.weight.grad, model - data)
     torch.testing.assert_close(chain, mixed)
-    torch.testing.assert_close(layer.balance.double(), 0.3 * (2 / J - wins.mean(0)), rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(
+        layer.balance.double(), 0.3 * (2 / J - wins.mean(0)), rtol=1e-6, atol=1e-7
+    )
     layer.reset_parameters()
     assert not bool(layer.balance.any())
 
@@ -336,11 +364,15 @@ def test_a_batch_and_its_images_one_by_one_agree(
     for method in (layer, layer.reconstruct, layer.free_energy, layer.firing_probability):
         torch.testing.assert_close(method(x), torch.cat([method(image[None]) for image in x]))
     loss = layer.contrastive_divergence(x)
-    torch.testing.assert_close(loss, torch.stack([layer.contrastive_divergence(image[None]) for image in x]).mean())
+    torch.testing.assert_close(
+        loss, torch.stack([layer.contrastive_divergence(image[None]) for image in x]).mean()
+    )
 
 
 @pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float16, 2e-2), (torch.bfloat16, 1e-1)], ids=str
+    ("dtype", "tolerance"),
+    [(torch.float32, 1e-5), (torch.float16, 2e-2), (torch.bfloat16, 1e-1)],
+    ids=str,
 )
 @pytest.mark.parametrize(("normalize", "agreement"), OPTIONS)
 def test_every_precision_agrees_with_float64(
@@ -392,7 +424,9 @@ def test_autocast_reconciles_half_and_float32_but_not_float64(generator: torch.G
     layer = make_layer(generator, dtype=torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert layer(capsules(generator, dtype=torch.bfloat16)).dtype == torch.bfloat16
-        with pytest.raises(TypeError, match=r"x is torch.float64 but the layer's weight is torch.float32"):
+        with pytest.raises(
+            TypeError, match=r"x is torch.float64 but the layer's weight is torch.float32"
+        ):
             layer(capsules(generator))
 
 
@@ -403,7 +437,12 @@ def test_a_layer_on_the_meta_device_knows_its_shapes() -> None:
 
 def test_defaults_are_the_papers() -> None:
     layer = CapsuleExperts(I, K, J, D)
-    assert (layer.iterations, layer.sharpness, layer.normalize, layer.agreement) == (3, 1.0, "inputs", "cosine")
+    assert (layer.iterations, layer.sharpness, layer.normalize, layer.agreement) == (
+        3,
+        1.0,
+        "inputs",
+        "cosine",
+    )
     assert layer.winners is None
 
 
@@ -411,7 +450,9 @@ BACKENDS = [
     "aot_eager",
     pytest.param(
         "inductor",
-        marks=pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler"),
+        marks=pytest.mark.skipif(
+            shutil.which("g++") is None, reason="inductor needs a C++ compiler"
+        ),
     ),
 ]
 
@@ -448,13 +489,17 @@ def test_compile_with_dynamic_shapes_and_other_sharpness(generator: torch.Genera
 def test_functional_transforms(generator: torch.Generator) -> None:
     """Per-image gradients of the free energy by vmap are those of one image at a time."""
     layer, x = make_layer(generator), capsules(generator)
-    per_image = torch.func.vmap(torch.func.grad(lambda image: layer.free_energy(image[None]).sum()))(x)
+    per_image = torch.func.vmap(
+        torch.func.grad(lambda image: layer.free_energy(image[None]).sum())
+    )(x)
     x.requires_grad_()
     layer.free_energy(x).sum().backward()
     torch.testing.assert_close(per_image, x.grad)
 
 
-def test_state_dict_deepcopy_and_trained_balance_survive(generator: torch.Generator, tmp_path: Path) -> None:
+def test_state_dict_deepcopy_and_trained_balance_survive(
+    generator: torch.Generator, tmp_path: Path
+) -> None:
     layer, x = make_layer(generator, winners=2), capsules(generator)
     layer.contrastive_divergence(x)
     assert bool(layer.balance.any())
@@ -475,7 +520,10 @@ def test_it_trains_inside_an_ordinary_network(generator: torch.Generator) -> Non
     second = CapsuleExperts(J, D, 2, 3, generator=generator)
     second.reset_parameters(std=1.0, generator=generator)
     network = nn.Sequential(
-        nn.Linear(I * K, I * K), nn.Unflatten(1, (I, K)), make_layer(generator, dtype=torch.float32), second
+        nn.Linear(I * K, I * K),
+        nn.Unflatten(1, (I, K)),
+        make_layer(generator, dtype=torch.float32),
+        second,
     )
     length = network(torch.randn(16, I * K, generator=generator)).norm(dim=-1)
     nn.functional.cross_entropy(length, torch.arange(16) % 2).backward()
@@ -494,7 +542,9 @@ def ddp_worker(rank: int, rendezvous: str, results: str) -> None:
     torch.save(layer.weight.grad, f"{results}/{rank}.pt")
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
-    os._exit(0)  # the interpreter's own way out now and then aborts in gloo's threads, after all is done
+    os._exit(
+        0
+    )  # the interpreter's own way out now and then aborts in gloo's threads, after all is done
 
 
 def test_distributed_data_parallel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -507,7 +557,9 @@ def test_distributed_data_parallel(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     layer = make_layer(generator)
     layer(capsules(generator, 8)).square().mean().backward()
     for rank in range(2):
-        torch.testing.assert_close(torch.load(tmp_path / f"{rank}.pt", weights_only=True), layer.weight.grad)
+        torch.testing.assert_close(
+            torch.load(tmp_path / f"{rank}.pt", weights_only=True), layer.weight.grad
+        )
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -527,11 +579,18 @@ def test_bad_data_are_refused_by_name_value_and_remedy(generator: torch.Generato
     nan[1, 2, 3] = math.nan
     outside[4, 5] = torch.tensor([0.6, 0.8, 0, 0], dtype=torch.float64)
     for method in methods:
-        with pytest.raises(ValueError, match=r"x must have shape \(B, I=6, K=4\).*\(6, 4\); add the batch axis"):
+        with pytest.raises(
+            ValueError, match=r"x must have shape \(B, I=6, K=4\).*\(6, 4\); add the batch axis"
+        ):
             method(x[0])
-        with pytest.raises(ValueError, match=r"x must have shape \(B, I=6, K=4\).*\(8, 5, 4\); reshape it, or build"):
+        with pytest.raises(
+            ValueError,
+            match=r"x must have shape \(B, I=6, K=4\).*\(8, 5, 4\); reshape it, or build",
+        ):
             method(x[:, :5])
-        with pytest.raises(TypeError, match=r"x is torch.float32 but the layer's weight is torch.float64"):
+        with pytest.raises(
+            TypeError, match=r"x is torch.float32 but the layer's weight is torch.float64"
+        ):
             method(x.float())
         with pytest.raises(ValueError, match=r"x must be finite, but x\[1, 2\] = \[.*nan\]"):
             method(nan)
@@ -545,9 +604,13 @@ def test_bad_data_are_refused_by_name_value_and_remedy(generator: torch.Generato
         layer.contrastive_divergence(x[:0])
     with pytest.raises(ValueError, match="chain must hold at least one image"):
         layer.contrastive_divergence(x, chain=x[:0].clone())
-    with pytest.raises(ValueError, match=r"chain is overwritten, but shares its memory with x; give it chain.clone"):
+    with pytest.raises(
+        ValueError, match=r"chain is overwritten, but shares its memory with x; give it chain.clone"
+    ):
         layer.contrastive_divergence(x, chain=x[:2])
-    with pytest.raises(ValueError, match=r"on must be 0 \(off\) or 1 \(on\) for every expert, but holds 2"):
+    with pytest.raises(
+        ValueError, match=r"on must be 0 \(off\) or 1 \(on\) for every expert, but holds 2"
+    ):
         layer.energy(x, torch.full((8, J), 2))
     with pytest.raises(ValueError, match=r"x\[4, 5\] has norm 1"):
         layer.energy(outside, torch.ones(8, J))
@@ -562,7 +625,11 @@ def test_bad_data_are_refused_by_name_value_and_remedy(generator: torch.Generato
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"in_capsules": 0}, ValueError, "in_capsules must be a whole number of at least 1, but is 0"),
+        (
+            {"in_capsules": 0},
+            ValueError,
+            "in_capsules must be a whole number of at least 1, but is 0",
+        ),
         ({"out_dim": 2.0}, TypeError, "out_dim must be a whole number of at least 1, but is 2.0"),
         ({"iterations": True}, TypeError, "iterations must be"),
         ({"normalize": "outpts"}, ValueError, "did you mean 'outputs'"),
@@ -572,7 +639,9 @@ def test_bad_data_are_refused_by_name_value_and_remedy(generator: torch.Generato
         ({"dtype": torch.int32}, TypeError, "dtype must be one of torch.float16"),
     ],
 )
-def test_bad_options_are_refused(options: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_bad_options_are_refused(
+    options: dict[str, Any], error: type[Exception], message: str
+) -> None:
     sizes = {"in_capsules": I, "in_dim": K, "out_capsules": J, "out_dim": D}
     with pytest.raises(error, match=message):
         CapsuleExperts(**(sizes | options))
@@ -587,7 +656,9 @@ def test_bad_learning_options_are_refused(generator: torch.Generator) -> None:
     layer, x = make_layer(generator), capsules(generator)
     with pytest.raises(ValueError, match="k must be a whole number of at least 1, but is 0"):
         layer.contrastive_divergence(x, 0)
-    with pytest.raises(ValueError, match="mixing must be one of 'deterministic', 'bernoulli', but is 'gibbs'"):
+    with pytest.raises(
+        ValueError, match="mixing must be one of 'deterministic', 'bernoulli', but is 'gibbs'"
+    ):
         layer.contrastive_divergence(x, mixing="gibbs")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="winners must be a whole number from 1 to 5, but is 9"):
         layer.winners = 9

@@ -39,8 +39,13 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("elsewhere")
     np.save(root / "few.npy", poecaps.data.load("mnist-sample").images[:48])
     usual = PRESETS["default"]()
-    short = {name: replace(getattr(usual, name), epochs=1) for name in ("autoencoder", "encoder", "decoder")}
-    config = replace(usual, data=str(root / "few.npy"), batch_size=16, device="cpu", seed=7, **short)
+    short = {
+        name: replace(getattr(usual, name), epochs=1)
+        for name in ("autoencoder", "encoder", "decoder")
+    }
+    config = replace(
+        usual, data=str(root / "few.npy"), batch_size=16, device="cpu", seed=7, **short
+    )
     train(replace(config, model=replace(usual.model, **SMALL)), root / "run")  # type: ignore[arg-type]
     about = record.read(root / "run")
     about["config"] |= {"data": "mnist", "data_path": str(root)}
@@ -51,7 +56,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def shipped(
-    run: Path, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> Path:
     """A package with two models, seen from an empty folder on a machine without the full sets and the network."""
     package = tmp_path_factory.mktemp("package")
@@ -84,7 +92,9 @@ def test_a_model_is_found_by_its_name_or_by_its_folder(shipped: Path, run: Path)
     assert models.names() == ("fashion-mnist", "mnist")
     assert models.find("fashion-mnist") == shipped / "fashion-mnist"
     assert poecaps.load("mnist").architecture.experts == ((3, 5),)
-    assert torch.equal(poecaps.load(run).encoders[0].weight, CapsuleNetwork.load(run).encoders[0].weight)  # type: ignore[arg-type]
+    assert torch.equal(
+        poecaps.load(run).encoders[0].weight, CapsuleNetwork.load(run).encoders[0].weight
+    )  # type: ignore[arg-type]
 
 
 def test_a_name_means_the_shipped_model_and_a_path_the_folder(
@@ -97,29 +107,39 @@ def test_a_name_means_the_shipped_model_and_a_path_the_folder(
     assert main(["info", "mnist"]) == 0
     said = capsys.readouterr()
     assert "3 of 5 numbers" in said.out
-    assert "mnist is the model that comes with poecaps; the one in the folder here is ./mnist" in said.err
+    assert (
+        "mnist is the model that comes with poecaps; the one in the folder here is ./mnist"
+        in said.err
+    )
     assert main(["info", "./mnist"]) == 0
     said = capsys.readouterr()
     assert "2 of 9 numbers" in said.out
     assert said.err == ""
 
 
-def test_an_unknown_name_is_told_those_there_are(shipped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    message = (
-        r"there is no folder mnits, and no model of that name .*; did you mean 'mnist'\? .*: fashion-mnist, mnist$"
-    )
+def test_an_unknown_name_is_told_those_there_are(
+    shipped: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    message = r"there is no folder mnits, and no model of that name .*; did you mean 'mnist'\? .*: fashion-mnist, mnist$"
     with pytest.raises(FileNotFoundError, match=message):
         poecaps.load("mnits")
     monkeypatch.setattr(models, "FOLDER", shipped / "mnist")
-    with pytest.raises(FileNotFoundError, match=r"there is no folder mnist, .* This installation has no models"):
+    with pytest.raises(
+        FileNotFoundError, match=r"there is no folder mnist, .* This installation has no models"
+    ):
         poecaps.load("mnist")
 
 
-def test_the_hub_is_not_asked_for_what_cannot_be_there(shipped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hub_is_not_asked_for_what_cannot_be_there(
+    shipped: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(hub, "_mixin", lambda: pytest.fail("the Hub was asked"))
     assert CapsuleNetwork.from_pretrained("mnist").architecture.experts == ((3, 5),)
     for name in ("mnits", "./mnist", "/nowhere/at/all"):
-        with pytest.raises(FileNotFoundError, match=f"^there is no folder {name}, and no model .*: fashion-mnist.*$"):
+        with pytest.raises(
+            FileNotFoundError,
+            match=f"^there is no folder {name}, and no model .*: fashion-mnist.*$",
+        ):
             CapsuleNetwork.from_pretrained(name)
     with pytest.raises(pytest.fail.Exception, match="the Hub was asked"):
         CapsuleNetwork.from_pretrained("me/digits-2.0")
@@ -133,9 +153,18 @@ def test_the_hub_is_not_asked_for_what_cannot_be_there(shipped: Path, monkeypatc
     ("arguments", "files"),
     [
         (["generate", "mnist"], ["mnist-joint.png", "mnist-joint.npz"]),
-        (["generate", "mnist", "--domain", "learned", "--expert", "1"], ["mnist-learned-1.png", "mnist-learned-1.npz"]),
-        (["reconstruct", "mnist", "--count", "3"], ["mnist-reconstructions.png", "mnist-reconstructions.npz"]),
-        (["traverse", "mnist", "--image", "2"], ["mnist-expert-0-image-2.png", "mnist-expert-0-image-2.npz"]),
+        (
+            ["generate", "mnist", "--domain", "learned", "--expert", "1"],
+            ["mnist-learned-1.png", "mnist-learned-1.npz"],
+        ),
+        (
+            ["reconstruct", "mnist", "--count", "3"],
+            ["mnist-reconstructions.png", "mnist-reconstructions.npz"],
+        ),
+        (
+            ["traverse", "mnist", "--image", "2"],
+            ["mnist-expert-0-image-2.png", "mnist-expert-0-image-2.npz"],
+        ),
         (["encode", "mnist", "--split", "test"], ["mnist-codes-test.npz"]),
         (["encode", "mnist", "--split", "test", "--out", "mine.npz"], ["mine.npz"]),
         (["info", "mnist"], []),
@@ -154,14 +183,20 @@ def test_a_shipped_model_sees_the_bundled_sample_where_its_own_set_is_missing(
     shipped: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["reconstruct", "mnist", "--count", "5"]) == 0
-    assert "the full set mnist is not on this machine; takes the bundled mnist-sample" in capsys.readouterr().err
+    assert (
+        "the full set mnist is not on this machine; takes the bundled mnist-sample"
+        in capsys.readouterr().err
+    )
     with np.load("mnist-reconstructions.npz") as drawn:
         sample = poecaps.data.load("mnist-sample", split="test").batch(range(5))
         np.testing.assert_array_equal(drawn["originals"], sample.numpy())
 
 
 def test_a_shipped_model_sees_its_own_set_where_it_is(
-    shipped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    shipped: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Both splits of it: a set of which a part is missing would compare the one with the sample of the other."""
     monkeypatch.setenv("POECAPS_DATA", str(tmp_path))
@@ -180,7 +215,10 @@ def test_a_shipped_model_sees_its_own_set_where_it_is(
 
 
 def test_a_shipped_model_is_measured_on_one_set_and_by_its_judge(
-    shipped: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    shipped: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     few = {split: poecaps.data.load("mnist-sample", split=split) for split in ("train", "test")}
     asked = []
@@ -197,7 +235,10 @@ def test_a_shipped_model_is_measured_on_one_set_and_by_its_judge(
     said = capsys.readouterr()
     assert said.err.count("takes the bundled mnist-sample") == 1
     assert "written to mnist-evaluation.json" in said.out
-    assert json.loads((tmp_path / "mnist-evaluation.json").read_text())["classifier"]["data"] == "mnist"
+    assert (
+        json.loads((tmp_path / "mnist-evaluation.json").read_text())["classifier"]["data"]
+        == "mnist"
+    )
 
 
 def test_info_tells_of_shipped_models(shipped: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -221,14 +262,24 @@ def test_info_tells_of_shipped_models(shipped: Path, capsys: pytest.CaptureFixtu
 # Shipping
 
 
-def test_what_is_shipped_is_the_run_in_half_precision_without_its_machine(shipped: Path, run: Path) -> None:
+def test_what_is_shipped_is_the_run_in_half_precision_without_its_machine(
+    shipped: Path, run: Path
+) -> None:
     folder = shipped / "mnist"
-    assert written(folder) == {"README.md", "config.json", "model.safetensors", "run.json", "samples.png"}
+    assert written(folder) == {
+        "README.md",
+        "config.json",
+        "model.safetensors",
+        "run.json",
+        "samples.png",
+    }
     ours, theirs = poecaps.load(run), poecaps.load("mnist")
     assert ours.architecture == theirs.architecture
     for name, tensor in ours.state_dict().items():
         torch.testing.assert_close(theirs.state_dict()[name], tensor, rtol=1e-3, atol=1e-6)
-    assert (folder / "model.safetensors").stat().st_size < 0.65 * (run / "model.safetensors").stat().st_size
+    assert (folder / "model.safetensors").stat().st_size < 0.65 * (
+        run / "model.safetensors"
+    ).stat().st_size
     for file in ("README.md", "config.json", "run.json"):
         text = (folder / file).read_text(encoding="utf-8")
         assert str(run.parent) not in text
@@ -259,14 +310,35 @@ def test_the_card_has_the_numbers_of_the_evaluation(
     copy = tmp_path / "copy"
     shutil.copytree(run, copy)
     out = ["--out", str(copy / "evaluation.json")]
-    assert main(["evaluate", str(copy), "--data", "mnist-sample", "--samples", "20", "--device", "cpu", *out]) == 0
+    assert (
+        main(
+            [
+                "evaluate",
+                str(copy),
+                "--data",
+                "mnist-sample",
+                "--samples",
+                "20",
+                "--device",
+                "cpu",
+                *out,
+            ]
+        )
+        == 0
+    )
     assert ship_model([str(copy), "mnist"]) == 0
     assert str(shipped / "mnist" / "model.safetensors") in capsys.readouterr().out
     measured = json.loads((copy / "evaluation.json").read_text())
     card = (shipped / "mnist" / "README.md").read_text(encoding="utf-8")
     assert "on mnist-sample (test), 2,000 images, with 20 draws" in card
-    assert f"| linear probe on codes, test accuracy | {measured['probe']['test_accuracy']:.2%} |" in card
-    assert f"| Fréchet distance, domain joint | {measured['domains']['joint']['frechet']['distance']:.1f} |" in card
+    assert (
+        f"| linear probe on codes, test accuracy | {measured['probe']['test_accuracy']:.2%} |"
+        in card
+    )
+    assert (
+        f"| Fréchet distance, domain joint | {measured['domains']['joint']['frechet']['distance']:.1f} |"
+        in card
+    )
 
 
 @pytest.mark.parametrize(
@@ -297,11 +369,19 @@ def test_what_cannot_be_shipped_is_refused(
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_the_command_of_a_card_trains_with_its_options(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_of_a_card_trains_with_its_options(
+    preset: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     usual = PRESETS[preset]()
-    model = replace(usual.model, experts=((40, 8), (20, 16)), whiten=not usual.model.whiten, scale=None)
-    encoder = EncoderStage(**asdict(usual.encoder) | {"epochs": 30, "winners": None, "final_rate": 1e-5})
-    config = replace(usual, data="fashion-mnist", seed=3, model=model, encoder=encoder, batch_size=512)
+    model = replace(
+        usual.model, experts=((40, 8), (20, 16)), whiten=not usual.model.whiten, scale=None
+    )
+    encoder = EncoderStage(
+        **asdict(usual.encoder) | {"epochs": 30, "winners": None, "final_rate": 1e-5}
+    )
+    config = replace(
+        usual, data="fashion-mnist", seed=3, model=model, encoder=encoder, batch_size=512
+    )
     asked: list[Config] = []
 
     def note(given: Config, *_: Any, **__: Any) -> None:
@@ -310,7 +390,15 @@ def test_the_command_of_a_card_trains_with_its_options(preset: str, monkeypatch:
 
     monkeypatch.setattr("poecaps.cli.train_network", note)
     assert nearest_preset(config) == preset
-    assert main([*shlex.split(command(replace(config, device="cuda", data_path="/data")))[1:], "--quiet"]) == 130
+    assert (
+        main(
+            [
+                *shlex.split(command(replace(config, device="cuda", data_path="/data")))[1:],
+                "--quiet",
+            ]
+        )
+        == 130
+    )
     assert asked == [config]
 
 
@@ -319,12 +407,16 @@ def test_the_command_of_a_card_trains_with_its_options(preset: str, monkeypatch:
 
 
 @pytest.mark.parametrize("name", PRESENT)
-def test_every_model_of_the_package_draws(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_model_of_the_package_draws(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     network = poecaps.load(name)
     for domain in DOMAINS:
         with torch.no_grad():
             images = network.generate(20, domain, generator=torch.Generator().manual_seed(0))
-        assert bool(((images >= 0) & (images <= 1)).all())  # which a number that is none would not be
+        assert bool(
+            ((images >= 0) & (images <= 1)).all()
+        )  # which a number that is none would not be
         assert images.std(0).mean() > 0.05  # and not one image for all
     monkeypatch.chdir(tmp_path)
     assert main(["generate", name, "--device", "cpu"]) == 0

@@ -20,8 +20,8 @@ from poecaps.network import (
     Architecture,
     CapsuleDecoder,
     CapsuleNetwork,
-    CapsuleScaling,
     CodeDensity,
+    Preprocessing,
     _by_iteration,
     _leading_eigenvectors,
 )
@@ -30,13 +30,20 @@ from tests.networks import untrained
 if TYPE_CHECKING:
     from pathlib import Path
 
-TINY = Architecture(image_shape=(1, 20, 19), features=8, capsule_dim=4, experts=((3, 5),), components=4, parts=2)
+TINY = Architecture(
+    image_shape=(1, 20, 19),
+    features=8,
+    capsule_dim=4,
+    experts=((3, 5),),
+    joint_components=4,
+    expert_components=2,
+)
 
 
 @pytest.fixture
 def network(generator: torch.Generator) -> CapsuleNetwork:
     network = CapsuleNetwork(TINY, generator=generator).eval()
-    network.density.fit(squash(torch.randn(200, 3, 5, generator=generator)), generator)
+    network.code_density.fit(squash(torch.randn(200, 3, 5, generator=generator)), generator)
     return network
 
 
@@ -54,7 +61,7 @@ def test_scaling_does_what_it_is_asked_and_is_undone(
     spread = torch.tensor([1.0, 0.7, 0.5, 0.3])
     a = torch.einsum("bik,ikl->bil", torch.randn(600, 3, 4, generator=generator) * spread, turns)
     a = a + torch.tensor([2.0, -1.0, 0.5, 0.0])
-    scaling = CapsuleScaling(3, 4, centre=centre, scale=scale, whiten=whiten)
+    scaling = Preprocessing(3, 4, centre=centre, scale=scale, whiten=whiten)
     scaling.fit(a.split(100))
     x = scaling.to_capsules(a)
     torch.testing.assert_close(scaling.from_capsules(x), a, rtol=1e-3, atol=1e-3)
@@ -66,7 +73,9 @@ def test_scaling_does_what_it_is_asked_and_is_undone(
     if whiten:
         for i in range(3):
             covariance = torch.cov(z[:, i].T, correction=0)
-            torch.testing.assert_close(covariance / covariance.diagonal().mean(), torch.eye(4), rtol=0.02, atol=0.02)
+            torch.testing.assert_close(
+                covariance / covariance.diagonal().mean(), torch.eye(4), rtol=0.02, atol=0.02
+            )
     if not centre and not whiten and scale is None:
         torch.testing.assert_close(x, squash(a))
 
@@ -78,50 +87,68 @@ def test_levelling_makes_the_leading_directions_equally_strong(
 ) -> None:
     """By numpy's eigenvalues of all numbers together: the first three come down to the third, the others stay."""
     shared = torch.randn(4000, 3, generator=generator) * torch.tensor([9.0, 6.0, 4.0])
-    reach = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [0, 0, 0, 1, 1]]).repeat_interleave(4, 1)  # of 5 capsules
-    a = 1.5 + shared @ (reach * torch.randn(3, 20, generator=generator)) + torch.randn(4000, 20, generator=generator)
+    reach = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [0, 0, 0, 1, 1]]).repeat_interleave(
+        4, 1
+    )  # of 5 capsules
+    a = (
+        1.5
+        + shared @ (reach * torch.randn(3, 20, generator=generator))
+        + torch.randn(4000, 20, generator=generator)
+    )
     a = a.view(-1, 5, 4)
-    scaling = CapsuleScaling(5, 4, centre=centre, scale=0.3, whiten=whiten, level=3)
-    plain = CapsuleScaling(5, 4, centre=centre, scale=0.3, whiten=whiten)
+    scaling = Preprocessing(5, 4, centre=centre, scale=0.3, whiten=whiten, equalized_components=3)
+    plain = Preprocessing(5, 4, centre=centre, scale=0.3, whiten=whiten)
     for each in (scaling, plain):
         each.fit(a.split(900))
-    before, after = (_spectrum(unsquash(each.to_capsules(a)).flatten(1)) for each in (plain, scaling))
+    before, after = (
+        _spectrum(unsquash(each.to_capsules(a)).flatten(1)) for each in (plain, scaling)
+    )
     assert before[0] > 1.5 * before[2]
     assert after[:3].std() < 0.02 * after[0]
     torch.testing.assert_close(after[3:] / after[2], before[3:] / before[2], rtol=0.05, atol=1e-3)
-    assert unsquash(scaling.to_capsules(a)).norm(dim=-1).mean().item() == pytest.approx(0.3, rel=1e-3)
-    torch.testing.assert_close(scaling.from_capsules(scaling.to_capsules(a)), a, rtol=1e-3, atol=1e-3)
+    assert unsquash(scaling.to_capsules(a)).norm(dim=-1).mean().item() == pytest.approx(
+        0.3, rel=1e-3
+    )
+    torch.testing.assert_close(
+        scaling.from_capsules(scaling.to_capsules(a)), a, rtol=1e-3, atol=1e-3
+    )
     assert scaling.directions is not None
-    torch.testing.assert_close(scaling.directions.T @ scaling.directions, torch.eye(3), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        scaling.directions.T @ scaling.directions, torch.eye(3), rtol=1e-4, atol=1e-5
+    )
 
 
 def _spectrum(points: Tensor) -> Tensor:
     return torch.linalg.eigvalsh(points.double().T.cov()).flip(0)
 
 
-def test_levelling_can_be_undone_where_there_is_less_to_level_than_asked(generator: torch.Generator) -> None:
+def test_levelling_can_be_undone_where_there_is_less_to_level_than_asked(
+    generator: torch.Generator,
+) -> None:
     a = torch.randn(200, 1, generator=generator) * torch.randn(20, generator=generator)  # a line
-    scaling = CapsuleScaling(5, 4, centre=True, scale=0.3, whiten=False, level=3)
+    scaling = Preprocessing(5, 4, centre=True, scale=0.3, whiten=False, equalized_components=3)
     scaling.fit([a.view(-1, 5, 4)])
     assert scaling.factors is not None
     assert scaling.factors[0].item() == pytest.approx(0.01, rel=0.01)  # not weakened more than that
     back = scaling.from_capsules(scaling.to_capsules(a.view(-1, 5, 4)))
     torch.testing.assert_close(back, a.view(-1, 5, 4), rtol=1e-3, atol=1e-3)
     with pytest.raises(ValueError, match=r"level must be at most 20"):
-        CapsuleScaling(5, 4, centre=True, scale=None, whiten=False, level=21)
+        Preprocessing(5, 4, centre=True, scale=None, whiten=False, equalized_components=21)
 
 
 # ---------------------------------------------------------------------------------------------------------
 # The decoder's rule
 
 
-def test_gradient_of_the_decoding_loss_is_the_rule_written_with_loops(generator: torch.Generator) -> None:
+def test_gradient_of_the_decoding_loss_is_the_rule_written_with_loops(
+    generator: torch.Generator,
+) -> None:
     experts, d, inputs, k = 3, 4, 5, 2
     decoder = CapsuleDecoder(experts, d, inputs, k, sharpness=2.0, dtype=torch.float64)
     decoder.reset_parameters(std=1.0, generator=generator)
     y = squash(torch.randn(6, experts, d, dtype=torch.float64, generator=generator))
     x = squash(torch.randn(6, inputs, k, dtype=torch.float64, generator=generator))
-    decoder.decoding_loss(y, x).backward()
+    decoder.contrastive_divergence(y, x).backward()
 
     u, e = decoder.weight.detach(), decoder.route(y).coefficients.detach()
     torch.testing.assert_close(e.sum(1), torch.ones(6, inputs, dtype=torch.float64))
@@ -134,9 +161,14 @@ def test_gradient_of_the_decoding_loss_is_the_rule_written_with_loops(generator:
 
     delta = torch.zeros_like(u)
     for n in range(6):
-        z_model = [sum(e[n, j, i] * u[j, i] @ y[n, j] for j in range(experts)) for i in range(inputs)]
+        z_model = [
+            sum(e[n, j, i] * u[j, i] @ y[n, j] for j in range(experts)) for i in range(inputs)
+        ]
         x_model = [small(z) for z in z_model]  # type: ignore[arg-type]
-        y_model = [small(sum(e[n, j, i] * u[j, i].T @ x_model[i] for i in range(inputs))) for j in range(experts)]  # type: ignore[arg-type]
+        y_model = [
+            small(sum(e[n, j, i] * u[j, i].T @ x_model[i] for i in range(inputs)))
+            for j in range(experts)
+        ]  # type: ignore[arg-type]
         for j, i in itertools.product(range(experts), range(inputs)):
             z = x[n, i] / x[n, i].norm() * (x[n, i].norm() / (1 - x[n, i].norm())).sqrt()
             step = torch.outer(g(z), y[n, j]) - torch.outer(g(z_model[i]), y_model[j])  # type: ignore[arg-type]
@@ -144,7 +176,9 @@ def test_gradient_of_the_decoding_loss_is_the_rule_written_with_loops(generator:
     torch.testing.assert_close(decoder.weight.grad, -delta, rtol=1e-9, atol=1e-12)
 
 
-def test_what_the_painter_learns_from_has_a_gradient_in_the_decoder_alone(generator: torch.Generator) -> None:
+def test_what_the_painter_learns_from_has_a_gradient_in_the_decoder_alone(
+    generator: torch.Generator,
+) -> None:
     decoder = CapsuleDecoder(3, 4, 5, 2, sharpness=2.0, dtype=torch.float64)
     decoder.reset_parameters(std=1.0, generator=generator)
     y = squash(torch.randn(6, 3, 4, dtype=torch.float64, generator=generator)).requires_grad_()
@@ -164,22 +198,26 @@ def test_what_the_painter_learns_from_has_a_gradient_in_the_decoder_alone(genera
 
 def test_a_painter_draws_in_place_of_the_autoencoder(generator: torch.Generator) -> None:
     plain = CapsuleNetwork(TINY, generator=generator).eval()
-    network = CapsuleNetwork(replace(TINY, painter=True)).eval()
+    network = CapsuleNetwork(replace(TINY, pixel_decoder=True)).eval()
     network.load_state_dict(plain.state_dict(), strict=False)
-    assert network.painter is not None
-    network.painter.follow(network.autoencoder)
+    assert network.pixel_decoder is not None
+    network.pixel_decoder.follow(network.autoencoder)
     code = plain.sample(5, "complete", generator=generator)
     torch.testing.assert_close(network.decode(code), plain.decode(code))
     with torch.no_grad():
-        network.painter.second.mul_(2)
+        network.pixel_decoder.second.mul_(2)
     assert not torch.allclose(network.decode(code), plain.decode(code), atol=1e-4)
     images = torch.rand(2, *TINY.image_shape, generator=generator)
     torch.testing.assert_close(network.encode(images), plain.encode(images))
 
 
 @pytest.mark.parametrize("shape", [(1, 28, 28), (3, 32, 32), (1, 28, 20)])
-def test_images_of_any_kind_go_through(shape: tuple[int, int, int], generator: torch.Generator) -> None:
-    network = CapsuleNetwork(replace(TINY, image_shape=shape, experts=((6, 5), (3, 4))), generator=generator).eval()
+def test_images_of_any_kind_go_through(
+    shape: tuple[int, int, int], generator: torch.Generator
+) -> None:
+    network = CapsuleNetwork(
+        replace(TINY, image_shape=shape, experts=((6, 5), (3, 4))), generator=generator
+    ).eval()
     images = torch.rand(2, *shape, generator=generator)
     assert network.encode(images).shape == (2, 3, 4)
     assert network.reconstruct(images).shape == images.shape
@@ -188,7 +226,9 @@ def test_images_of_any_kind_go_through(shape: tuple[int, int, int], generator: t
         assert network.generate(2, domain, generator=generator).shape == images.shape
 
 
-def test_each_position_holds_its_own_capsules(network: CapsuleNetwork, generator: torch.Generator) -> None:
+def test_each_position_holds_its_own_capsules(
+    network: CapsuleNetwork, generator: torch.Generator
+) -> None:
     """Capsule i lies at position i // 2 here (8 features make 2 capsules of 4), channels in order; `draw` undoes it."""
     images = torch.rand(1, 1, 20, 19, generator=generator)
     features = network.autoencoder.encode(images)
@@ -198,7 +238,9 @@ def test_each_position_holds_its_own_capsules(network: CapsuleNetwork, generator
         expected = features[0, 4 * half : 4 * half + 4, row, column]
         torch.testing.assert_close(a[0, (row * columns + column) * 2 + half], expected)
     drawn = network.draw(network.capsules(images))
-    torch.testing.assert_close(drawn, network.autoencoder.decode(features, (20, 19)), rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(
+        drawn, network.autoencoder.decode(features, (20, 19)), rtol=1e-3, atol=1e-4
+    )
 
 
 def test_domains(network: CapsuleNetwork, generator: torch.Generator) -> None:
@@ -206,7 +248,7 @@ def test_domains(network: CapsuleNetwork, generator: torch.Generator) -> None:
         code = network.sample(300, domain, expert=1, generator=generator)
         assert bool((code[:, [0, 2]] == 0).all())
         assert bool((code[:, 1].norm(dim=-1) > 0).all())
-    agreement = network.density.mean_direction[1]
+    agreement = network.code_density.mean_direction[1]
     restricted = network.sample(300, "restricted", expert=1, generator=generator)[:, 1] @ agreement
     complete = network.sample(300, "complete", expert=1, generator=generator)[:, 1] @ agreement
     assert bool((restricted >= 0).all())
@@ -249,7 +291,9 @@ def test_the_density_of_one_expert_may_have_several_parts(generator: torch.Gener
     assert drawn[~high].mean().item() == pytest.approx(1, abs=0.05)
 
 
-def test_an_expert_that_is_never_the_strongest_is_judged_by_the_images_it_fires_for(generator: torch.Generator) -> None:
+def test_an_expert_that_is_never_the_strongest_is_judged_by_the_images_it_fires_for(
+    generator: torch.Generator,
+) -> None:
     density = CodeDensity(2, 3, components=2, parts=2)
     z = torch.randn(1000, 2, 3, generator=generator) * 0.1 + 2
     z[:, 0] += 5
@@ -269,9 +313,13 @@ def test_a_traversal_goes_from_its_start_in_standard_deviations(
     images = network.traverse(2, offsets, start=start)
     assert images.shape == (5, 3, 1, 20, 19)
     z = unsquash(start)
-    z[2, 4] += 2.0 * network.density.deviation[2, 4]
-    torch.testing.assert_close(images[4, 2], network.decode(squash(z).unsqueeze(0))[0], rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(images[:, 1], network.decode(start.unsqueeze(0)).expand(5, -1, -1, -1))
+    z[2, 4] += 2.0 * network.code_density.std[2, 4]
+    torch.testing.assert_close(
+        images[4, 2], network.decode(squash(z).unsqueeze(0))[0], rtol=1e-4, atol=1e-5
+    )
+    torch.testing.assert_close(
+        images[:, 1], network.decode(start.unsqueeze(0)).expand(5, -1, -1, -1)
+    )
     assert torch.equal(network.traverse(2, [-1.5, 0, 2], start=start), images)
     assert torch.equal(network.traverse(2), network.traverse(2, (-3, -2, -1, 0, 1, 2, 3)))
     with pytest.raises(ValueError, match=r"offsets must have shape \(S\), but has shape \(\)"):
@@ -284,7 +332,8 @@ def test_a_traversal_goes_from_its_start_in_standard_deviations(
 
 def test_the_same_seed_gives_the_same_images(network: CapsuleNetwork) -> None:
     first, second, other = (
-        network.generate(3, "joint", generator=torch.Generator().manual_seed(seed)) for seed in (1, 1, 2)
+        network.generate(3, "joint", generator=torch.Generator().manual_seed(seed))
+        for seed in (1, 1, 2)
     )
     assert torch.equal(first, second)
     assert not torch.equal(first, other)
@@ -298,7 +347,9 @@ def test_drawing_has_no_gradient(network: CapsuleNetwork) -> None:
 
 
 def test_mistakes_are_named(network: CapsuleNetwork) -> None:
-    with pytest.raises(ValueError, match=r"domain must be one of .*, but is 'joined'; did you mean 'joint'"):
+    with pytest.raises(
+        ValueError, match=r"domain must be one of .*, but is 'joined'; did you mean 'joint'"
+    ):
         network.generate(1, "joined")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="expert must be a whole number from 0 to 2, but is 3"):
         network.generate(1, "learned", expert=3)
@@ -325,7 +376,9 @@ def test_images_of_another_size_are_refused(network: CapsuleNetwork, method: str
 @pytest.mark.parametrize("method", ["encode", "reconstruct", "free_energy"])
 def test_pixels_outside_0_to_1_are_refused(network: CapsuleNetwork, method: str) -> None:
     see, pixels = getattr(network, method), torch.linspace(0, 1, 380).view(1, 1, 20, 19)
-    with pytest.raises(ValueError, match=r"^images must be from 0 to 1, but reach from 0 to 255; .* images / 255$"):
+    with pytest.raises(
+        ValueError, match=r"^images must be from 0 to 1, but reach from 0 to 255; .* images / 255$"
+    ):
         see(255 * pixels)
     with pytest.raises(ValueError, match="but reach from -1 to 1; bring them to that range"):
         see(2 * pixels - 1)
@@ -341,7 +394,9 @@ def test_pixels_outside_0_to_1_are_refused(network: CapsuleNetwork, method: str)
 # Files
 
 
-def test_what_was_saved_is_loaded(network: CapsuleNetwork, tmp_path: Path, generator: torch.Generator) -> None:
+def test_what_was_saved_is_loaded(
+    network: CapsuleNetwork, tmp_path: Path, generator: torch.Generator
+) -> None:
     network.save(tmp_path / "model")
     loaded = CapsuleNetwork.load(tmp_path / "model")
     assert loaded.architecture == network.architecture
@@ -388,20 +443,25 @@ def test_a_model_in_half_precision_is_the_same_to_the_eye(
         compare(lively.reconstruct(images), loaded.reconstruct(images))
         for domain in DOMAINS:
             ours, theirs = (
-                each.generate(50, domain, generator=torch.Generator().manual_seed(3)) for each in (lively, loaded)
+                each.generate(50, domain, generator=torch.Generator().manual_seed(3))
+                for each in (lively, loaded)
             )
             compare(ours, theirs)
 
 
-def test_half_precision_halves_the_large_and_spares_the_delicate(lively: CapsuleNetwork, tmp_path: Path) -> None:
+def test_half_precision_halves_the_large_and_spares_the_delicate(
+    lively: CapsuleNetwork, tmp_path: Path
+) -> None:
     lively.save(tmp_path / "whole")
     lively.save(tmp_path / "half", half=True)
-    whole, half = ((tmp_path / name / "model.safetensors").stat().st_size for name in ("whole", "half"))
+    whole, half = (
+        (tmp_path / name / "model.safetensors").stat().st_size for name in ("whole", "half")
+    )
     assert 0.5 < half / whole < 0.65  # this one is small; a full one comes to 0.51
     written, _ = read_tensors(tmp_path / "half" / "model.safetensors")
     rounded = {name for name, tensor in written.items() if tensor.dtype == torch.float16}
     assert {
-        "autoencoder.second",
+        "autoencoder.conv2_weight",
         "encoders.0.weight",
         "decoders.0.weight",
         "density.together.mixture.factor",
@@ -409,37 +469,57 @@ def test_half_precision_halves_the_large_and_spares_the_delicate(lively: Capsule
     exact = lively.state_dict()
     for name in written.keys() - rounded:
         assert torch.equal(written[name], exact[name])
-    delicate = {name for name in exact if name.startswith("scaling.") or name.endswith((".mean", ".share", ".balance"))}
+    delicate = {
+        name
+        for name in exact
+        if name.startswith("scaling.") or name.endswith((".mean", ".share", ".balance"))
+    }
     assert len(delicate) > 6
     assert not delicate & rounded
 
 
-def test_numbers_too_large_for_half_precision_are_refused(network: CapsuleNetwork, tmp_path: Path) -> None:
+def test_numbers_too_large_for_half_precision_are_refused(
+    network: CapsuleNetwork, tmp_path: Path
+) -> None:
     with torch.no_grad():
         network.decoders[0].weight[1, 2, 3, 4] = -70_000.0  # type: ignore[operator]
-    with pytest.raises(ValueError, match=r"decoders\.0\.weight reaches 7e\+04, but float16 ends at 65504"):
+    with pytest.raises(
+        ValueError, match=r"decoders\.0\.weight reaches 7e\+04, but float16 ends at 65504"
+    ):
         network.save(tmp_path / "model", half=True)
     assert not (tmp_path / "model").exists()
     network.save(tmp_path / "model")
 
 
-def test_numbers_too_small_for_half_precision_stay_as_they_are(network: CapsuleNetwork, tmp_path: Path) -> None:
+def test_numbers_too_small_for_half_precision_stay_as_they_are(
+    network: CapsuleNetwork, tmp_path: Path
+) -> None:
     with torch.no_grad():
         network.encoders[0].weight.mul_(1e-6)  # type: ignore[operator]
     network.save(tmp_path, half=True)
     loaded = CapsuleNetwork.load(tmp_path)
-    assert torch.equal(loaded.state_dict()["encoders.0.weight"], network.state_dict()["encoders.0.weight"])
-    assert not torch.equal(loaded.state_dict()["decoders.0.weight"], network.state_dict()["decoders.0.weight"])
+    assert torch.equal(
+        loaded.state_dict()["encoders.0.weight"], network.state_dict()["encoders.0.weight"]
+    )
+    assert not torch.equal(
+        loaded.state_dict()["decoders.0.weight"], network.state_dict()["decoders.0.weight"]
+    )
 
 
-def test_half_precision_is_refused_where_it_was_not_written(saved: Path, network: CapsuleNetwork) -> None:
+def test_half_precision_is_refused_where_it_was_not_written(
+    saved: Path, network: CapsuleNetwork
+) -> None:
     """A model that does not say so has lost something, and so has a checkpoint."""
     tensors, about = read_tensors(saved / "model.safetensors")
     lost = tensors | {"encoders.0.weight": tensors["encoders.0.weight"].half()}
     write_tensors(saved / "model.safetensors", lost, about)
-    with pytest.raises(ModelError, match=r"encoders\.0\.weight is .* of float16, where .* of float32 is due"):
+    with pytest.raises(
+        ModelError, match=r"encoders\.0\.weight is .* of float16, where .* of float32 is due"
+    ):
         CapsuleNetwork.load(saved)
-    with pytest.raises(ModelError, match=r"encoders\.0\.weight is .* of float16, where .* of float32 is due"):
+    with pytest.raises(
+        ModelError, match=r"encoders\.0\.weight is .* of float16, where .* of float32 is due"
+    ):
         network.load_tensors(lost, saved / "checkpoint.safetensors")
 
 
@@ -466,7 +546,9 @@ def test_an_altered_weight_is_noticed(saved: Path) -> None:
 def test_foreign_and_newer_files_are_refused(saved: Path) -> None:
     tensors, about = read_tensors(saved / "model.safetensors")
     write_tensors(saved / "model.safetensors", tensors, about | {"version": 99})
-    with pytest.raises(ModelError, match="has format version 99, but this poecaps knows versions up to 1; upgrade"):
+    with pytest.raises(
+        ModelError, match="has format version 99, but this poecaps knows versions up to 1; upgrade"
+    ):
         CapsuleNetwork.load(saved)
     write_tensors(saved / "model.safetensors", tensors, {"format": "other"})
     with pytest.raises(ModelError, match="was not written by poecaps"):
@@ -491,7 +573,11 @@ def test_a_file_that_says_nothing_of_itself_is_refused(saved: Path, about: str) 
 
 def test_weights_that_no_model_has_are_refused(saved: Path) -> None:
     tensors, about = read_tensors(saved / "model.safetensors")
-    for wrong in (tensors["scaling.mean"].double(), tensors["scaling.mean"].int(), tensors["scaling.mean"] * torch.nan):
+    for wrong in (
+        tensors["scaling.mean"].double(),
+        tensors["scaling.mean"].int(),
+        tensors["scaling.mean"] * torch.nan,
+    ):
         write_tensors(saved / "model.safetensors", tensors | {"scaling.mean": wrong}, about)
         with pytest.raises(ModelError, match=r"scaling.mean is (.* of (float64|int32)|not finite)"):
             CapsuleNetwork.load(saved)
@@ -528,7 +614,9 @@ def test_random_bytes_are_refused(content: bytes, tmp_path_factory: pytest.TempP
     (folder / "model.safetensors").write_bytes(content)
     with pytest.raises(ModelError):
         CapsuleNetwork.load(folder)
-    (folder / "config.json").write_text(json.dumps({"format": "poecaps", "version": 1, "architecture": asdict(TINY)}))
+    (folder / "config.json").write_text(
+        json.dumps({"format": "poecaps", "version": 1, "architecture": asdict(TINY)})
+    )
     with pytest.raises(ModelError):
         CapsuleNetwork.load(folder)
 
@@ -551,7 +639,9 @@ def test_a_failing_write_leaves_the_old_model_whole(
 
 
 @pytest.mark.parametrize("points", [5, 26, 60, 200])
-def test_leading_eigenvectors_by_iteration_are_those_of_lapack(points: int, generator: torch.Generator) -> None:
+def test_leading_eigenvectors_by_iteration_are_those_of_lapack(
+    points: int, generator: torch.Generator
+) -> None:
     """Of covariances of as many points as a cluster has, some of lower rank, and one that is 0."""
     deviation = torch.linspace(0, 3, 128).exp()
     centred = torch.randn(20, points, 128, generator=generator, dtype=torch.float64) * deviation

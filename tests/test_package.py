@@ -37,7 +37,9 @@ def test_importing_is_light() -> None:
         "import sys, torch, numpy; before = set(sys.modules); import poecaps;"
         "print({name.split('.')[0] for name in set(sys.modules) - before} - set(sys.stdlib_module_names))"
     )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     assert result.stdout.strip() == "{'poecaps'}"
 
 
@@ -53,13 +55,23 @@ def test_the_citation_is_of_this_version_and_names_the_paper() -> None:
 
 def test_the_forms_for_issues_can_be_shown() -> None:
     """GitHub drops a form without a word where it lacks a name, a description or a body of known parts."""
-    forms = [file for file in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml") if file.name != "config.yml"]
+    forms = [
+        file
+        for file in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml")
+        if file.name != "config.yml"
+    ]
     assert {file.stem for file in forms} == {"bug", "feature"}
     for file in forms:
         form = yaml.safe_load(file.read_text(encoding="utf-8"))
         assert form["name"]
         assert form["description"]
-        assert {part["type"] for part in form["body"]} <= {"markdown", "textarea", "input", "dropdown", "checkboxes"}
+        assert {part["type"] for part in form["body"]} <= {
+            "markdown",
+            "textarea",
+            "input",
+            "dropdown",
+            "checkboxes",
+        }
         assert len({part["id"] for part in form["body"]}) == len(form["body"])
         assert all(part["attributes"]["label"] for part in form["body"])
 
@@ -67,8 +79,18 @@ def test_the_forms_for_issues_can_be_shown() -> None:
 def test_git_ignores_what_the_documentation_makes_but_nothing_that_is_kept() -> None:
     if not (ROOT / ".git").exists():
         pytest.skip("this is no clone")
-    made = ["mnist-joint.png", "mnist-joint.npz", "mnist-evaluation.json", "digits.png", "first.py", "runs/demo/x.npz"]
-    for names, ignored in ((made, made), (["docs/images/joint.png", "examples/first.py", "src/poecaps/new.npz"], [])):
+    made = [
+        "mnist-joint.png",
+        "mnist-joint.npz",
+        "mnist-evaluation.json",
+        "digits.png",
+        "first.py",
+        "runs/demo/x.npz",
+    ]
+    for names, ignored in (
+        (made, made),
+        (["docs/images/joint.png", "examples/first.py", "src/poecaps/new.npz"], []),
+    ):
         check = ["git", "check-ignore", "--no-index", *names]
         found = subprocess.run(check, cwd=ROOT, capture_output=True, text=True, check=False)
         assert found.stdout.split() == ignored, found.stderr
@@ -83,9 +105,13 @@ def test_the_guide_to_own_images_runs_from_end_to_end(
     subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True)
     monkeypatch.chdir(tmp_path)
     few = "--batch-size 100 --model.features 8 --model.capsule-dim 4 --device cpu " + " ".join(
-        f"--{stage}.epochs 1" for stage in ("autoencoder", "encoder", "decoder", "painter")
+        f"--{stage}.epochs 1" for stage in ("autoencoder", "encoder", "decoder", "pixel_decoder")
     )
-    lines = [line for block in re.findall(r"```sh\n(.*?)```", text, re.DOTALL) for line in block.splitlines()]
+    lines = [
+        line
+        for block in re.findall(r"```sh\n(.*?)```", text, re.DOTALL)
+        for line in block.splitlines()
+    ]
     assert [line.split()[1] for line in lines] == [
         "train", "generate", "generate", "reconstruct", "traverse", "evaluate", "info",
     ]  # fmt: skip
@@ -96,4 +122,6 @@ def test_the_guide_to_own_images_runs_from_end_to_end(
     assert claimed.replace("/home/me", str(tmp_path)) in capsys.readouterr().err.splitlines()
     for name in ("joint", "learned", "reconstructions", "expert-2"):
         assert (tmp_path / "runs" / "shapes" / "figures" / f"{name}.png").is_file()
-    assert "linear probe" in (tmp_path / "runs" / "shapes" / "README.md").read_text(encoding="utf-8")
+    assert "linear probe" in (tmp_path / "runs" / "shapes" / "README.md").read_text(
+        encoding="utf-8"
+    )

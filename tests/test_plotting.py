@@ -91,8 +91,12 @@ def ink(strip: Array) -> Array:
     return np.argwhere(strip < DARK)
 
 
-@pytest.mark.parametrize("shape", [(1, 28, 28), (3, 32, 32), (3, 5, 9), (1, 33, 7), (1, 1, 1), (3, 120, 90)], ids=str)
-def test_every_expert_has_its_column_and_every_pixel_its_place(tmp_path: Path, shape: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize(
+    "shape", [(1, 28, 28), (3, 32, 32), (3, 5, 9), (1, 33, 7), (1, 1, 1), (3, 120, 90)], ids=str
+)
+def test_every_expert_has_its_column_and_every_pixel_its_place(
+    tmp_path: Path, shape: tuple[int, int, int]
+) -> None:
     pixels = make_pixels(3, 5, *shape)
     grid = Grid(expert_grid(as_images(pixels), tmp_path / "experts.png"), *shape[1:])
     assert (len(grid.y_spans), len(grid.x_spans)) == (3, 5)
@@ -102,8 +106,12 @@ def test_every_expert_has_its_column_and_every_pixel_its_place(tmp_path: Path, s
 
 
 @pytest.mark.parametrize("size", [(28, 28), (64, 64), (40, 2), (10, 40), (1, 1)], ids=str)
-def test_the_number_of_an_expert_stands_centred_above_its_column(tmp_path: Path, size: tuple[int, int]) -> None:
-    grid = Grid(expert_grid(as_images(make_pixels(5, 12, 1, *size)), tmp_path / "experts.png"), *size)
+def test_the_number_of_an_expert_stands_centred_above_its_column(
+    tmp_path: Path, size: tuple[int, int]
+) -> None:
+    grid = Grid(
+        expert_grid(as_images(make_pixels(5, 12, 1, *size)), tmp_path / "experts.png"), *size
+    )
     for expert, (left, right) in enumerate(grid.x_spans):
         label = ink(grid.above(expert))
         assert np.ptp(label[:, 0]) >= 8, "a number must be large enough to read"
@@ -114,7 +122,11 @@ def test_the_number_of_an_expert_stands_centred_above_its_column(tmp_path: Path,
 
 def test_numbers_do_not_depend_on_the_images(tmp_path: Path) -> None:
     first, second = (
-        Grid(expert_grid(as_images(make_pixels(2, 4, 1, 6, 6, seed=seed)), tmp_path / f"{seed}.png"), 6, 6)
+        Grid(
+            expert_grid(as_images(make_pixels(2, 4, 1, 6, 6, seed=seed)), tmp_path / f"{seed}.png"),
+            6,
+            6,
+        )
         for seed in (1, 2)
     )
     for expert in range(4):
@@ -130,7 +142,9 @@ def test_images_follow_row_after_row(tmp_path: Path, columns: int | None, rows: 
         cell = grid.cell(*divmod(index, len(grid.x_spans)))
         np.testing.assert_array_equal(cell, as_colour(pixels[index]))
     for index in range(13, rows * len(grid.x_spans)):
-        assert (grid.cell(*divmod(index, len(grid.x_spans))) == 255).all(), "past the last image the page is white"
+        assert (grid.cell(*divmod(index, len(grid.x_spans))) == 255).all(), (
+            "past the last image the page is white"
+        )
 
 
 def test_a_grid_of_oblong_images_is_roughly_square(tmp_path: Path) -> None:
@@ -160,12 +174,20 @@ def test_a_traversal_names_its_parameters_and_values(tmp_path: Path) -> None:
     grid = Grid(traversal_grid(as_images(pixels), tmp_path / "first.png", values=values), 6, 4)
     for parameter in range(11):
         for step in range(3):
-            np.testing.assert_array_equal(grid.cell(parameter, step), as_colour(pixels[parameter, step]))
+            np.testing.assert_array_equal(
+                grid.cell(parameter, step), as_colour(pixels[parameter, step])
+            )
     assert all(len(ink(grid.above(step))) for step in range(3))
     assert all(len(ink(grid.left(parameter))) for parameter in range(11))
     assert len({grid.left(parameter).tobytes() for parameter in range(11)}) == 11
 
-    other = Grid(traversal_grid(as_images(pixels), tmp_path / "second.png", values=[1.5, 0, np.float32(0.1)]), 6, 4)
+    other = Grid(
+        traversal_grid(
+            as_images(pixels), tmp_path / "second.png", values=[1.5, 0, np.float32(0.1)]
+        ),
+        6,
+        4,
+    )
     assert grid.above(0).tobytes() != other.above(0).tobytes()
     np.testing.assert_array_equal(grid.above(1), other.above(1), "a negative zero is written as 0")
     np.testing.assert_array_equal(grid.above(2), other.above(2))
@@ -182,13 +204,18 @@ def test_the_numbers_of_parameters_do_not_run_into_each_other(tmp_path: Path) ->
 
 def test_a_title_stands_above_and_leaves_the_grid_as_it_was(tmp_path: Path) -> None:
     images = as_images(make_pixels(2, 8, 1, 28, 28))
-    plain, titled = (open_page(expert_grid(images, tmp_path / "page.png", title=title)) for title in (None, "MNIST"))
+    plain, titled = (
+        open_page(expert_grid(images, tmp_path / "page.png", title=title))
+        for title in (None, "MNIST")
+    )
     extra = len(titled) - len(plain)
     np.testing.assert_array_equal(titled[-len(plain) + 20 :], plain[20:])
     assert len(ink(titled[: extra + 20, :, 0])) > len(ink(plain[:20, :, 0])) == 0
 
 
-@pytest.mark.parametrize("title", ["a very long title " * 9, "Donaudampfschifffahrtsgesellschaft" * 3, "W" * 60])
+@pytest.mark.parametrize(
+    "title", ["a very long title " * 9, "Donaudampfschifffahrtsgesellschaft" * 3, "W" * 60]
+)
 def test_nothing_is_cut_at_the_edges_of_the_page(tmp_path: Path, title: str) -> None:
     images, path = torch.zeros(12, 2, 1, 3, 3), tmp_path / "page.png"
     for page in (
@@ -210,12 +237,19 @@ def test_letters_that_the_font_lacks_are_replaced_by_the_nearest(tmp_path: Path)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_tensors_and_arrays_of_any_precision_look_the_same(tmp_path: Path, dtype: torch.dtype) -> None:
-    images = torch.tensor([0.0, 0.25, 0.5, 1.0], dtype=dtype, requires_grad=True).reshape(1, 1, 2, 2)
+def test_tensors_and_arrays_of_any_precision_look_the_same(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
+    images = torch.tensor([0.0, 0.25, 0.5, 1.0], dtype=dtype, requires_grad=True).reshape(
+        1, 1, 2, 2
+    )
     cell = Grid(image_grid(images, tmp_path / "tensor.png"), 2, 2).cell(0, 0)
     assert cell[..., 0].tolist() == [[0, 64], [128, 255]]
     array = images.detach().double().numpy()
-    assert image_grid(array, tmp_path / "array.png").read_bytes() == (tmp_path / "tensor.png").read_bytes()
+    assert (
+        image_grid(array, tmp_path / "array.png").read_bytes()
+        == (tmp_path / "tensor.png").read_bytes()
+    )
 
 
 def test_the_arrays_lie_beside_the_picture(tmp_path: Path) -> None:
@@ -224,9 +258,17 @@ def test_the_arrays_lie_beside_the_picture(tmp_path: Path) -> None:
     values = [-1.0, 0.0, 1.0]
     made = {
         expert_grid(five, tmp_path / "new" / "folder" / "a.1.png"): {"images": five},
-        image_grid(torch.from_numpy(four), tmp_path / "new" / "folder" / "a.2.png"): {"images": four},
-        reconstructions(four, 1 - four, tmp_path / "r.PNG"): {"originals": four, "reconstructions": 1 - four},
-        traversal_grid(five, str(tmp_path / "t.png"), values=values): {"images": five, "values": np.array(values)},
+        image_grid(torch.from_numpy(four), tmp_path / "new" / "folder" / "a.2.png"): {
+            "images": four
+        },
+        reconstructions(four, 1 - four, tmp_path / "r.PNG"): {
+            "originals": four,
+            "reconstructions": 1 - four,
+        },
+        traversal_grid(five, str(tmp_path / "t.png"), values=values): {
+            "images": five,
+            "values": np.array(values),
+        },
     }
     for path, arrays in made.items():
         with np.load(path.with_suffix(".npz")) as file:
@@ -245,7 +287,11 @@ def test_the_arrays_lie_beside_the_picture(tmp_path: Path) -> None:
         (torch.zeros(4, 2, 5, 5), ValueError, "C 1 or 3"),
         (torch.zeros(0, 1, 5, 5), ValueError, "not be empty"),
         (torch.full((1, 1, 2, 2), 1.1), ValueError, "images[0, 0, 0, 0] = 1.1"),
-        (torch.tensor([0.5, -0.001]).reshape(2, 1, 1, 1), ValueError, "images[1, 0, 0, 0] = -0.001"),
+        (
+            torch.tensor([0.5, -0.001]).reshape(2, 1, 1, 1),
+            ValueError,
+            "images[1, 0, 0, 0] = -0.001",
+        ),
         (torch.tensor([[0, np.nan]]).reshape(1, 1, 1, 2), ValueError, "images[0, 0, 0, 1] = nan"),
         (np.zeros((1, 1, 2, 2), np.uint8), TypeError, "uint8"),
         (torch.zeros(1, 1, 2, 2, dtype=torch.int64), TypeError, "int64"),
@@ -253,7 +299,9 @@ def test_the_arrays_lie_beside_the_picture(tmp_path: Path) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_images_that_are_none_are_refused(tmp_path: Path, images: Any, error: type[Exception], message: str) -> None:
+def test_images_that_are_none_are_refused(
+    tmp_path: Path, images: Any, error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=re.escape(message)):
         image_grid(images, tmp_path / "page.png")
     assert not list(tmp_path.iterdir())
@@ -261,7 +309,10 @@ def test_images_that_are_none_are_refused(tmp_path: Path, images: Any, error: ty
 
 def test_what_rounding_does_to_a_value_is_no_error(tmp_path: Path) -> None:
     images = np.array([-5e-7, 1 + 5e-7]).reshape(1, 1, 1, 2)
-    assert Grid(image_grid(images, tmp_path / "page.png"), 1, 2).cell(0, 0)[0, :, 0].tolist() == [0, 255]
+    assert Grid(image_grid(images, tmp_path / "page.png"), 1, 2).cell(0, 0)[0, :, 0].tolist() == [
+        0,
+        255,
+    ]
 
 
 def test_arguments_that_do_not_fit_are_refused(tmp_path: Path) -> None:
@@ -270,7 +321,9 @@ def test_arguments_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         traversal_grid(images, path, values=[1, 2])
     with pytest.raises(ValueError, match=r"values must be 3 finite numbers.*nan"):
         traversal_grid(images, path, values=[1, 2, np.nan])
-    with pytest.raises(ValueError, match=r"reconstructions must have the shape of originals, \(3, 1, 4, 4\)"):
+    with pytest.raises(
+        ValueError, match=r"reconstructions must have the shape of originals, \(3, 1, 4, 4\)"
+    ):
         reconstructions(images[0], images[0, :2], path)
     with pytest.raises(ValueError, match=r"reconstructions\[0, 0, 0, 0\] = 2.0"):
         reconstructions(images[0], images[0] + 2, path)
@@ -296,14 +349,21 @@ def no_file_larger_than(size: int) -> Iterator[None]:
 @pytest.mark.parametrize(
     "images",
     [
-        pytest.param(torch.zeros(1, 1, 200, 200, dtype=torch.float64), id="large arrays, small picture"),
+        pytest.param(
+            torch.zeros(1, 1, 200, 200, dtype=torch.float64), id="large arrays, small picture"
+        ),
         pytest.param(torch.rand(200, 3, 1, 1).half(), id="small arrays, large picture"),
     ],
 )
-def test_a_write_that_fails_leaves_the_old_files_whole(tmp_path: Path, images: torch.Tensor) -> None:
+def test_a_write_that_fails_leaves_the_old_files_whole(
+    tmp_path: Path, images: torch.Tensor
+) -> None:
     path = image_grid(torch.rand(1, 1, 2, 2), tmp_path / "page.png")
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
-    sizes = sorted(file.stat().st_size for file in image_grid(images, tmp_path / "other" / "page.png").parent.iterdir())
+    sizes = sorted(
+        file.stat().st_size
+        for file in image_grid(images, tmp_path / "other" / "page.png").parent.iterdir()
+    )
     with no_file_larger_than(sum(sizes) // 2), pytest.raises(OSError, match="File too large"):
         image_grid(images, path)
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir() if file.is_file()} == before
@@ -320,7 +380,13 @@ def write_metrics(path: Path, *entries: dict[str, Any], end: str = "\n") -> Path
 def run_of(stage: str, **curves: Callable[[int], float | None]) -> list[dict[str, Any]]:
     """Ten steps, half an epoch each."""
     return [
-        {"stage": stage, "step": step, "epoch": step / 2, "images_per_second": 400.0, "seconds": 1.0}
+        {
+            "stage": stage,
+            "step": step,
+            "epoch": step / 2,
+            "images_per_second": 400.0,
+            "seconds": 1.0,
+        }
         | {name: curve(step) for name, curve in curves.items()}
         for step in range(10)
     ]
@@ -333,8 +399,12 @@ def coloured(page: Array) -> Array:
 
 def test_every_stage_has_a_column_with_a_panel_for_each_of_its_curves(tmp_path: Path) -> None:
     entries = run_of("autoencoder", loss=lambda step: 1.0 / (step + 1), probe=lambda step: None)
-    entries += run_of("encoder 1", loss=lambda step: float(step), rank=lambda step: 4.0 if step % 2 else None)
-    path = training_curves(write_metrics(tmp_path / "metrics.jsonl", *entries), tmp_path / "curves.png")
+    entries += run_of(
+        "encoder 1", loss=lambda step: float(step), rank=lambda step: 4.0 if step % 2 else None
+    )
+    path = training_curves(
+        write_metrics(tmp_path / "metrics.jsonl", *entries), tmp_path / "curves.png"
+    )
 
     page = open_page(path)
     assert page.shape[1] == 1200
@@ -350,26 +420,49 @@ def test_every_stage_has_a_column_with_a_panel_for_each_of_its_curves(tmp_path: 
     epochs = np.arange(10) / 2
     with np.load(path.with_suffix(".npz")) as file:
         assert list(file) == ["autoencoder/loss", "encoder 1/loss", "encoder 1/rank"]
-        np.testing.assert_array_equal(file["encoder 1/loss"], np.stack([epochs, np.arange(10)], axis=1))
-        np.testing.assert_array_equal(file["encoder 1/rank"], [[epoch, 4] for epoch in epochs[1::2]])
+        np.testing.assert_array_equal(
+            file["encoder 1/loss"], np.stack([epochs, np.arange(10)], axis=1)
+        )
+        np.testing.assert_array_equal(
+            file["encoder 1/rank"], [[epoch, 4] for epoch in epochs[1::2]]
+        )
 
 
 def test_a_single_point_can_be_seen(tmp_path: Path) -> None:
-    metrics = write_metrics(tmp_path / "metrics.jsonl", {"stage": "autoencoder", "epoch": 0, "loss": 1})
+    metrics = write_metrics(
+        tmp_path / "metrics.jsonl", {"stage": "autoencoder", "epoch": 0, "loss": 1}
+    )
     assert len(coloured(open_page(training_curves(metrics, tmp_path / "curves.png"))))
 
 
 def test_a_run_that_diverged_can_still_be_drawn(tmp_path: Path) -> None:
-    entries = run_of("encoder 1", loss=lambda step: [1.0, np.inf, np.nan][min(step // 3, 2)], other=lambda _: np.nan)
-    path = training_curves(write_metrics(tmp_path / "metrics.jsonl", *entries), tmp_path / "curves.png")
+    entries = run_of(
+        "encoder 1",
+        loss=lambda step: [1.0, np.inf, np.nan][min(step // 3, 2)],
+        other=lambda _: np.nan,
+    )
+    path = training_curves(
+        write_metrics(tmp_path / "metrics.jsonl", *entries), tmp_path / "curves.png"
+    )
     assert len(coloured(open_page(path)))
 
 
 def test_many_stages_and_long_names_are_not_cut_at_the_edges(tmp_path: Path) -> None:
-    stages = ["autoencoder", *(f"{part} {layer}" for part in ("encoder", "decoder") for layer in (1, 2, 3))]
+    stages = [
+        "autoencoder",
+        *(f"{part} {layer}" for part in ("encoder", "decoder") for layer in (1, 2, 3)),
+    ]
     names = ("normalised_reconstruction_error_of_the_capsules", "loss")
-    entries = [entry for stage in stages for entry in run_of(stage, **dict.fromkeys(names, lambda step: -1e-5 * step))]
-    page = open_page(training_curves(write_metrics(tmp_path / "metrics.jsonl", *entries), tmp_path / "curves.png"))
+    entries = [
+        entry
+        for stage in stages
+        for entry in run_of(stage, **dict.fromkeys(names, lambda step: -1e-5 * step))
+    ]
+    page = open_page(
+        training_curves(
+            write_metrics(tmp_path / "metrics.jsonl", *entries), tmp_path / "curves.png"
+        )
+    )
     inside = np.zeros(page.shape[:2], bool)
     inside[4:-4, 4:-4] = True
     assert (page[~inside] == 255).all()
@@ -377,7 +470,9 @@ def test_many_stages_and_long_names_are_not_cut_at_the_edges(tmp_path: Path) -> 
 
 def test_the_last_line_may_be_cut_by_a_crash(tmp_path: Path) -> None:
     entries = run_of("autoencoder", loss=lambda step: float(step))
-    whole = training_curves(write_metrics(tmp_path / "whole.jsonl", *entries[:9]), tmp_path / "whole.png")
+    whole = training_curves(
+        write_metrics(tmp_path / "whole.jsonl", *entries[:9]), tmp_path / "whole.png"
+    )
     line = json.dumps(entries[9] | {"stage": "größer"}, ensure_ascii=False).encode()
     for length in range(len(line)):
         cut = tmp_path / "cut.jsonl"
@@ -389,26 +484,43 @@ def test_the_last_line_may_be_cut_by_a_crash(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_replaces_what_it_repeats(tmp_path: Path) -> None:
-    first, second = run_of("autoencoder", loss=lambda step: 5.0), run_of("autoencoder", loss=lambda step: float(step))
+    first, second = (
+        run_of("autoencoder", loss=lambda step: 5.0),
+        run_of("autoencoder", loss=lambda step: float(step)),
+    )
     resumed = write_metrics(tmp_path / "resumed.jsonl", *first[:6:2], *second[3:])
     with np.load(training_curves(resumed, tmp_path / "curves.png").with_suffix(".npz")) as file:
-        assert file["autoencoder/loss"].tolist() == [[0, 5], [1, 5], *([step / 2, step] for step in range(3, 10))]
+        assert file["autoencoder/loss"].tolist() == [
+            [0, 5],
+            [1, 5],
+            *([step / 2, step] for step in range(3, 10)),
+        ]
 
 
 @pytest.mark.parametrize(
-    "line", ['{"stage": "auto', "[1, 2]", '{"epoch": 1, "loss": 2}', '{"stage": "encoder 1", "loss": 2}', "loss 2"]
+    "line",
+    [
+        '{"stage": "auto',
+        "[1, 2]",
+        '{"epoch": 1, "loss": 2}',
+        '{"stage": "encoder 1", "loss": 2}',
+        "loss 2",
+    ],
 )
 def test_a_malformed_line_is_named(tmp_path: Path, line: str) -> None:
     metrics = tmp_path / "metrics.jsonl"
     good = json.dumps(run_of("autoencoder", loss=float)[0])
     metrics.write_text(f"{good}\n\n{line}\n{good}\n", encoding="utf-8")
     with pytest.raises(
-        ValueError, match=re.escape(f"{metrics}, line 3, must be a JSON object") + ".*" + re.escape(line)
+        ValueError,
+        match=re.escape(f"{metrics}, line 3, must be a JSON object") + ".*" + re.escape(line),
     ):
         training_curves(metrics, tmp_path / "curves.png")
 
 
-@pytest.mark.parametrize("text", ["", "\n", '{"stage": "auto', '{"stage": "autoencoder", "epoch": 0, "step": 1}\n'])
+@pytest.mark.parametrize(
+    "text", ["", "\n", '{"stage": "auto', '{"stage": "autoencoder", "epoch": 0, "step": 1}\n']
+)
 def test_a_file_without_metrics_is_refused(tmp_path: Path, text: str) -> None:
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_text(text, encoding="utf-8")

@@ -25,7 +25,9 @@ Array = np.ndarray[Any, Any]
 
 
 def table(**changes: Any) -> CapsuleExpertsTransformer:
-    return CapsuleExpertsTransformer(**{"n_experts": 6, "expert_dim": 4, "random_state": 0} | changes)
+    return CapsuleExpertsTransformer(
+        **{"n_experts": 6, "expert_dim": 4, "random_state": 0} | changes
+    )
 
 
 def small(**changes: Any) -> CapsuleExpertsTransformer:
@@ -71,7 +73,9 @@ class TestScikitLearn:
     def test_a_grid_search_over_a_pipeline_finds_what_works(self, digits: Array) -> None:
         y = load_digits(return_X_y=True)[1][: len(digits)]
         pipeline = make_pipeline(table(expert_dim=8), LogisticRegression(C=10, max_iter=500))
-        search = GridSearchCV(pipeline, {"capsuleexpertstransformer__n_experts": [1, 8]}, cv=3).fit(digits, y)
+        search = GridSearchCV(pipeline, {"capsuleexpertstransformer__n_experts": [1, 8]}, cv=3).fit(
+            digits, y
+        )
         assert search.best_params_ == {"capsuleexpertstransformer__n_experts": 8}
         assert search.best_score_ > 0.8
 
@@ -80,7 +84,9 @@ class TestScikitLearn:
         second = clone(first)
         assert not hasattr(second, "model_")
         np.testing.assert_array_equal(second.fit(wine).transform(wine), first.transform(wine))
-        assert not np.array_equal(clone(first).set_params(random_state=1).fit_transform(wine), first.transform(wine))
+        assert not np.array_equal(
+            clone(first).set_params(random_state=1).fit_transform(wine), first.transform(wine)
+        )
 
     def test_a_pickled_one_goes_on_where_it_was(self, wine: Array) -> None:
         first = table().partial_fit(wine[:100])
@@ -88,7 +94,8 @@ class TestScikitLearn:
         for each in (first, second):
             each.partial_fit(wine[100:])
         np.testing.assert_array_equal(
-            second.inverse_transform(second.transform(wine)), first.inverse_transform(first.transform(wine))
+            second.inverse_transform(second.transform(wine)),
+            first.inverse_transform(first.transform(wine)),
         )
         np.testing.assert_array_equal(second.sample(5), first.sample(5))
 
@@ -115,17 +122,25 @@ class TestTable:
         made = table().fit(wine)
         firing = np.linalg.norm(made.transform(wine).reshape(178, 6, 4), axis=2)
         assert firing.max() < 1
-        assert firing.max(1).mean() == pytest.approx(0.5, abs=1e-6)  # of the strongest expert, on average
+        assert firing.max(1).mean() == pytest.approx(
+            0.5, abs=1e-6
+        )  # of the strongest expert, on average
 
     def test_units_do_not_matter(self, wine: Array) -> None:
         factors = np.logspace(-6, 6, 13)
         made, other = table().fit(wine), table().fit(wine * factors + 5 * factors)
-        np.testing.assert_allclose(other.transform(wine * factors + 5 * factors), made.transform(wine), atol=1e-6)
+        np.testing.assert_allclose(
+            other.transform(wine * factors + 5 * factors), made.transform(wine), atol=1e-6
+        )
 
     def test_a_constant_column_changes_nothing_and_comes_back(self, wine: Array) -> None:
-        wide = np.column_stack([wine, np.full(178, 1e5)])  # in a place that was filled with a zero before
+        wide = np.column_stack(
+            [wine, np.full(178, 1e5)]
+        )  # in a place that was filled with a zero before
         made = table().fit(wide)
-        np.testing.assert_allclose(made.transform(wide), table().fit(wine).transform(wine), atol=1e-9)
+        np.testing.assert_allclose(
+            made.transform(wide), table().fit(wine).transform(wine), atol=1e-9
+        )
         np.testing.assert_allclose(made.inverse_transform(made.transform(wide))[:, -1], 1e5)
 
     def test_neighbouring_columns_are_a_capsule(self, wine: Array) -> None:
@@ -134,10 +149,16 @@ class TestTable:
         t = np.pad((wine - wine.mean(0)) / wine.std(0), ((0, 0), (0, 2)))
         x = squash(torch.from_numpy(t.reshape(178, 3, 5)) * 0.4 / 5**0.5)
         with torch.no_grad():
-            np.testing.assert_allclose(made.transform(wine), made.experts_(x).flatten(1), atol=1e-12)
-            np.testing.assert_allclose(made.score_samples(wine), -made.experts_.free_energy(x), atol=1e-12)
+            np.testing.assert_allclose(
+                made.transform(wine), made.experts_(x).flatten(1), atol=1e-12
+            )
+            np.testing.assert_allclose(
+                made.score_samples(wine), -made.experts_.free_energy(x), atol=1e-12
+            )
 
-    def test_rows_unlike_those_learned_score_less(self, wine: Array, generator: torch.Generator) -> None:
+    def test_rows_unlike_those_learned_score_less(
+        self, wine: Array, generator: torch.Generator
+    ) -> None:
         made = table(n_iter=30).fit(wine[::2])
         shuffled = np.stack([np.random.default_rng(0).permutation(column) for column in wine.T], 1)
         assert np.median(made.score_samples(wine[1::2])) > np.median(made.score_samples(shuffled))
@@ -156,9 +177,16 @@ class TestTable:
         rows = wine.astype(dtype)
         made = table().fit(rows)
         codes = made.transform(rows)
-        for array in (codes, made.inverse_transform(codes), made.score_samples(rows), made.sample(2)):
+        for array in (
+            codes,
+            made.inverse_transform(codes),
+            made.score_samples(rows),
+            made.sample(2),
+        ):
             assert array.dtype == dtype
-        assert made.experts_.weight.dtype == (torch.float32 if dtype is np.float32 else torch.float64)
+        assert made.experts_.weight.dtype == (
+            torch.float32 if dtype is np.float32 else torch.float64
+        )
 
     def test_rows_in_portions_give_the_statistics_of_all(self, wine: Array) -> None:
         made = table()
@@ -212,7 +240,9 @@ class TestImages:
         with torch.no_grad():
             codes = made.model_.encode(images).flatten(1).numpy()
             np.testing.assert_allclose(made.transform(digits), codes, atol=1e-6)
-            np.testing.assert_allclose(made.score_samples(digits), -made.model_.free_energy(images), atol=1e-5)
+            np.testing.assert_allclose(
+                made.score_samples(digits), -made.model_.free_energy(images), atol=1e-5
+            )
             back = made.model_.reconstruct(images).flatten(1).numpy()
         np.testing.assert_allclose(made.inverse_transform(codes), back, atol=1e-5)
 
@@ -225,7 +255,11 @@ class TestImages:
     def test_colours_come_back_where_they_were(self) -> None:
         random = np.random.default_rng(0)
         images = np.zeros((64, 18, 18, 3), np.uint8)
-        images[:, :9] = random.integers(150, 256, (64, 1, 1, 3)) * [1, 0, 0]  # red above, in many shades
+        images[:, :9] = random.integers(150, 256, (64, 1, 1, 3)) * [
+            1,
+            0,
+            0,
+        ]  # red above, in many shades
         images[:, 9:] = random.integers(150, 256, (64, 1, 1, 3)) * [0, 0, 1]  # blue below
         made = small(autoencoder_iter=60, decoder_iter=10, painter_iter=30).fit(images)
         back = made.inverse_transform(made.transform(images)).mean((0, 2))
@@ -233,15 +267,19 @@ class TestImages:
         assert back[10:, 2].min() > 0.5 > back[10:, :2].max()
 
     def test_more_images_teach_but_leave_the_filters(self, digits: Array) -> None:
-        made = small(n_iter=1, decoder_iter=1, painter_iter=1).partial_fit(digits.reshape(-1, 8, 8)[:100])
+        made = small(n_iter=1, decoder_iter=1, painter_iter=1).partial_fit(
+            digits.reshape(-1, 8, 8)[:100]
+        )
         before = pickle.loads(pickle.dumps(made))
         for _ in range(5):
             made.partial_fit(digits)
         assert made.n_samples_seen_ == 1100
-        assert torch.equal(made.model_.autoencoder.first, before.model_.autoencoder.first)
+        assert torch.equal(made.model_.autoencoder.conv1_weight, before.model_.autoencoder.conv1_weight)
         assert torch.equal(made.model_.scaling.mean, before.model_.scaling.mean)
         errors = [
-            np.square(each.inverse_transform(each.transform(digits)).reshape(-1, 64) - digits).mean()
+            np.square(
+                each.inverse_transform(each.transform(digits)).reshape(-1, 64) - digits
+            ).mean()
             for each in (before, made)
         ]
         assert errors[1] < errors[0]
@@ -270,7 +308,9 @@ class TestImages:
         ({"kernel_size": 0}, "kernel_size must be"),
     ],
 )
-def test_a_wrong_parameter_is_named_when_it_is_used(wine: Array, parameter: Any, message: str) -> None:
+def test_a_wrong_parameter_is_named_when_it_is_used(
+    wine: Array, parameter: Any, message: str
+) -> None:
     made = table(**parameter)  # merely stored
     for learn in (made.fit, made.partial_fit):
         with pytest.raises(ValueError, match=message):
@@ -282,7 +322,9 @@ def test_a_code_of_another_size_is_refused(wine: Array) -> None:
         table().fit(wine).inverse_transform(np.zeros((2, 23)))
 
 
-def test_it_tells_how_far_it_is(wine: Array, digits: Array, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_tells_how_far_it_is(
+    wine: Array, digits: Array, capsys: pytest.CaptureFixture[str]
+) -> None:
     table(n_iter=2, verbose=True).fit(wine)
     assert capsys.readouterr().out.splitlines()[-1].endswith("epoch 2/2")
     small(image_shape=(8, 8), verbose=True).fit(digits)
@@ -293,6 +335,10 @@ def test_it_tells_how_far_it_is(wine: Array, digits: Array, capsys: pytest.Captu
 
 def test_it_says_what_is_missing() -> None:
     program = "import sys; sys.modules['sklearn'] = None; import poecaps.sklearn"
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    message = "ModuleNotFoundError: poecaps.sklearn needs scikit-learn; pip install 'poecaps[sklearn]'"
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    message = (
+        "ModuleNotFoundError: poecaps.sklearn needs scikit-learn; pip install 'poecaps[sklearn]'"
+    )
     assert result.stderr.splitlines()[-1] == message

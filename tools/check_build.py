@@ -29,8 +29,8 @@ LONGEST = 1800  # seconds that a command may take; to install torch is the longe
 LARGEST = 100 * 2**20  # bytes that a package may have; what it holds has about 45 MB
 STRAY = {".data", ".git", ".venv", "__pycache__", "build", "dist", "runs", "shared", "tensorboard"}
 SMALL = shlex.split(
-    "--model.features 8 --model.capsule-dim 4 --model.experts 3 5 --model.components 4 --batch-size 500 --device cpu "
-    "--autoencoder.epochs 1 --encoder.epochs 1 --decoder.epochs 1 --painter.epochs 1"
+    "--model.features 8 --model.capsule-dim 4 --model.experts 3 5 --model.joint-components 4 --batch-size 500 --device cpu "
+    "--autoencoder.epochs 1 --encoder.epochs 1 --decoder.epochs 1 --pixel-decoder.epochs 1"
 )
 
 
@@ -40,7 +40,9 @@ class BuildError(Exception):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Check a wheel and an sdist, say what was done, and return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("dist", type=Path, help="folder with one wheel and one sdist")
     dist = parser.parse_args(arguments).dist
     try:
@@ -69,8 +71,14 @@ def check_wheel(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         sizes = {info.filename: info.file_size for info in archive.infolist() if not info.is_dir()}
     _check_sizes(wheel, sizes)
-    there = {PurePosixPath(name) for name in sizes if not PurePosixPath(name).parts[0].endswith(".dist-info")}
-    files = (file for file in PACKAGE.rglob("*") if file.is_file() and "__pycache__" not in file.parts)
+    there = {
+        PurePosixPath(name)
+        for name in sizes
+        if not PurePosixPath(name).parts[0].endswith(".dist-info")
+    }
+    files = (
+        file for file in PACKAGE.rglob("*") if file.is_file() and "__pycache__" not in file.parts
+    )
     wanted = {PurePosixPath(file.relative_to(PACKAGE.parent).as_posix()) for file in files}
     for what, names in (("lacks", wanted - there), ("has, for no reason,", there - wanted)):
         if names:
@@ -81,7 +89,11 @@ def check_wheel(wheel: Path) -> None:
 def check_sdist(sdist: Path) -> None:
     """Look for files in an sdist that are nobody's business."""
     with tarfile.open(sdist) as archive:
-        sizes = {member.name.partition("/")[2]: member.size for member in archive.getmembers() if member.isfile()}
+        sizes = {
+            member.name.partition("/")[2]: member.size
+            for member in archive.getmembers()
+            if member.isfile()
+        }
     _check_sizes(sdist, sizes)
     missing = {"pyproject.toml", "README.md", "LICENSE", "src/poecaps/__init__.py"} - sizes.keys()
     if missing:
@@ -119,7 +131,14 @@ def try_out(wheel: Path, sdist: Path, folder: Path) -> None:
     run([poecaps, "generate", "mnist", "--device", "cpu"], folder)
     run([poecaps, "train", "--out", "run", *SMALL], folder)
     run([poecaps, "generate", "run", "--domain", "learned", "--out", "grid.png"], folder)
-    run([python, "-c", "from poecaps import evaluation as e; [e.load_classifier(n) for n in e.CLASSIFIERS]"], folder)
+    run(
+        [
+            python,
+            "-c",
+            "from poecaps import evaluation as e; [e.load_classifier(n) for n in e.CLASSIFIERS]",
+        ],
+        folder,
+    )
     for file in ("mnist-joint.png", "grid.png", "grid.npz", "run/README.md", "run/samples.png"):
         if not (folder / file).is_file():
             raise BuildError(f"{file} must have been written, but is not there")
@@ -137,13 +156,23 @@ def run(command: Sequence[str], folder: Path) -> str:
     print("  " + " ".join([Path(command[0]).name, *command[1:]])[:110], flush=True)
     try:
         done = subprocess.run(  # noqa: S603
-            command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=LONGEST
+            command,
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=LONGEST,
         )
     except subprocess.TimeoutExpired as error:
         name = Path(command[0]).name
-        raise BuildError(f"{name} must end within {LONGEST} seconds, but was still running: {command[1:]}") from error
+        raise BuildError(
+            f"{name} must end within {LONGEST} seconds, but was still running: {command[1:]}"
+        ) from error
     if done.returncode:
-        raise BuildError(f"{Path(command[0]).name} ended with status {done.returncode}: {done.stderr.strip()[-2000:]}")
+        raise BuildError(
+            f"{Path(command[0]).name} ended with status {done.returncode}: {done.stderr.strip()[-2000:]}"
+        )
     return done.stdout
 
 

@@ -31,9 +31,13 @@ FETCHED = {  # tags, and the attributes whose addresses a browser fetches by its
     "base": ("href",),
 }
 SETS = ("srcset", "imagesrcset")  # attributes with several addresses
-CANDIDATE = re.compile(r"[\s,]*(\S+?)(?:,(?=\s|$)|\s[^,]*(?:,|$)|$)")  # of such a set: an address, and for whom it is
+CANDIDATE = re.compile(
+    r"[\s,]*(\S+?)(?:,(?=\s|$)|\s[^,]*(?:,|$)|$)"
+)  # of such a set: an address, and for whom it is
 COMMENT = re.compile(r"/\*.*?\*/", re.S)
-IN_STYLES = re.compile(r"""url\(\s*(?:"([^"]*)"|'([^']*)'|([^)"'\s]*))\s*\)|@import\s*(?:"([^"]*)"|'([^']*)')""", re.I)
+IN_STYLES = re.compile(
+    r"""url\(\s*(?:"([^"]*)"|'([^']*)'|([^)"'\s]*))\s*\)|@import\s*(?:"([^"]*)"|'([^']*)')""", re.I
+)
 
 
 def fetched_by(styles: str) -> set[str]:
@@ -81,11 +85,15 @@ def faults(site: Path) -> list[str]:
     for file, page in pages.items():
         found += _faults_of(file, page.links, page.fetched, site.resolve(), anchors)
     for file in sorted(site.resolve().rglob("*.css")):
-        found += _faults_of(file, set(), fetched_by(file.read_text(encoding="utf-8")), site.resolve(), anchors)
+        found += _faults_of(
+            file, set(), fetched_by(file.read_text(encoding="utf-8")), site.resolve(), anchors
+        )
     return found
 
 
-def _faults_of(file: Path, links: set[str], fetched: set[str], site: Path, anchors: dict[Path, set[str]]) -> list[str]:
+def _faults_of(
+    file: Path, links: set[str], fetched: set[str], site: Path, anchors: dict[Path, set[str]]
+) -> list[str]:
     found, name = [], file.relative_to(site)
     for link in sorted(links | fetched):
         if link.startswith("data:"):
@@ -95,14 +103,18 @@ def _faults_of(file: Path, links: set[str], fetched: set[str], site: Path, ancho
             found += [f"{name} fetches {link}"] if link in fetched else []
             continue
         path = unquote(parts.path)
-        if file.name == "404.html" and path.startswith("/"):  # shown for any address, it begins at the root of a server
+        if file.name == "404.html" and path.startswith(
+            "/"
+        ):  # shown for any address, it begins at the root of a server
             target = (site / path.lstrip("/")).resolve()
         else:
             target = (file.parent / path).resolve() if path else file
         target = target / "index.html" if target.is_dir() else target
         if not target.is_file() or not target.is_relative_to(site):
             found.append(f"{name} links to {link}, which is not there")
-        elif parts.fragment and target in anchors and unquote(parts.fragment) not in anchors[target]:
+        elif (
+            parts.fragment and target in anchors and unquote(parts.fragment) not in anchors[target]
+        ):
             found.append(f"{name} links to {link}, but there is no such place on that page")
     return found
 

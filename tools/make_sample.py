@@ -20,7 +20,9 @@ STEP: dict[Split, int] = {"train": 6, "test": 5}
 def write_idx(path: Path, array: np.ndarray) -> None:
     """Write unsigned bytes as gzipped IDX, the same bytes every time."""
     header = bytes([0, 0, 0x08, array.ndim]) + np.array(array.shape, ">u4").tobytes()
-    path.write_bytes(gzip.compress(header + array.astype(np.uint8).tobytes(), compresslevel=9, mtime=0))
+    path.write_bytes(
+        gzip.compress(header + array.astype(np.uint8).tobytes(), compresslevel=9, mtime=0)
+    )
 
 
 for name in PUBLISHED:
@@ -28,5 +30,7 @@ for name in PUBLISHED:
     for split, step in STEP.items():
         full = load(name, split=split, download=False)
         assert full.labels is not None  # noqa: S101
-        write_idx(BUNDLED / name / f"{PREFIX[split]}-images-idx3-ubyte.gz", full.images[::step, :, :, 0])
+        write_idx(
+            BUNDLED / name / f"{PREFIX[split]}-images-idx3-ubyte.gz", full.images[::step, :, :, 0]
+        )
         write_idx(BUNDLED / name / f"{PREFIX[split]}-labels-idx1-ubyte.gz", full.labels[::step])

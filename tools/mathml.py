@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 BAR = re.compile(r"<mo>(&#x02016;|&#x0007C;)</mo>")  # of a norm, or of an absolute value
 PLAIN_BAR = r'<mo stretchy="false" lspace="0" rspace="0">\1</mo>'  # a stretched one sits askew in an ordinary font
-NAME = re.compile(r"<mo>([a-z]{2,})</mo>")  # of a function; as an operator it would stand apart from what follows
+NAME = re.compile(
+    r"<mo>([a-z]{2,})</mo>"
+)  # of a function; as an operator it would stand apart from what follows
 
 
 def mathml(source: str, display: str) -> str:
@@ -37,7 +39,9 @@ class _WithinLine(InlineProcessor):  # type: ignore[misc]
 
 class _Equations(Extension):  # type: ignore[misc]
     def extendMarkdown(self, md: Markdown) -> None:  # noqa: N802 (the name that Markdown calls)
-        md.inlinePatterns.register(_WithinLine(r"\$`(.+?)`\$", md), "mathml", 200)  # before code, at 190
+        md.inlinePatterns.register(
+            _WithinLine(r"\$`(.+?)`\$", md), "mathml", 200
+        )  # before code, at 190
 
 
 def makeExtension(**options: Any) -> Extension:  # noqa: N802 (the name that Markdown calls)

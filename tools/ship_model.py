@@ -32,7 +32,9 @@ if TYPE_CHECKING:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Ship a run, say where it is and how large, and return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("run", type=Path, help="folder of a finished run on a set known by name")
     parser.add_argument("name", help="what the model is to be called, such as mnist")
     options = parser.parse_args(arguments)
@@ -56,13 +58,17 @@ def ship(run: Path, name: str) -> Path:
         hold; or if the name cannot be typed as one.
     """
     if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", name):
-        raise ValueError(f"the name must be made of small letters, digits and hyphens, but is {name!r}")
+        raise ValueError(
+            f"the name must be made of small letters, digits and hyphens, but is {name!r}"
+        )
     network, about = CapsuleNetwork.load(run), record.read(run)
     if not about.get("finished"):
         raise ModelError(f"{run} is not finished")
     config = from_json(Config, about["config"])
     if config.data not in named.NAMES:
-        raise ValueError(f"{run} was trained on {config.data}, but must be on one of {', '.join(named.NAMES)}")
+        raise ValueError(
+            f"{run} was trained on {config.data}, but must be on one of {', '.join(named.NAMES)}"
+        )
     with tempfile.TemporaryDirectory() as trial:
         network.save(trial, half=True)
         _check(CapsuleNetwork.load(trial), run)
@@ -79,7 +85,9 @@ def _check(network: CapsuleNetwork, run: Path) -> None:
     for domain in DOMAINS:
         images = network.generate(20, domain, generator=torch.Generator().manual_seed(0))
         if not bool(((images >= 0) & (images <= 1)).all()):
-            raise ModelError(f"{run} in half precision draws no images from 0 to 1 in the domain {domain}")
+            raise ModelError(
+                f"{run} in half precision draws no images from 0 to 1 in the domain {domain}"
+            )
 
 
 if __name__ == "__main__":

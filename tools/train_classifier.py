@@ -41,14 +41,24 @@ SHIFT = 2  # pixels, each way
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """Train, measure and write; return what was written about the weights."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", default="mnist", help="mnist, fashion-mnist or another labelled set (default: mnist)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--data",
+        default="mnist",
+        help="mnist, fashion-mnist or another labelled set (default: mnist)",
+    )
     parser.add_argument("--path", help="folder that holds a full set known by name")
     parser.add_argument("--epochs", type=int, default=30, help="(default: 30)")
     parser.add_argument("--batch-size", type=int, default=250, help="(default: 250)")
-    parser.add_argument("--rate", type=float, default=2e-3, help="highest learning rate (default: 0.002)")
+    parser.add_argument(
+        "--rate", type=float, default=2e-3, help="highest learning rate (default: 0.002)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="(default: 0)")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(default: a GPU)")
+    parser.add_argument(
+        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(default: a GPU)"
+    )
     parser.add_argument("--out", type=Path, help="file to write (default: into the package)")
     options = parser.parse_args(arguments)
 
@@ -76,7 +86,9 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     return about
 
 
-def fit(images: Tensor, labels: Tensor, epochs: int, batch_size: int, rate: float, seed: int) -> Classifier:
+def fit(
+    images: Tensor, labels: Tensor, epochs: int, batch_size: int, rate: float, seed: int
+) -> Classifier:
     """Train on images (N, C, H, W) and labels (N,)."""
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
@@ -86,24 +98,32 @@ def fit(images: Tensor, labels: Tensor, epochs: int, batch_size: int, rate: floa
     classifier.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     decayed = [p for p in classifier.parameters() if p.dim() > 1]
     others = [p for p in classifier.parameters() if p.dim() <= 1]
-    optimizer = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.05}, {"params": others, "weight_decay": 0.0}])
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.05}, {"params": others, "weight_decay": 0.0}]
+    )
     batch_size = min(batch_size, len(images))
     total = epochs * (len(images) // batch_size)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=total, pct_start=0.1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, rate, total_steps=total, pct_start=0.1
+    )
     classifier.train()
     for epoch in range(epochs):
         order = torch.randperm(len(images), generator=generator).to(images.device)
         for chosen in order.split(batch_size)[: len(images) // batch_size]:
             across, down = torch.randint(-SHIFT, SHIFT + 1, (2,), generator=generator).tolist()
             batch = wear(shift(images[chosen], across, down), on_device)
-            batch, targets = with_nonsense(batch, nn.functional.one_hot(labels[chosen], classes).float(), on_device)
+            batch, targets = with_nonsense(
+                batch, nn.functional.one_hot(labels[chosen], classes).float(), on_device
+            )
             batch = batch.contiguous(memory_format=torch.channels_last)
             loss = nn.functional.cross_entropy(classifier(batch), targets)
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
             optimizer.step()
             schedule.step()
-        print(f"epoch {epoch + 1:3} of {epochs}  loss {loss.item():.4f}", file=sys.stderr, flush=True)
+        print(
+            f"epoch {epoch + 1:3} of {epochs}  loss {loss.item():.4f}", file=sys.stderr, flush=True
+        )
     return classifier.eval()
 
 
@@ -111,14 +131,18 @@ def shift(images: Tensor, across: int, down: int) -> Tensor:
     """Move images (B, C, H, W) by whole pixels; what comes in from outside is black."""
     height, width = images.shape[2:]
     padded = nn.functional.pad(images, (SHIFT,) * 4)
-    return padded[:, :, SHIFT - down : SHIFT - down + height, SHIFT - across : SHIFT - across + width]
+    return padded[
+        :, :, SHIFT - down : SHIFT - down + height, SHIFT - across : SHIFT - across + width
+    ]
 
 
 def wear(images: Tensor, generator: torch.Generator) -> Tensor:
     """Make the first half of shuffled images (B, C, H, W) fainter, greyer, softer and noisier at random."""
     half = len(images) // 2
     good, worn = images[half:], images[:half]
-    soft, contrast, floor, noise = torch.rand(4, half, 1, 1, 1, generator=generator, device=images.device)
+    soft, contrast, floor, noise = torch.rand(
+        4, half, 1, 1, 1, generator=generator, device=images.device
+    )
     worn = torch.lerp(worn, nn.functional.avg_pool2d(worn, 3, 1, 1), (2 * soft - 0.5).clamp(0, 1))
     worn = worn * (0.4 + 0.6 * contrast)
     worn = worn + 0.2 * floor * (1 - worn)
@@ -126,12 +150,16 @@ def wear(images: Tensor, generator: torch.Generator) -> Tensor:
     return torch.cat([worn.clamp(0, 1), good])
 
 
-def with_nonsense(images: Tensor, targets: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def with_nonsense(
+    images: Tensor, targets: Tensor, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
     """Add blends and structureless images to a batch (B, C, H, W) with its targets (B, classes)."""
     few = max(1, len(images) // 10)
     made, aims = [images], [targets]
     for count, parts in ((2 * few, 2), (few, 4)):
-        chosen = torch.randint(len(images), (count, parts), generator=generator, device=images.device)
+        chosen = torch.randint(
+            len(images), (count, parts), generator=generator, device=images.device
+        )
         made.append(images[chosen].mean(1))
         aims.append(targets[chosen].mean(1))
     for each in structureless(images[:few], generator):
@@ -179,7 +207,9 @@ def measure(classifier: Classifier, images: Tensor, labels: Tensor, seed: int) -
         "accuracy_when_sure": right[sure].float().mean().item(),
     }
     for name, made in (readable | nonsense).items():
-        numbers[f"sure_of_{name}"] = (classifier.judge(made).probabilities.amax(1) >= CONFIDENT).float().mean().item()
+        numbers[f"sure_of_{name}"] = (
+            (classifier.judge(made).probabilities.amax(1) >= CONFIDENT).float().mean().item()
+        )
     return {name: round(value, 5) for name, value in numbers.items()}
 
 

@@ -35,18 +35,29 @@ def require_floating(name: str, value: Any, *, pixels: bool = False) -> None:
     if value.dtype not in FLOATING:
         remedy = f"convert it with {name}.float() (and bring its values to the range you mean)"
         if pixels:
-            remedy = f"pixels go from 0 to 1, so divide those from 0 to 255 by 255: {name}.float() / 255"
-        raise TypeError(f"{name} must be a floating-point tensor, but its dtype is {value.dtype}; {remedy}")
+            remedy = (
+                f"pixels go from 0 to 1, so divide those from 0 to 255 by 255: {name}.float() / 255"
+            )
+        raise TypeError(
+            f"{name} must be a floating-point tensor, but its dtype is {value.dtype}; {remedy}"
+        )
 
 
-def require_shape(name: str, value: Tensor, axes: str, sizes: Sequence[int | None], remedy: str) -> None:
+def require_shape(
+    name: str, value: Tensor, axes: str, sizes: Sequence[int | None], remedy: str
+) -> None:
     """Refuse a tensor whose shape is not `sizes`; a size of None is free, `axes` are the letters to show."""
     if _fits(value.shape, sizes):
         return
     if axes[0] == "B" and _fits(value.shape, sizes[1:]):
         remedy = f"add the batch axis with {name}.unsqueeze(0)"
-    wanted = [letter if size is None else f"{letter}={size}" for letter, size in zip(axes, sizes, strict=True)]
-    raise ValueError(f"{name} must have shape ({', '.join(wanted)}), but has shape {tuple(value.shape)}; {remedy}")
+    wanted = [
+        letter if size is None else f"{letter}={size}"
+        for letter, size in zip(axes, sizes, strict=True)
+    ]
+    raise ValueError(
+        f"{name} must have shape ({', '.join(wanted)}), but has shape {tuple(value.shape)}; {remedy}"
+    )
 
 
 def _fits(shape: Sequence[int], sizes: Sequence[int | None]) -> bool:
@@ -61,23 +72,33 @@ def require_choice(name: str, value: Any, choices: Sequence[str]) -> None:
         return
     close = difflib.get_close_matches(value, choices, n=1) if isinstance(value, str) else []
     hint = f"; did you mean {close[0]!r}?" if close else ""
-    raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, but is {value!r}{hint}")
+    raise ValueError(
+        f"{name} must be one of {', '.join(map(repr, choices))}, but is {value!r}{hint}"
+    )
 
 
 def require_int(name: str, value: Any, low: int, high: int | None = None) -> None:
     """Refuse anything but a whole number from `low` to `high`."""
     bounds = f"of at least {low}" if high is None else f"from {low} to {high}"
     # The exact type first: it is the common case, and the one that torch.compile can trace.
-    if type(value) is not int and (isinstance(value, bool) or not isinstance(value, numbers.Integral)):
-        raise TypeError(f"{name} must be a whole number {bounds}, but is {value!r} ({type(value).__name__})")
+    if type(value) is not int and (
+        isinstance(value, bool) or not isinstance(value, numbers.Integral)
+    ):
+        raise TypeError(
+            f"{name} must be a whole number {bounds}, but is {value!r} ({type(value).__name__})"
+        )
     if int(value) < low or (high is not None and int(value) > high):
         raise ValueError(f"{name} must be a whole number {bounds}, but is {value}")
 
 
 def require_nonnegative(name: str, value: Any) -> None:
     """Refuse anything but a finite number of at least 0."""
-    if type(value) not in (int, float) and (isinstance(value, bool) or not isinstance(value, numbers.Real)):
-        raise TypeError(f"{name} must be a number of at least 0, but is {value!r} ({type(value).__name__})")
+    if type(value) not in (int, float) and (
+        isinstance(value, bool) or not isinstance(value, numbers.Real)
+    ):
+        raise TypeError(
+            f"{name} must be a number of at least 0, but is {value!r} ({type(value).__name__})"
+        )
     if not 0 <= value < math.inf:
         raise ValueError(f"{name} must be a finite number of at least 0, but is {value}")
 
@@ -98,14 +119,18 @@ def require_dtype(name: str, value: torch.dtype | None) -> None:
 def require_images(name: str, value: Tensor) -> None:
     """Refuse an empty batch."""
     if value.shape[0] == 0:
-        raise ValueError(f"{name} must hold at least one image to learn from, but its batch axis is empty")
+        raise ValueError(
+            f"{name} must hold at least one image to learn from, but its batch axis is empty"
+        )
 
 
 def require_same_dtype(name: str, value: Tensor, other_name: str, other: Tensor) -> None:
     """Refuse tensors of two precisions, unless autocast is there to reconcile them, which it does up to float32."""
     if value.dtype == other.dtype:
         return
-    if torch.float64 in (value.dtype, other.dtype) or not torch.is_autocast_enabled(value.device.type):
+    if torch.float64 in (value.dtype, other.dtype) or not torch.is_autocast_enabled(
+        value.device.type
+    ):
         raise TypeError(
             f"{name} is {value.dtype} but {other_name} is {other.dtype}; "
             f"convert one of them, for example with {name}.to({other.dtype})"
@@ -151,8 +176,12 @@ def check_pixels_on_cpu(images: Tensor, name: str) -> None:
     low, high = (each.item() for each in images.detach().aminmax())
     if low >= -BEYOND and high <= 1 + BEYOND:  # false for NaN
         return
-    remedy = f"divide them by 255: {name} / 255" if low >= 0 and high > 2 else "bring them to that range"
-    raise ValueError(f"{name} must be from 0 to 1, but reach from {low:.4g} to {high:.4g}; {remedy}")
+    remedy = (
+        f"divide them by 255: {name} / 255" if low >= 0 and high > 2 else "bring them to that range"
+    )
+    raise ValueError(
+        f"{name} must be from 0 to 1, but reach from {low:.4g} to {high:.4g}; {remedy}"
+    )
 
 
 def check_states_on_cpu(on: Tensor, name: str) -> None:
@@ -167,7 +196,9 @@ def require_apart(name: str, value: Tensor, other_name: str, other: Tensor) -> N
     if torch.compiler.is_compiling() or not _is_plain(value) or not _is_plain(other):
         return
     if value.untyped_storage().data_ptr() == other.untyped_storage().data_ptr():
-        raise ValueError(f"{name} is overwritten, but shares its memory with {other_name}; give it {name}.clone()")
+        raise ValueError(
+            f"{name} is overwritten, but shares its memory with {other_name}; give it {name}.clone()"
+        )
 
 
 def _is_readable(x: Tensor) -> bool:

@@ -82,7 +82,9 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     if "about" not in metadata or "sha256" not in metadata:
         raise ModelError(f"{path} is a safetensors file, but none that poecaps wrote")
     if _digest(tensors) != metadata["sha256"]:
-        raise ModelError(f"{path} is damaged: its weights do not match their checksum; use another copy")
+        raise ModelError(
+            f"{path} is damaged: its weights do not match their checksum; use another copy"
+        )
     try:
         about = json.loads(metadata["about"])
     except (ValueError, RecursionError):

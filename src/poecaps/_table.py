@@ -86,10 +86,14 @@ class CapsuleTable(nn.Module):
             )
 
         self.learner = layer(winners)  # what contrastive divergence moves
-        self.experts = layer(None)  # the same as it is used: no competition, and one factor for all weights
+        self.experts = layer(
+            None
+        )  # the same as it is used: no competition, and one factor for all weights
         self.register_buffer("mean", torch.zeros(columns, dtype=torch.float64))
         self.register_buffer("variance", torch.ones(columns, dtype=torch.float64))
-        self.register_buffer("decoder", torch.zeros(experts * dim + 1, columns, dtype=torch.float64))
+        self.register_buffer(
+            "decoder", torch.zeros(experts * dim + 1, columns, dtype=torch.float64)
+        )
         self.density: MixtureOfCodes | None = None
 
     def capsules(self, rows: Tensor) -> Tensor:
@@ -108,13 +112,17 @@ class CapsuleTable(nn.Module):
 
     def free_energy(self, rows: Tensor) -> Tensor:
         """F of the input capsules: (B, columns) → (B,)."""
-        return torch.cat([self.experts.free_energy(self.capsules(part)) for part in rows.split(CHUNK)])
+        return torch.cat(
+            [self.experts.free_energy(self.capsules(part)) for part in rows.split(CHUNK)]
+        )
 
     def sample(self, count: int, generator: torch.Generator) -> Tensor:
         """Draw rows, decoded from a density of codes: (count, columns), float64."""
         assert self.density is not None  # noqa: S101 (settle comes first)
         z = self.density.sample(count, generator).double()
-        return torch.cat([z, z.new_ones(count, 1)], 1) @ self.decoder * self._deviation() + self.mean
+        return (
+            torch.cat([z, z.new_ones(count, 1)], 1) @ self.decoder * self._deviation() + self.mean
+        )
 
     @torch.no_grad()
     def see(self, rows: Tensor) -> None:
@@ -128,7 +136,9 @@ class CapsuleTable(nn.Module):
         self.variance.copy_(scatter / total)
         self.rows_seen = total
 
-    def learn(self, rows: Tensor, optimizer: torch.optim.Optimizer, batch: int, generator: torch.Generator) -> None:
+    def learn(
+        self, rows: Tensor, optimizer: torch.optim.Optimizer, batch: int, generator: torch.Generator
+    ) -> None:
         """Go over rows once, in random order, by contrastive divergence."""
         for step in self.batches(rows, batch, generator):
             optimizer.zero_grad(set_to_none=True)
@@ -152,7 +162,8 @@ class CapsuleTable(nn.Module):
         self.experts.load_state_dict(self.learner.state_dict())
         self.experts.fold_balance()
         strongest = [
-            self.experts.route(self.capsules(part)).preactivation.norm(dim=-1).amax(1) for part in rows.split(CHUNK)
+            self.experts.route(self.capsules(part)).preactivation.norm(dim=-1).amax(1)
+            for part in rows.split(CHUNK)
         ]
         self.experts.weight.mul_(factor_for_firing(torch.cat(strongest), FIRING))
         a = _with_one(self.encode(rows))

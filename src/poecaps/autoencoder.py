@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-CANVAS = 10.0  # what the canvas is multiplied by: Adam moves it as fast as filters, of which many add up in a pixel
+PIXEL_BIAS_SCALE = 10.0  # what the canvas is multiplied by: Adam moves it as fast as filters, of which many add up in a pixel
 
 
 class ConvAutoencoder(nn.Module):
@@ -46,10 +46,10 @@ class ConvAutoencoder(nn.Module):
         As for any `torch.nn` layer.
     """
 
-    up_1: nn.Parameter | None
-    up_2: nn.Parameter | None
-    down_2: nn.Parameter | None
-    down_1: nn.Parameter | None
+    conv1_bias: nn.Parameter | None
+    conv2_bias: nn.Parameter | None
+    deconv2_bias: nn.Parameter | None
+    deconv1_bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -77,18 +77,18 @@ class ConvAutoencoder(nn.Module):
         def empty(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(*shape, device=device, dtype=dtype))
 
-        self.first = empty(features, channels, kernel, kernel)
-        self.second = empty(features, features, kernel, kernel)
-        for name, size in {"up_1": features, "up_2": features, "down_2": features, "down_1": channels}.items():
+        self.conv1_weight = empty(features, channels, kernel, kernel)
+        self.conv2_weight = empty(features, features, kernel, kernel)
+        for name, size in {"conv1_bias": features, "conv2_bias": features, "deconv2_bias": features, "deconv1_bias": channels}.items():
             self.register_parameter(name, empty(size) if bias else None)
         self.reset_parameters(generator)
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draw filters that keep the variance of what they see (He et al.), and zero the biases."""
         gain = nn.init.calculate_gain("leaky_relu", self.slope)
-        for filters in (self.first, self.second):
+        for filters in (self.conv1_weight, self.conv2_weight):
             nn.init.normal_(filters, std=gain / filters[0].numel() ** 0.5, generator=generator)
-        for bias in (self.up_1, self.up_2, self.down_2, self.down_1):
+        for bias in (self.conv1_bias, self.conv2_bias, self.deconv2_bias, self.deconv1_bias):
             if bias is not None:
                 nn.init.zeros_(bias)
 
@@ -116,10 +116,10 @@ class ConvAutoencoder(nn.Module):
             With (h, w) = `grid((H, W))`.
         """
         self._check(images)
-        if not torch.is_grad_enabled() and fast.fits(images, self.first, self.second, images.shape[2:]):
+        if not torch.is_grad_enabled() and fast.fits(images, self.conv1_weight, self.conv2_weight, images.shape[2:]):
             return fast.encode(images, self._filters(), self.slope)
-        hidden = nn.functional.leaky_relu(_from_few(images, self.first, self.up_1), self.slope, inplace=True)
-        return _leak(nn.functional.conv2d(hidden, self.second, stride=2), self.up_2, self.slope)
+        hidden = nn.functional.leaky_relu(_from_few(images, self.conv1_weight, self.conv1_bias), self.slope, inplace=True)
+        return _leak(nn.functional.conv2d(hidden, self.conv2_weight, stride=2), self.conv2_bias, self.slope)
 
     def decode(self, features: Tensor, size: tuple[int, int]) -> Tensor:
         """Draw images of this height and width from features.
@@ -166,11 +166,11 @@ class ConvAutoencoder(nn.Module):
         return self.grid((images.shape[2], images.shape[3]))
 
     def _filters(self) -> fast.Filters:
-        return fast.Filters(self.first, self.second, self.up_1, self.up_2, self.down_2, self.down_1)
+        return fast.Filters(self.conv1_weight, self.conv2_weight, self.conv1_bias, self.conv2_bias, self.deconv2_bias, self.deconv1_bias)
 
     def _reconstruction_logits(self, images: Tensor, draw: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         grid = self._check(images)
-        if not images.requires_grad and fast.fits(images, self.first, self.second, images.shape[2:]):
+        if not images.requires_grad and fast.fits(images, self.conv1_weight, self.conv2_weight, images.shape[2:]):
             drawn = None
             if self.training and self.dropout > 0:
                 like = images.new_empty(len(images), self.features, *grid, dtype=torch.float32)
@@ -184,7 +184,7 @@ class ConvAutoencoder(nn.Module):
         return self.logits(features, (images.shape[2], images.shape[3]))
 
 
-class Painter(nn.Module):
+class PixelDecoder(nn.Module):
     """The way down of an autoencoder with filters of its own, so that they can be tuned while the way up stays.
 
     It has a canvas as well, a bias for each pixel: a stride of 2 may leave a row and a column at the rim that no
@@ -198,16 +198,16 @@ class Painter(nn.Module):
         (H, W) of the images.
     """
 
-    first: nn.Parameter
-    second: nn.Parameter
-    down_2: nn.Parameter | None
-    down_1: nn.Parameter | None
+    conv1_weight: nn.Parameter
+    conv2_weight: nn.Parameter
+    deconv2_bias: nn.Parameter | None
+    deconv1_bias: nn.Parameter | None
 
     def __init__(self, like: ConvAutoencoder, size: tuple[int, int]) -> None:
         super().__init__()
         self.slope, self.size = like.slope, size
-        self.canvas = nn.Parameter(like.first.new_zeros(like.channels, *size))
-        for name in ("first", "second", "down_2", "down_1"):
+        self.pixel_bias = nn.Parameter(like.conv1_weight.new_zeros(like.channels, *size))
+        for name in ("conv1_weight", "conv2_weight", "deconv2_bias", "deconv1_bias"):
             own = getattr(like, name)
             self.register_parameter(name, None if own is None else nn.Parameter(own.detach().clone()))
 
@@ -215,11 +215,11 @@ class Painter(nn.Module):
     def follow(self, autoencoder: ConvAutoencoder) -> None:
         """Take over the filters and biases of an autoencoder's way down, and begin with an empty canvas."""
         for name, parameter in self.named_parameters():
-            parameter.copy_(torch.zeros_like(parameter) if name == "canvas" else getattr(autoencoder, name))
+            parameter.copy_(torch.zeros_like(parameter) if name == "pixel_bias" else getattr(autoencoder, name))
 
     def logits(self, features: Tensor) -> Tensor:
         """Compute images before their sigmoid: (B, F, h, w) → (B, C, H, W)."""
-        return _way_down(self, features, self.size) + CANVAS * self.canvas
+        return _way_down(self, features, self.size) + PIXEL_BIAS_SCALE * self.pixel_bias
 
 
 def least_side(kernel: int) -> int:
@@ -238,20 +238,20 @@ def _grid(kernel: int, size: tuple[int, int]) -> tuple[int, int]:
     return height, width
 
 
-def _way_down(of: ConvAutoencoder | Painter, features: Tensor, size: tuple[int, int]) -> Tensor:
+def _way_down(of: ConvAutoencoder | PixelDecoder, features: Tensor, size: tuple[int, int]) -> Tensor:
     """Draw logits (B, C, H, W) from features (B, F, h, w) with the filters transposed."""
     checks.require_floating("features", features)
-    kernel = of.first.shape[-1]
-    sizes = (None, len(of.second), *_grid(kernel, size))
+    kernel = of.conv1_weight.shape[-1]
+    sizes = (None, len(of.conv2_weight), *_grid(kernel, size))
     checks.require_shape("features", features, "BFhw", sizes, "encode an image of the size that you decode")
-    if fast.fits(features, of.first, of.second, size):
-        filters = fast.Filters(of.first, of.second, None, None, of.down_2, of.down_1)
+    if fast.fits(features, of.conv1_weight, of.conv2_weight, size):
+        filters = fast.Filters(of.conv1_weight, of.conv2_weight, None, None, of.deconv2_bias, of.deconv1_bias)
         return fast.decode(features, filters, size, of.slope)
     # A stride of 2 forgets whether the side before it was odd or even; the image's size tells.
     padding = [(side - 2 * kernel + 1) % 2 for side in size]
-    hidden = nn.functional.conv_transpose2d(features, of.second, stride=2, output_padding=padding)
-    images = _to_few(_leak(hidden, of.down_2, of.slope), of.first)
-    return images if of.down_1 is None else images + of.down_1.view(-1, 1, 1)
+    hidden = nn.functional.conv_transpose2d(features, of.conv2_weight, stride=2, output_padding=padding)
+    images = _to_few(_leak(hidden, of.deconv2_bias, of.slope), of.conv1_weight)
+    return images if of.deconv1_bias is None else images + of.deconv1_bias.view(-1, 1, 1)
 
 
 def _leak(x: Tensor, bias: Tensor | None, slope: float) -> Tensor:

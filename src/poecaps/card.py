@@ -33,7 +33,13 @@ if TYPE_CHECKING:
 
 CARD, PICTURE, MEASURED = "README.md", "samples.png", "evaluation.json"
 ROWS, COLUMNS = 4, 10  # of the picture
-TAGS = ("capsule-networks", "product-of-experts", "contrastive-divergence", "energy-based-model", "unsupervised")
+TAGS = (
+    "capsule-networks",
+    "product-of-experts",
+    "contrastive-divergence",
+    "energy-based-model",
+    "unsupervised",
+)
 TASK = "unconditional-image-generation"
 WITH_ROWS = {"data", "seed"}  # options that the card shows beside the preset
 MARK = "<!-- written by poecaps, sha256 {}; once edited, it is left alone -->"
@@ -64,9 +70,15 @@ PROBE = "linear probe on codes, test accuracy"
 ROWS_MEASURED = {  # rows of the card, and where evaluation.json has them
     PROBE: (("probe", "test_accuracy"), ".2%"),
     "linear probe on firing probabilities alone": (("probe_of_firing", "test_accuracy"), ".2%"),
-    "normalised mutual information of the most active expert and the label": (("specialisation", "normalised"), ".3f"),
+    "normalised mutual information of the most active expert and the label": (
+        ("specialisation", "normalised"),
+        ".3f",
+    ),
     "effective rank of the code": (("effective_rank",), ".1f"),
-    "reconstruction error, share of that of the mean image": (("reconstruction", "relative"), ".1%"),
+    "reconstruction error, share of that of the mean image": (
+        ("reconstruction", "relative"),
+        ".1%",
+    ),
     "purity of the draws of one expert": (("experts", "purity", "mean"), ".1%"),
 } | {
     f"{what}, domain {domain}": (("domains", domain, *where), form)
@@ -125,7 +137,9 @@ def write(
     measured = read_json(folder / MEASURED) if (folder / MEASURED).is_file() else None
     half = read_tensors(folder / "model.safetensors")[1].get("half") is True
     name, picture = name or folder.resolve().name, (folder / PICTURE).is_file()
-    lines = _lines(name, network, data, about, measured, licence, half=half, shipped=shipped, picture=picture)
+    lines = _lines(
+        name, network, data, about, measured, licence, half=half, shipped=shipped, picture=picture
+    )
     text = _valid("\n".join(lines) + "\n")
     write_atomically(path, f"{text}\n{MARK.format(_digest(text))}\n".encode())
     return True
@@ -213,7 +227,9 @@ def _lines(
     yield "data; what it says of others means nothing."
 
 
-def _head(name: str, known: Published | None, measured: Mapping[str, Any] | None, licence: str) -> Iterator[str]:
+def _head(
+    name: str, known: Published | None, measured: Mapping[str, Any] | None, licence: str
+) -> Iterator[str]:
     """Yield what the Hub reads, in YAML; a string of JSON is one of YAML, too."""
     yield "---"
     yield f"library_name: poecaps\nlicense: {_quoted(licence)}\npipeline_tag: {TASK}"
@@ -225,7 +241,11 @@ def _head(name: str, known: Published | None, measured: Mapping[str, Any] | None
     if measured is not None and values:
         yield "metrics:\n" + "\n".join(f"- {TYPES[row]}" for row in values)
         data = _name_of(measured["data"])
-        kind = known.hub if known else _quoted(re.sub(r"[^a-z0-9]+", "-", data.lower()).strip("-") or "images")
+        kind = (
+            known.hub
+            if known
+            else _quoted(re.sub(r"[^a-z0-9]+", "-", data.lower()).strip("-") or "images")
+        )
         yield f"model-index:\n- name: {_quoted(name)}\n  results:\n  - task:\n      type: {TASK}"
         yield f"    dataset:\n      type: {kind}\n      name: {_quoted(data)}\n    metrics:"
         for row, value in values.items():
@@ -241,14 +261,17 @@ def _valid(text: str) -> str:
 def _quoted(text: str) -> str:
     """Write a string on one line as JSON, YAML and Python have it."""
     return "".join(
-        each if each.isprintable() else f"\\U{ord(each):08x}" for each in json.dumps(_valid(text), ensure_ascii=False)
+        each if each.isprintable() else f"\\U{ord(each):08x}"
+        for each in json.dumps(_valid(text), ensure_ascii=False)
     )
 
 
 def _plain(text: str) -> str:
     """Write a name so that Markdown shows it as it is, on one line, in a table too."""
     line = "".join(each if each.isprintable() else " " for each in _valid(text)).strip()
-    return re.sub(r"[\\`*\[\]|]|(?<![^\W_])_|_(?![^\W_])", r"\\\g<0>", html.escape(line, quote=False))
+    return re.sub(
+        r"[\\`*\[\]|]|(?<![^\W_])_|_(?![^\W_])", r"\\\g<0>", html.escape(line, quote=False)
+    )
 
 
 def _fenced(language: str, text: str) -> str:

@@ -63,7 +63,14 @@ OPTIONS = {  # how the library speaks of what it is given, and what that is on t
     "size and channels are for": "--size and --channels are for",
     "the run in it by resume": "the run in it: poecaps train --resume RUN",
 }
-FAILURES = (ModelError, TrainingError, datasets.DataError, OSError, torch.OutOfMemoryError, MemoryError)
+FAILURES = (
+    ModelError,
+    TrainingError,
+    datasets.DataError,
+    OSError,
+    torch.OutOfMemoryError,
+    MemoryError,
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -114,7 +121,9 @@ def run() -> NoReturn:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # where the encoding has no ×
     status = main()
-    if workers.expected().size > 1:  # threads that processes talk through may abort at Python's own end
+    if (
+        workers.expected().size > 1
+    ):  # threads that processes talk through may abort at Python's own end
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
@@ -134,7 +143,9 @@ def _complain(message: str, status: int) -> int:
 
 def _preset(arguments: Sequence[str]) -> str:
     """Look for the preset among the arguments: its values are the defaults of all other options."""
-    for before, argument in reversed(list(zip(["", *arguments], arguments, strict=False))):  # the last counts
+    for before, argument in reversed(
+        list(zip(["", *arguments], arguments, strict=False))
+    ):  # the last counts
         name = argument if before == "--preset" else argument.removeprefix("--preset=")
         if (before == "--preset" or name != argument) and name in PRESETS:
             return name
@@ -173,8 +184,12 @@ def _train_with(preset_given: str) -> Callable[..., None]:
         figures
             Draw pictures when training is done.
         """
-        if resume is not None and (out is not None or replace(config, device="auto") != PRESETS["default"]()):
-            raise ValueError("--resume goes on with the options of the run; leave out all but --device and the display")
+        if resume is not None and (
+            out is not None or replace(config, device="auto") != PRESETS["default"]()
+        ):
+            raise ValueError(
+                "--resume goes on with the options of the run; leave out all but --device and the display"
+            )
         folder = (resume or out or _free_folder(config.data)).expanduser()
         config.check()
         first = workers.expected().first
@@ -190,7 +205,11 @@ def _train_with(preset_given: str) -> Callable[..., None]:
         def report(progress: Progress) -> None:
             nonlocal said
             if not said:  # not before there is something to learn from
-                print(f"{'goes on with' if resume else 'trains in'} {folder}", file=sys.stderr, flush=True)
+                print(
+                    f"{'goes on with' if resume else 'trains in'} {folder}",
+                    file=sys.stderr,
+                    flush=True,
+                )
                 said = True
             for each in shown:
                 each(progress)
@@ -205,7 +224,10 @@ def _train_with(preset_given: str) -> Callable[..., None]:
                     each.close()
         except KeyboardInterrupt:
             if first and (folder / CHECKPOINT).is_file():
-                print(f"saved; go on with: poecaps train --resume {shlex.quote(str(folder))}", file=sys.stderr)
+                print(
+                    f"saved; go on with: poecaps train --resume {shlex.quote(str(folder))}",
+                    file=sys.stderr,
+                )
             raise
         if not first:
             return
@@ -219,7 +241,9 @@ def _train_with(preset_given: str) -> Callable[..., None]:
                     print(line, flush=True)
             _write_card(network, folder, draw=figures)
         except OSError as error:
-            raise TrainingError(f"the model in {folder} is whole, but a figure or the card is not ({error})") from error
+            raise TrainingError(
+                f"the model in {folder} is whole, but a figure or the card is not ({error})"
+            ) from error
 
     return train
 
@@ -256,7 +280,9 @@ def _free_folder(source: str) -> Path:
     if workers.expected().size > 1:
         raise ValueError("several processes must agree on a folder; name it with --out")
     name = Path(source).stem or "images"
-    names = (Path("runs") / (name if count == 1 else f"{name}-{count}") for count in range(1, 10**6))
+    names = (
+        Path("runs") / (name if count == 1 else f"{name}-{count}") for count in range(1, 10**6)
+    )
     return next(folder for folder in names if not folder.exists())
 
 
@@ -320,11 +346,17 @@ def generate(
     checks.require_int("rows", rows, 1)
     checks.require_int("seed", seed, 0, 2**63 - 1)
     if domain == "all" and expert is not None:
-        raise ValueError("--expert draws from one expert, and --domain all from all together as well; leave out one")
+        raise ValueError(
+            "--expert draws from one expert, and --domain all from all together as well; leave out one"
+        )
     if domain == "joint" and expert is not None:
-        raise ValueError("--expert draws from one expert, and joint is all together; add --domain learned")
+        raise ValueError(
+            "--expert draws from one expert, and joint is all together; add --domain learned"
+        )
     if domain == "all" and out is not None:
-        raise ValueError("--out names one picture, and --domain all draws four; leave out one of them")
+        raise ValueError(
+            "--out names one picture, and --domain all draws four; leave out one of them"
+        )
     network = _open(run, device)
     for each in DOMAINS if domain == "all" else (domain,):
         name = each if expert is None else f"{each}-{expert}"
@@ -333,7 +365,9 @@ def generate(
 
 
 @torch.no_grad()
-def _draw_domain(network: CapsuleNetwork, domain: Domain, expert: int | None, rows: int, seed: int, path: Path) -> Path:
+def _draw_domain(
+    network: CapsuleNetwork, domain: Domain, expert: int | None, rows: int, seed: int, path: Path
+) -> Path:
     """Draw the Figure 2 of a domain: a column for each expert, or a grid where one expert or all speak."""
     generator = torch.Generator(_device_of(network)).manual_seed(seed)
     if domain == "joint" or expert is not None:
@@ -342,7 +376,9 @@ def _draw_domain(network: CapsuleNetwork, domain: Domain, expert: int | None, ro
         return plotting.image_grid(images, path, columns=COLUMNS, title=title)
     experts = range(network.architecture.experts[-1][0])
     alone = [network.generate(rows, domain, expert=j, generator=generator) for j in experts]
-    return plotting.expert_grid(torch.stack(alone, dim=1), path, title=f"domain {domain}, one column per expert")
+    return plotting.expert_grid(
+        torch.stack(alone, dim=1), path, title=f"domain {domain}, one column per expert"
+    )
 
 
 def reconstruct(
@@ -378,13 +414,19 @@ def reconstruct(
     checks.require_int("count", count, 1)
     network = _open(run, device)
     images = _load_images(network, run, data, data_path, split)
-    print(_draw_reconstructions(network, images, out or _place(run, FIGURES, "reconstructions.png"), count))
+    print(
+        _draw_reconstructions(
+            network, images, out or _place(run, FIGURES, "reconstructions.png"), count
+        )
+    )
 
 
 @torch.no_grad()
 def _draw_reconstructions(network: CapsuleNetwork, data: ImageSet, path: Path, count: int) -> Path:
     images = data.batch(range(min(count, len(data))))
-    made = torch.cat([network.reconstruct(part.to(_device_of(network))).cpu() for part in images.split(BATCH)])
+    made = torch.cat(
+        [network.reconstruct(part.to(_device_of(network))).cpu() for part in images.split(BATCH)]
+    )
     return plotting.reconstructions(images, made, path)
 
 
@@ -430,7 +472,9 @@ def traverse(
     checks.require_int("steps", steps, 2)
     checks.require_nonnegative("reach", reach)
     if image is None and (data, data_path, split) != (None, None, None):
-        raise ValueError("--data, --data-path and --split choose where --image is taken from; name that as well")
+        raise ValueError(
+            "--data, --data-path and --split choose where --image is taken from; name that as well"
+        )
     network = _open(run, device)
     offsets = torch.linspace(-reach, reach, steps)
     start, title, name = None, f"expert {expert}", f"expert-{expert}"
@@ -476,13 +520,17 @@ def encode(
     device
         cpu, cuda, cuda:1, or auto for a GPU where there is one.
     """
-    out = out or _place(run, "-".join(["codes", *([Path(data).stem] if data else []), f"{split}.npz"]))
+    out = out or _place(
+        run, "-".join(["codes", *([Path(data).stem] if data else []), f"{split}.npz"])
+    )
     if out.suffix.lower() != ".npz":
         raise ValueError(f"--out must name an .npz file, but is {out}")
     network = _open(run, device)
     images = _load_images(network, run, data, data_path, split)
     with torch.no_grad():
-        codes = torch.cat([network.encode(part.to(_device_of(network))).cpu() for part in images.batches(BATCH)])
+        codes = torch.cat(
+            [network.encode(part.to(_device_of(network))).cpu() for part in images.batches(BATCH)]
+        )
     arrays: dict[str, Any] = {"codes": codes.numpy(), "firing": codes.norm(dim=-1).numpy()}
     if images.labels is not None:
         arrays["labels"] = images.labels
@@ -543,7 +591,9 @@ def evaluate(
     train, test = (_load_images(network, run, data, data_path, split) for split in SPLITS)
     name = data.removesuffix("-sample")
     judge = evaluation.load_classifier(name) if name in evaluation.CLASSIFIERS else None
-    result = evaluation.evaluate(network, train, test, judge, seed=seed, samples=samples, device=_device_of(network))
+    result = evaluation.evaluate(
+        network, train, test, judge, seed=seed, samples=samples, device=_device_of(network)
+    )
     print(result.table())
     write_json(out, json.loads(result.to_json()))
     print(f"written to {out}")
@@ -580,7 +630,9 @@ def explore(
     except ModuleNotFoundError as error:
         if error.name not in ("fastapi", "pydantic", "starlette", "uvicorn"):
             raise
-        raise OSError(f"the explorer needs {error.name}; pip install 'poecaps[explorer]'") from error
+        raise OSError(
+            f"the explorer needs {error.name}; pip install 'poecaps[explorer]'"
+        ) from error
     if not runs and SHOWN not in models.names():
         raise FileNotFoundError(
             f"the model {SHOWN} does not come with this installation; name a run, as in: poecaps explore runs/demo"
@@ -591,7 +643,10 @@ def explore(
 
     def ready(address: str) -> None:
         if host not in guard.LOCAL:
-            print(f"warning: at {host} others can use the explorer, too, without a password", file=sys.stderr)
+            print(
+                f"warning: at {host} others can use the explorer, too, without a password",
+                file=sys.stderr,
+            )
         print(f"the explorer is at {address} (Ctrl-C ends it)", flush=True)
         if browser:
             webbrowser.open(address)
@@ -614,7 +669,9 @@ def _explored(run: str, taken: Sequence[str]) -> Explored:
     return Explored(next(each for each in names if each not in taken), run, network, images)
 
 
-def info(run: Positional[Annotated[str | None, tyro.conf.arg(metavar="[RUN]", help=MODEL)]] = None) -> None:
+def info(
+    run: Positional[Annotated[str | None, tyro.conf.arg(metavar="[RUN]", help=MODEL)]] = None,
+) -> None:
     """Tell about a trained model, or without one about this installation.
 
     Parameters
@@ -635,7 +692,12 @@ def _about_installation() -> Iterator[tuple[str, str]]:
     yield "routing", kernels.describe(device)
     yield "convolving", filters.describe(device)
     absent = {name for name in datasets.named.PUBLISHED if not _is_here(name)}
-    yield "data", ", ".join(name + " (not on this machine)" * (name in absent) for name in datasets.named.NAMES)
+    yield (
+        "data",
+        ", ".join(
+            name + " (not on this machine)" * (name in absent) for name in datasets.named.NAMES
+        ),
+    )
     yield "models", ", ".join(models.names()) or "none"
     yield "presets", ", ".join(PRESETS)
 
@@ -644,15 +706,22 @@ def _about_run(given: str) -> Iterator[tuple[str, str]]:
     run = _find(given)
     about = record.read(run) if (run / record.RECORD).is_file() else None
     if about is None and not (run / "model.safetensors").is_file():
-        raise FileNotFoundError(f"{run} holds no run: there is neither a {record.RECORD} nor a model.safetensors in it")
+        raise FileNotFoundError(
+            f"{run} holds no run: there is neither a {record.RECORD} nor a model.safetensors in it"
+        )
     yield "run", f"{given}, which comes with poecaps" if models.is_shipped(given) else given
     if (run / "model.safetensors").is_file():
         network = CapsuleNetwork.load(run)
         channels, height, width = network.architecture.image_shape
-        inputs, dim = network.scaling.mean.shape
+        inputs, dim = network.preprocessing.mean.shape
         yield "images", f"{height}×{width}, {'grey' if channels == 1 else 'RGB'}"
         yield "capsules", f"{inputs} of {dim} numbers"
-        yield "experts", ", then ".join(f"{count} of {dim} numbers" for count, dim in network.architecture.experts)
+        yield (
+            "experts",
+            ", then ".join(
+                f"{count} of {dim} numbers" for count, dim in network.architecture.experts
+            ),
+        )
         yield "weights", f"{sum(each.numel() for each in network.parameters()):,}"
     if about is None:
         return
@@ -661,11 +730,18 @@ def _about_run(given: str) -> Iterator[tuple[str, str]]:
         "trained on",
         f"{source.get('source')} ({source.get('images'):,} images, sha256 {source.get('sha256', '')[:12]}…)",
     )
-    yield "finished", about.get("finished") or f"not yet; go on with: poecaps train --resume {shlex.quote(str(run))}"
+    yield (
+        "finished",
+        about.get("finished")
+        or f"not yet; go on with: poecaps train --resume {shlex.quote(str(run))}",
+    )
     for start in about["starts"]:
         yield "command", f"{start.get('command')}  ({start.get('time')}, {start.get('device')})"
     for stage, numbers in _last_numbers(run / METRICS).items():
-        yield stage, ", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in numbers.items())
+        yield (
+            stage,
+            ", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in numbers.items()),
+        )
     for name, value in _changed(about["config"]):
         yield "option", f"{name} = {value}"
 
@@ -694,7 +770,11 @@ def completion(shell: Positional[Literal["bash", "zsh", "fish"]]) -> None:
         if leave.code:
             raise
     # zsh counts words from 1, but the script that tyro writes from 0.
-    for line in script.getvalue().replace('"${words[@]}" "$CURRENT"', '"${words[@]}" "$((CURRENT - 1))"').splitlines():
+    for line in (
+        script.getvalue()
+        .replace('"${words[@]}" "$CURRENT"', '"${words[@]}" "$((CURRENT - 1))"')
+        .splitlines()
+    ):
         # A description of two lines would be offered as two words.
         print(re.sub(r"\\{1,2}n", " ", line) if line.startswith("COMPLETION_SPEC") else line)
     print(ELSE_FILES[shell])
@@ -707,7 +787,9 @@ def _changed(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
         given, normal = config.get(each.name), usual[each.name]
         if isinstance(given, dict):
             yield from (
-                (f"{each.name}.{name}", value) for name, value in given.items() if value != _as_json(normal.get(name))
+                (f"{each.name}.{name}", value)
+                for name, value in given.items()
+                if value != _as_json(normal.get(name))
             )
         elif given != _as_json(normal):
             yield each.name, given
@@ -721,7 +803,10 @@ def _last_numbers(path: Path) -> dict[str, dict[str, float]]:
     if not path.is_file() or not path.stat().st_size:
         return {}
     stages = plotting.read_metrics(path)
-    return {stage: {name: float(points[-1, 1]) for name, points in curves.items()} for stage, curves in stages.items()}
+    return {
+        stage: {name: float(points[-1, 1]) for name, points in curves.items()}
+        for stage, curves in stages.items()
+    }
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -731,7 +816,10 @@ def _last_numbers(path: Path) -> dict[str, dict[str, float]]:
 def _find(run: str) -> Path:
     """Find the folder of a model, and say so where a name could have meant another."""
     if models.is_shipped(run) and (Path(run) / "model.safetensors").is_file():
-        print(f"{run} is the model that comes with poecaps; the one in the folder here is ./{run}", file=sys.stderr)
+        print(
+            f"{run} is the model that comes with poecaps; the one in the folder here is ./{run}",
+            file=sys.stderr,
+        )
     return models.find(run)
 
 
@@ -739,7 +827,9 @@ def _open(run: str, device: str) -> CapsuleNetwork:
     """Load the model of a run, or say how to finish it."""
     where, folder = find_device(device), _find(run)
     if not (folder / "model.safetensors").exists() and (folder / CHECKPOINT).is_file():
-        raise FileNotFoundError(f"{run} is not finished; go on with: poecaps train --resume {shlex.quote(run)}")
+        raise FileNotFoundError(
+            f"{run} is not finished; go on with: poecaps train --resume {shlex.quote(run)}"
+        )
     return CapsuleNetwork.load(folder, where)
 
 
@@ -770,8 +860,12 @@ def _load_images(
         source, path = _own_images(run, path)
     shape: dict[str, Any] = {}
     where = Path(source).expanduser()
-    if source not in datasets.named.NAMES and where.is_dir() and find_images(where, "train") is None:
-        least = least_side(network.architecture.kernel)
+    if (
+        source not in datasets.named.NAMES
+        and where.is_dir()
+        and find_images(where, "train") is None
+    ):
+        least = least_side(network.architecture.kernel_size)
         shape = {"size": (height, width), "channels": channels, "smallest": least}
     with without_warning():
         if split is None:
@@ -785,7 +879,9 @@ def _load_images(
         print(f"found {found.describe()}", file=sys.stderr, flush=True)
     if found.shape != (channels, height, width):
         kind = "grey" if channels == 1 else "RGB"
-        raise datasets.DataError(f"the model sees {kind} images of {height}×{width}, but there are {found}")
+        raise datasets.DataError(
+            f"the model sees {kind} images of {height}×{width}, but there are {found}"
+        )
     return found
 
 
@@ -799,10 +895,17 @@ def _own_images(run: str | Path, path: str | None) -> tuple[str, str | None]:
         raise ValueError(f"{run} does not say what it was trained on; name images with --data")
     config = record.read(folder)["config"]
     source, path = str(config.get("data")), path or config.get("data_path")
-    if models.is_shipped(run) and path is None and source in datasets.named.PUBLISHED and not _is_here(source):
+    if (
+        models.is_shipped(run)
+        and path is None
+        and source in datasets.named.PUBLISHED
+        and not _is_here(source)
+    ):
         taken = f"{source}-sample"
         absent = f"the full set {source} is not on this machine"
-        print(f"{absent}; takes the bundled {taken} (--data {source} downloads it)", file=sys.stderr)
+        print(
+            f"{absent}; takes the bundled {taken} (--data {source} downloads it)", file=sys.stderr
+        )
         source = taken
     return source, path
 

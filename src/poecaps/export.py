@@ -74,7 +74,7 @@ def export_generator(network: CapsuleNetwork) -> ExportedProgram:
 
 def _export(program: nn.Module, network: CapsuleNetwork, shape: tuple[int, ...]) -> ExportedProgram:
     program.eval()
-    example = torch.rand(2, *shape, device=network.scaling.mean.device)
+    example = torch.rand(2, *shape, device=network.preprocessing.mean.device)
     # Strict, because it follows len(tensor); the other way takes the number of images for a constant there.
     batch = {0: torch.export.Dim("batch")}
     with torch.no_grad():
@@ -109,8 +109,12 @@ def write_onnx(network: CapsuleNetwork, folder: str | os.PathLike[str]) -> tuple
     folder.mkdir(parents=True, exist_ok=True)
     files = folder / "encoder.onnx", folder / "generator.onnx"
     programs = export_encoder(network), export_generator(network)
-    for file, program, names in zip(files, programs, (("images", "codes"), ("codes", "images")), strict=True):
-        made = torch.onnx.export(program, dynamo=True, input_names=names[:1], output_names=names[1:], verbose=False)
+    for file, program, names in zip(
+        files, programs, (("images", "codes"), ("codes", "images")), strict=True
+    ):
+        made = torch.onnx.export(
+            program, dynamo=True, input_names=names[:1], output_names=names[1:], verbose=False
+        )
         assert made is not None  # noqa: S101 (it is None only where torch writes a file itself)
         made.save(file)
     return files
@@ -122,4 +126,6 @@ def _require(module: str) -> None:
     except ModuleNotFoundError as error:
         if error.name != module:
             raise
-        raise ModuleNotFoundError(f"ONNX needs {module}; pip install 'poecaps[onnx]'", name=module) from error
+        raise ModuleNotFoundError(
+            f"ONNX needs {module}; pip install 'poecaps[onnx]'", name=module
+        ) from error

@@ -113,7 +113,9 @@ def unsquash(x: Tensor, dim: int = -1) -> Tensor:
     checks.require_floating("x", x)
     norm, unit = _polar(x, dim)
     p = norm.clamp(max=_largest_norm(x.dtype))
-    p = torch.where(p > 0, p, 0.5)  # any constant: it only keeps the square root's gradient finite at 0
+    p = torch.where(
+        p > 0, p, 0.5
+    )  # any constant: it only keeps the square root's gradient finite at 0
     z = torch.sqrt(p / (1 - p)) * unit
     return torch.where(norm == 0, 0, z).to(x.dtype)
 
@@ -138,7 +140,9 @@ def direction(v: Tensor, dim: int = -1) -> Tensor:
 # Routing
 
 
-def check_routing_options(iterations: int, sharpness: float, normalize: str, agreement: str) -> None:
+def check_routing_options(
+    iterations: int, sharpness: float, normalize: str, agreement: str
+) -> None:
     """Raise an error if an option of `routing_by_agreement` is invalid."""
     checks.require_int("iterations", iterations, 1)
     checks.require_nonnegative("sharpness", sharpness)
@@ -347,7 +351,9 @@ def free_energy(z: Tensor, on: Tensor | None = None) -> Tensor:
     log_partition = torch.log1p(z.square().sum(-1))
     if on is not None:
         checks.require_tensor("on", on)
-        checks.require_shape("on", on, "BJ", z.shape[:2], "say for each image which experts may fire")
+        checks.require_shape(
+            "on", on, "BJ", z.shape[:2], "say for each image which experts may fire"
+        )
         log_partition = log_partition * on
     return -log_partition.sum(-1)
 
@@ -533,7 +539,10 @@ def g(z: Tensor, on: Tensor | None = None) -> Tensor:
 
 
 def expert_states(
-    z: Tensor, on: Tensor | None = None, mixing: Mixing = "deterministic", uniform: Tensor | None = None
+    z: Tensor,
+    on: Tensor | None = None,
+    mixing: Mixing = "deterministic",
+    uniform: Tensor | None = None,
 ) -> Tensor:
     """Compute what the experts send down when they mix; 0 for an expert that is not on.
 
@@ -623,12 +632,18 @@ def _only(on: Tensor | None, y: Tensor) -> Tensor:
 
 def _check_weight(weight: Tensor) -> None:
     checks.require_floating("weight", weight)
-    checks.require_shape("weight", weight, "IJDK", (None,) * 4, "give one D×K map for every pair (i, j)")
+    checks.require_shape(
+        "weight", weight, "IJDK", (None,) * 4, "give one D×K map for every pair (i, j)"
+    )
 
 
-def _check_capsules(name: str, x: Tensor, axes: str, sizes: tuple[int | None, ...], weight: Tensor) -> None:
+def _check_capsules(
+    name: str, x: Tensor, axes: str, sizes: tuple[int | None, ...], weight: Tensor
+) -> None:
     checks.require_floating(name, x)
-    checks.require_shape(name, x, axes, sizes, f"{axes[1]} and {axes[2]} must be those of the weight")
+    checks.require_shape(
+        name, x, axes, sizes, f"{axes[1]} and {axes[2]} must be those of the weight"
+    )
     checks.require_same_dtype(name, x, "weight", weight)
 
 
@@ -640,7 +655,9 @@ def _check_coefficients(coefficients: Tensor, sizes: Sequence[int]) -> None:
 
 def _check_preactivation(z: Tensor) -> None:
     checks.require_floating("z", z)
-    checks.require_shape("z", z, "BJD", (None,) * 3, "give the preactivation of routing_by_agreement")
+    checks.require_shape(
+        "z", z, "BJD", (None,) * 3, "give the preactivation of routing_by_agreement"
+    )
 
 
 def _mix_votes(coefficients: Tensor, u: Tensor) -> Tensor:

@@ -33,7 +33,9 @@ def from_pretrained(
         return models.load(model, device)
     if not re.fullmatch(REPOSITORY, os.fspath(model)):
         models.find(model)  # refuses it
-    network: CapsuleNetwork = _mixin().from_pretrained(os.fspath(model), device=device, **options).network
+    network: CapsuleNetwork = (
+        _mixin().from_pretrained(os.fspath(model), device=device, **options).network
+    )
     return network
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -17,11 +17,138 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-Mixing = Literal["deterministic", "bernoulli"]
-MIXINGS: tuple[Mixing, ...] = get_args(Mixing)
+
+class CapsuleRouting(nn.Module):
+    """Base of the capsule layers: routing by agreement from I capsules of dimension K to J of dimension D.
+
+    Parameters
+    ----------
+    in_capsules, in_dim
+        Number and dimension of the input capsules.
+    out_capsules, out_dim
+        Number and dimension of the output capsules.
+    iterations, sharpness, normalize, agreement
+        Options of `poecaps.routing_by_agreement`.
+    backend
+        Implementation to run; see `CapsuleExperts`.
+    generator
+        Source of the initial weights.
+    device, dtype
+        As for any `torch.nn` layer.
+
+    Attributes
+    ----------
+    weight : (I, J, D, K)
+        The maps W_ij, initially N(0, 0.01²).
+    """
+
+    weight: nn.Parameter
+
+    def __init__(
+        self,
+        in_capsules: int,
+        in_dim: int,
+        out_capsules: int,
+        out_dim: int,
+        *,
+        iterations: int = 3,
+        sharpness: float = 1.0,
+        normalize: F.Axis = "inputs",
+        agreement: F.Agreement = "cosine",
+        backend: kernels.Backend | None = None,
+        generator: torch.Generator | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        sizes = {
+            "in_capsules": in_capsules,
+            "in_dim": in_dim,
+            "out_capsules": out_capsules,
+            "out_dim": out_dim,
+        }
+        for name, size in sizes.items():
+            checks.require_int(name, size, 1)
+        F.check_routing_options(iterations, sharpness, normalize, agreement)
+        checks.require_dtype("dtype", dtype)
+        self.in_capsules, self.in_dim = in_capsules, in_dim
+        self.out_capsules, self.out_dim = out_capsules, out_dim
+        self.iterations, self.sharpness = iterations, sharpness
+        self.normalize, self.agreement = normalize, agreement
+        self.backend = backend
+        shape = (in_capsules, out_capsules, out_dim, in_dim)
+        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        self.reset_parameters(generator=generator)
+
+    @property
+    def backend(self) -> kernels.Backend | None:
+        """Implementation to run; None: the fastest that supports the call."""
+        return self._backend
+
+    @backend.setter
+    def backend(self, value: kernels.Backend | None) -> None:
+        kernels.check_backend(value)
+        self._backend = value
+
+    @property
+    def routing(self) -> F.RoutingOptions:
+        """Options of the routing."""
+        return F.RoutingOptions(
+            self.iterations, float(self.sharpness), self.normalize, self.agreement
+        )
+
+    def reset_parameters(self, std: float = 0.01, generator: torch.Generator | None = None) -> None:
+        """Draw W from N(0, std²)."""
+        checks.require_nonnegative("std", std)
+        nn.init.normal_(self.weight, std=std, generator=generator)
+
+    def route(self, x: Tensor) -> F.Routing:
+        """Route `x` through the layer: coefficients (B, I, J) and preactivations (B, J, D).
+
+        Parameters
+        ----------
+        x : (B, I, K)
+            Input capsules, normally squashed; any finite values are accepted.
+        """
+        self._check(x, ball=False)
+        return self._route(x)
+
+    def extra_repr(self) -> str:
+        """Return the sizes and options that `print(layer)` shows."""
+        return (
+            f"{self.in_capsules}×{self.in_dim} → {self.out_capsules}×{self.out_dim}, "
+            f"iterations={self.iterations}, sharpness={self.sharpness}, "
+            f"normalize={self.normalize!r}, agreement={self.agreement!r}"
+        )
+
+    def _options(self) -> kernels.Options:
+        return kernels.Options(
+            self.iterations, float(self.sharpness), self.normalize, self.agreement
+        )
+
+    def _route(self, x: Tensor, *, keep: bool = False) -> F.Routing:
+        return kernels.routing_by_agreement(
+            x,
+            self.weight,
+            iterations=self.iterations,
+            sharpness=self.sharpness,
+            normalize=self.normalize,
+            agreement=self.agreement,
+            backend=self.backend,
+            keep=keep,
+        )
+
+    def _check(self, x: Tensor, *, ball: bool, name: str = "x") -> None:
+        checks.require_floating(name, x)
+        remedy = (
+            "reshape it, or build the layer with the in_capsules (I) and in_dim (K) of your data"
+        )
+        checks.require_shape(name, x, "BIK", (None, self.in_capsules, self.in_dim), remedy)
+        checks.require_same_dtype(name, x, "the layer's weight", self.weight)
+        checks.check_values_on_cpu(x, name, ball=ball)
 
 
-class CapsuleExperts(nn.Module):
+class CapsuleExperts(CapsuleRouting):
     """J expert capsules of dimension D over I input capsules of dimension K.
 
     The layer is the product of experts P(x) = e^(−F(x))/Z with F(x) = −Σ_j log(1 + ‖z_j‖²) and z_j found by routing
@@ -65,7 +192,6 @@ class CapsuleExperts(nn.Module):
     call `poecaps.check_capsules` where data enter.
     """
 
-    weight: nn.Parameter
     balance: Tensor
 
     def __init__(
@@ -86,28 +212,24 @@ class CapsuleExperts(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        sizes = {
-            "in_capsules": in_capsules,
-            "in_dim": in_dim,
-            "out_capsules": out_capsules,
-            "out_dim": out_dim,
-        }
-        for name, size in sizes.items():
-            checks.require_int(name, size, 1)
-        F.check_routing_options(iterations, sharpness, normalize, agreement)
+        super().__init__(
+            in_capsules,
+            in_dim,
+            out_capsules,
+            out_dim,
+            iterations=iterations,
+            sharpness=sharpness,
+            normalize=normalize,
+            agreement=agreement,
+            backend=backend,
+            generator=generator,
+            device=device,
+            dtype=dtype,
+        )
         checks.require_nonnegative("balance_rate", balance_rate)
-        checks.require_dtype("dtype", dtype)
-        self.in_capsules, self.in_dim = in_capsules, in_dim
-        self.out_capsules, self.out_dim = out_capsules, out_dim
-        self.iterations, self.sharpness = iterations, sharpness
-        self.normalize, self.agreement = normalize, agreement
         self.winners = winners
         self.balance_rate = balance_rate
-        self.backend = backend
-        self.weight = nn.Parameter(torch.empty(in_capsules, out_capsules, out_dim, in_dim, device=device, dtype=dtype))
         self.register_buffer("balance", torch.zeros(out_capsules, device=device))
-        self.reset_parameters(generator=generator)
 
     @property
     def winners(self) -> int | None:
@@ -120,21 +242,11 @@ class CapsuleExperts(nn.Module):
             checks.require_int("winners", value, 1, self.out_capsules)
         self._winners = value
 
-    @property
-    def backend(self) -> kernels.Backend | None:
-        """Which version of the equations runs; None: the fastest that fits."""
-        return self._backend
-
-    @backend.setter
-    def backend(self, value: kernels.Backend | None) -> None:
-        kernels.check_backend(value)
-        self._backend = value
-
     def reset_parameters(self, std: float = 0.01, generator: torch.Generator | None = None) -> None:
-        """Draw W from N(0, std²) and forget the balance."""
-        checks.require_nonnegative("std", std)
-        nn.init.normal_(self.weight, std=std, generator=generator)
-        nn.init.zeros_(self.balance)
+        """Draw W from N(0, std²) and set the balance to 0."""
+        super().reset_parameters(std, generator)
+        if "balance" in self._buffers:  # it is registered after the first call
+            nn.init.zeros_(self.balance)
 
     @torch.no_grad()
     def fold_balance(self) -> None:
@@ -172,17 +284,6 @@ class CapsuleExperts(nn.Module):
         self._check(x, ball=False)
         z = self._route(x).preactivation
         return kernels.squash(z, self._may_fire(z), weight=self.weight, backend=self.backend)
-
-    def route(self, x: Tensor) -> F.Routing:
-        """Route `x` through the layer: coefficients (B, I, J) and preactivations (B, J, D).
-
-        Parameters
-        ----------
-        x : (B, I, K)
-            Input capsules, normally squashed; any finite values are routed.
-        """
-        self._check(x, ball=False)
-        return self._route(x)
 
     def reconstruct(self, x: Tensor) -> Tensor:
         """Go up and down once: x̃_i = squash(Σ_j c_ij W_ijᵀ squash(z_j)) with the coefficients of `x`.
@@ -266,10 +367,10 @@ class CapsuleExperts(nn.Module):
         x: Tensor,
         k: int = 1,
         *,
-        mixing: Mixing = "deterministic",
+        mixing: F.Mixing = "deterministic",
         chain: Tensor | None = None,
         generator: torch.Generator | None = None,
-        draw: Callable[[Tensor], Tensor] | None = None,
+        uniform: Tensor | None = None,
     ) -> Tensor:
         r"""Compute the loss mean F(x) − mean F(x̃), whose gradient in W is −ΔW of Algorithm 1.
 
@@ -297,8 +398,8 @@ class CapsuleExperts(nn.Module):
             the weights run away without a negative phase. Replace part of it with data now and then.
         generator
             Source of the Bernoulli draws.
-        draw
-            Another source, in place of `generator`: returns uniform numbers from 0 to 1 in the shape of its argument.
+        uniform : (k, N, J), optional
+            Uniform random numbers from 0 to 1 that decide which experts fire, instead of draws from `generator`.
 
         Returns
         -------
@@ -315,7 +416,7 @@ class CapsuleExperts(nn.Module):
         learning rate of 0.01 to 0.1, SGD with momentum one of 10 to 100.
         """
         checks.require_int("k", k, 1)
-        checks.require_choice("mixing", mixing, MIXINGS)
+        checks.require_choice("mixing", mixing, F.MIXINGS)
         self._check(x, ball=True)
         checks.require_images("x", x)
         if chain is not None:
@@ -327,40 +428,19 @@ class CapsuleExperts(nn.Module):
             at_once = kernels.contrastive_divergence(
                 x.detach(), self.weight, k, self._options(), self._may_fire, backend=self.backend
             )
-        loss, on = at_once or self._step_by_step(x.detach(), k, mixing, chain, generator, draw)
+        if mixing == "bernoulli" and uniform is None:
+            count = len(x if chain is None else chain)
+            uniform = torch.rand(
+                k, count, self.out_capsules, generator=generator, device=self.weight.device
+            )
+        loss, on = at_once or self._step_by_step(x.detach(), k, mixing, chain, uniform)
         if self.training:
             self._nudge_balance(on)
         return loss
 
     def extra_repr(self) -> str:
-        """Show sizes and options as `print(layer)` does."""
-        return (
-            f"{self.in_capsules}×{self.in_dim} → {self.out_capsules}×{self.out_dim}, "
-            f"iterations={self.iterations}, sharpness={self.sharpness}, normalize={self.normalize!r}, "
-            f"agreement={self.agreement!r}, winners={self.winners}"
-        )
-
-    def _options(self) -> kernels.Options:
-        return kernels.Options(self.iterations, float(self.sharpness), self.normalize, self.agreement)
-
-    def _route(self, x: Tensor, *, keep: bool = False) -> F.Routing:
-        return kernels.routing_by_agreement(
-            x,
-            self.weight,
-            iterations=self.iterations,
-            sharpness=self.sharpness,
-            normalize=self.normalize,
-            agreement=self.agreement,
-            backend=self.backend,
-            keep=keep,
-        )
-
-    def _check(self, x: Tensor, *, ball: bool, name: str = "x") -> None:
-        checks.require_floating(name, x)
-        remedy = "reshape it, or build the layer with the in_capsules (I) and in_dim (K) of your data"
-        checks.require_shape(name, x, "BIK", (None, self.in_capsules, self.in_dim), remedy)
-        checks.require_same_dtype(name, x, "the layer's weight", self.weight)
-        checks.check_values_on_cpu(x, name, ball=ball)
+        """Return the sizes and options that `print(layer)` shows."""
+        return f"{super().extra_repr()}, winners={self.winners}"
 
     def _may_fire(self, z: Tensor) -> Tensor | None:
         """Mask (B, J) of the winners of the competition, or None where there is none."""
@@ -374,24 +454,25 @@ class CapsuleExperts(nn.Module):
 
     def _hold(self, x: Tensor) -> Held:
         routing = self._route(x, keep=True)
-        return Held(x, routing.preactivation, kernels.held(routing), self._may_fire(routing.preactivation))
+        return Held(
+            x, routing.preactivation, kernels.held(routing), self._may_fire(routing.preactivation)
+        )
 
     def _step_by_step(
         self,
         x: Tensor,
         k: int,
-        mixing: Mixing,
+        mixing: F.Mixing,
         chain: Tensor | None,
-        generator: torch.Generator | None,
-        draw: Callable[[Tensor], Tensor] | None,
+        uniform: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
         """Compute the loss, and who may fire for `x`."""
         with torch.no_grad():
             data = self._hold(x)
             # A copy: the coefficients may be made again from the capsules after the chain is overwritten.
             model = data if chain is None else self._hold(chain.clone())
-            for _ in range(k):
-                model = self._mix(model, mixing, generator, draw)
+            for step in range(k):
+                model = self._mix(model, mixing, None if uniform is None else uniform[step])
             if chain is not None:
                 chain.copy_(model.x)
         return kernels.free_energy_gap(self.weight, data, model, backend=self.backend), data.on
@@ -399,18 +480,17 @@ class CapsuleExperts(nn.Module):
     def _mix(
         self,
         held: Held,
-        mixing: Mixing,
-        generator: torch.Generator | None,
-        draw: Callable[[Tensor], Tensor] | None,
+        mixing: F.Mixing,
+        uniform: Tensor | None,
     ) -> Held:
         """Go down and up once: z_j → what the experts send → x̃ → z̃_j."""
         if mixing == "deterministic":
             y = kernels.squash(held.z, held.on, weight=self.weight, backend=self.backend)
         else:
-            fires = F.firing_probability(held.z).float()
-            fires = torch.bernoulli(fires, generator=generator) if draw is None else (draw(fires) < fires)
-            y = _only(held.on, fires.to(held.z.dtype).unsqueeze(-1) * F.direction(held.z))
-        x = kernels.reconstruction(y, self.weight, held.coefficients, backend=self.backend).to(held.x.dtype)
+            y = F.expert_states(held.z, held.on, mixing, uniform)
+        x = kernels.reconstruction(y, self.weight, held.coefficients, backend=self.backend).to(
+            held.x.dtype
+        )
         z = kernels.preactivation(x, self.weight, held.coefficients, backend=self.backend)
         return Held(x, z, held.coefficients, held.on)
 
@@ -420,6 +500,81 @@ class CapsuleExperts(nn.Module):
             return
         fair = self.winners / self.out_capsules
         self.balance += self.balance_rate * (fair - on.mean(0, dtype=self.balance.dtype))
+
+
+class CapsuleDecoder(CapsuleRouting):
+    """Capsules below, decoded from experts above.
+
+    The decoder routes from the J experts to the I capsules with coefficients e_ji, normalised over
+    its own inputs: Σ_j e_ji = 1. Its inputs are the experts, and its weight U has shape (J, I, K, D).
+    """
+
+    def forward(self, y: Tensor) -> Tensor:
+        """Decode: x̃_i = squash(Σ_j e_ji U_ji y_j).
+
+        Parameters
+        ----------
+        y : (B, J, D)
+
+        Returns
+        -------
+        (B, I, K)
+        """
+        self._check(y, ball=False)
+        z = self._route(y).preactivation
+        return kernels.squash(z, weight=self.weight, backend=self.backend)
+
+    def contrastive_divergence(self, y: Tensor, x: Tensor) -> Tensor:
+        """Compute the loss whose gradient in U is −ΔU of the decoder's learning rule.
+
+        See `poecaps.functional.decoder_contrastive_divergence`.
+
+        Parameters
+        ----------
+        y : (B, J, D)
+            Experts that encode `x`.
+        x : (B, I, K)
+            Squashed capsules.
+        """
+        checks.require_images("y", y)
+        with torch.no_grad():
+            routing = self.route(y)
+            e = kernels.held(routing)
+            x_model = kernels.squash(
+                routing.preactivation, weight=self.weight, backend=self.backend
+            )
+            y_model = kernels.reconstruction(x_model, self.weight, e, backend=self.backend)
+            data, model = _pull_of_squashed(x), _pull(routing.preactivation)
+        return kernels.pulled(
+            self.weight, e, [(-data, y), (model, y_model)], backend=self.backend
+        ) * (2 / len(y))
+
+    def held_preactivation(self, y: Tensor) -> Tensor:
+        """Compute z̃_i = Σ_j e_ji U_ji y_j with e and y held fixed: a gradient reaches U alone.
+
+        Parameters
+        ----------
+        y : (B, J, D)
+
+        Returns
+        -------
+        (B, I, K)
+        """
+        with torch.no_grad():
+            e = kernels.held(self.route(y))
+        return kernels.preactivation(y, self.weight, e, backend=self.backend)
+
+
+def _pull(z: Tensor) -> Tensor:
+    """g(z) = z/(1+‖z‖²)."""
+    pull: Tensor = z / (1 + z.square().sum(-1, keepdim=True))
+    return pull
+
+
+def _pull_of_squashed(x: Tensor) -> Tensor:
+    """g(unsquash(x)) = √(1/‖x‖ − 1) x, because ‖x‖ = ‖z‖²/(1+‖z‖²)."""
+    norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return (1 / norm.clamp(min=torch.finfo(x.dtype).tiny, max=1) - 1).sqrt() * x
 
 
 def _only(on: Tensor | None, y: Tensor) -> Tensor:

@@ -11,10 +11,9 @@ from torch import nn
 
 from poecaps import _checks as checks
 from poecaps import functional as F
-from poecaps import kernels
 from poecaps._files import ModelError, read_json, read_tensors, write_json, write_tensors
-from poecaps.autoencoder import ConvAutoencoder, Painter
-from poecaps.layer import CapsuleExperts
+from poecaps.autoencoder import ConvAutoencoder, PixelDecoder
+from poecaps.layer import CapsuleDecoder, CapsuleExperts
 
 if TYPE_CHECKING:
     import os
@@ -25,13 +24,18 @@ if TYPE_CHECKING:
 Domain = Literal["complete", "restricted", "learned", "joint"]
 DOMAINS: tuple[Domain, ...] = get_args(Domain)
 
-FORMAT, VERSION = "poecaps", 1
+FORMAT, VERSION = "poecaps", 2
 JOINT_SIZE = 128  # principal components of whole codes that these are drawn in
 JOINT_RANK = 8  # of the Gaussians that they are drawn from
 MOST_LEVELLED = 100  # times that a direction is weakened
 FEWEST = 25  # points that a Gaussian of a mixture is fitted to, on average
-STEPS, REACH = 7, 3.0  # images in a row of a traversal, and how many standard deviations it goes to both sides
-BATCHED = 32  # rows of the largest symmetric matrices whose eigenvectors a GPU finds for many at once
+STEPS, REACH = (
+    7,
+    3.0,
+)  # images in a row of a traversal, and how many standard deviations it goes to both sides
+BATCHED = (
+    32  # rows of the largest symmetric matrices whose eigenvectors a GPU finds for many at once
+)
 HALF_ERROR = 1e-3  # of the norm of a tensor that rounding to float16 may cost; 2e-4 is usual
 
 
@@ -41,7 +45,7 @@ class ModelOptions:
 
     features: int = 128
     """Filters of each convolution."""
-    kernel: int = 9
+    kernel_size: int = 9
     """Side of the filters."""
     bias: bool = True
     """Whether the convolutions have biases."""
@@ -69,22 +73,35 @@ class ModelOptions:
     """Mean norm that input capsules are scaled to before they are squashed; None: left as they are."""
     whiten: bool = False
     """Whether each input capsule is whitened by its covariance over the training images."""
-    level: int = 0
+    equalized_components: int = 0
     """Strongest directions of all input capsules together that are brought down to the last of them; 0: none."""
-    painter: bool = False
+    pixel_decoder: bool = False
     """Whether images are drawn by filters of their own, tuned in a last stage, not by those that see them."""
-    components: int = 1000
+    joint_components: int = 1000
     """Gaussians in the density that whole codes are drawn from, at most; each is fitted to 25 images or more."""
-    parts: int = 20
+    expert_components: int = 20
     """Gaussians in the density that the code of one expert is drawn from, at most."""
 
     def check(self, name: str = "") -> None:
         """Refuse values that cannot be meant; `name` comes before that of the field."""
-        for field in ("features", "kernel", "capsule_dim", "iterations", "components", "parts"):
+        for field in (
+            "features",
+            "kernel_size",
+            "capsule_dim",
+            "iterations",
+            "joint_components",
+            "expert_components",
+        ):
             checks.require_int(name + field, getattr(self, field), 1)
         pairs = self.experts
-        if not isinstance(pairs, tuple) or not pairs or not all(isinstance(p, tuple) and len(p) == 2 for p in pairs):
-            raise ValueError(f"{name}experts must be one pair or more of a number and a dimension, but is {pairs!r}")
+        if (
+            not isinstance(pairs, tuple)
+            or not pairs
+            or not all(isinstance(p, tuple) and len(p) == 2 for p in pairs)
+        ):
+            raise ValueError(
+                f"{name}experts must be one pair or more of a number and a dimension, but is {pairs!r}"
+            )
         for each in (number for pair in pairs for number in pair):
             checks.require_int(f"every number of {name}experts", each, 1)
         if self.features % self.capsule_dim:
@@ -97,10 +114,12 @@ class ModelOptions:
         if self.scale is not None:
             checks.require_nonnegative(f"{name}scale", self.scale)
             if self.scale == 0:
-                raise ValueError(f"{name}scale must be above 0, or None to leave capsules as they are")
+                raise ValueError(
+                    f"{name}scale must be above 0, or None to leave capsules as they are"
+                )
         checks.require_nonnegative(f"{name}decoder_sharpness", self.decoder_sharpness)
         checks.require_nonnegative(f"{name}sharpness", self.sharpness)
-        checks.require_int(f"{name}level", self.level, 0)
+        checks.require_int(f"{name}equalized_components", self.equalized_components, 0)
         checks.require_choice(f"{name}normalize", self.normalize, get_args(F.Axis))
         checks.require_choice(f"{name}agreement", self.agreement, get_args(F.Agreement))
         if self.winners is not None:
@@ -115,7 +134,7 @@ class Architecture(ModelOptions):
     """C, H, W."""
 
 
-class CapsuleScaling(nn.Module):
+class Preprocessing(nn.Module):
     """An affine map of all capsules, fitted to training data, that is undone on the way back.
 
     x = squash(s L A (a − m)), with m the mean (or 0), A_i the inverse root of the covariance of each capsule (or 1), L
@@ -134,26 +153,44 @@ class CapsuleScaling(nn.Module):
     mean: Tensor
     matrix: Tensor
     inverse: Tensor
-    directions: Tensor | None
+    components: Tensor | None
     factors: Tensor | None
 
     def __init__(
-        self, capsules: int, dim: int, *, centre: bool, scale: float | None, whiten: bool, level: int = 0
+        self,
+        capsules: int,
+        dim: int,
+        *,
+        centre: bool,
+        scale: float | None,
+        whiten: bool,
+        equalized_components: int = 0,
     ) -> None:
         super().__init__()
-        if level > capsules * dim:
-            raise ValueError(f"level must be at most {capsules * dim}, the numbers in all capsules, but is {level}")
+        if equalized_components > capsules * dim:
+            raise ValueError(
+                f"equalized_components must be at most {capsules * dim}, the numbers in all capsules, but is {equalized_components}"
+            )
         self.centre, self.scale, self.whiten = centre, scale, whiten
         identity = torch.eye(dim).expand(capsules, dim, dim)
         self.register_buffer("mean", torch.zeros(capsules, dim))
         self.register_buffer("matrix", identity.clone())
         self.register_buffer("inverse", identity.clone())
-        self.register_buffer("directions", torch.eye(capsules * dim, level) if level else None)
-        self.register_buffer("factors", torch.ones(level) if level else None)
+        self.register_buffer(
+            "components",
+            torch.eye(capsules * dim, equalized_components) if equalized_components else None,
+        )
+        self.register_buffer(
+            "factors", torch.ones(equalized_components) if equalized_components else None
+        )
 
     def to_capsules(self, a: Tensor) -> Tensor:
         """Squash scaled activations: (B, I, K) → (B, I, K)."""
-        return F.squash(self._level(torch.einsum("ikl,bil->bik", self.matrix, a.to(self.mean.dtype) - self.mean)))
+        return F.squash(
+            self._level(
+                torch.einsum("ikl,bil->bik", self.matrix, a.to(self.mean.dtype) - self.mean)
+            )
+        )
 
     def from_capsules(self, x: Tensor) -> Tensor:
         """Undo `to_capsules`: (B, I, K) → (B, I, K)."""
@@ -165,10 +202,10 @@ class CapsuleScaling(nn.Module):
 
     def _level(self, z: Tensor, *, back: bool = False) -> Tensor:
         """Multiply by L, or back by its inverse: (B, I, K) → (B, I, K)."""
-        if self.directions is None or self.factors is None:
+        if self.components is None or self.factors is None:
             return z
         flat, factors = z.flatten(1), 1 / self.factors if back else self.factors
-        return (flat + (flat @ self.directions * (factors - 1)) @ self.directions.T).view_as(z)
+        return (flat + (flat @ self.components * (factors - 1)) @ self.components.T).view_as(z)
 
     @torch.no_grad()
     def fit(self, batches: Iterable[Tensor]) -> None:
@@ -183,32 +220,44 @@ class CapsuleScaling(nn.Module):
         mean = first / count
         covariance = second / count - torch.einsum("ik,il->ikl", mean, mean)
         centre = mean if self.centre else torch.zeros_like(mean)
-        matrix = torch.eye(mean.shape[1], dtype=torch.float64, device=mean.device).expand_as(covariance)
+        matrix = torch.eye(mean.shape[1], dtype=torch.float64, device=mean.device).expand_as(
+            covariance
+        )
         if self.whiten:
             values, vectors = torch.linalg.eigh(covariance)
             values = values.clamp(min=0) + 1e-3 * values.clamp(min=0).mean() + 1e-12
             matrix = vectors @ (values.rsqrt().unsqueeze(-1) * vectors.mT)
 
         def scaled(around: Tensor) -> Iterator[Tensor]:
-            return (torch.einsum("ikl,bil->bik", matrix.float(), a.float() - around.float()) for a in batches)
+            return (
+                torch.einsum("ikl,bil->bik", matrix.float(), a.float() - around.float())
+                for a in batches
+            )
 
         self.mean.copy_(centre)
-        if self.directions is not None and self.factors is not None:
+        if self.components is not None and self.factors is not None:
             variance, directions = _leading_directions(
                 lambda: (z.flatten(1) for z in scaled(mean)), mean.numel(), len(self.factors)
             )
-            self.directions.copy_(directions)
+            self.components.copy_(directions)
             least = variance[-1].clamp(min=MOST_LEVELLED**-2 * variance[0])
             self.factors.copy_((least / variance.clamp(min=1e-30)).sqrt().clamp(max=1))
         if self.scale is not None:
-            norms = torch.stack([self._level(z).norm(dim=-1).mean(1).double().sum() for z in scaled(centre)])
+            norms = torch.stack(
+                [self._level(z).norm(dim=-1).mean(1).double().sum() for z in scaled(centre)]
+            )
             matrix = matrix * (self.scale * count / norms.sum())
         self.matrix.copy_(matrix)
         self.inverse.copy_(torch.linalg.inv(matrix))
 
 
 def _leading_directions(
-    batches: Callable[[], Iterable[Tensor]], size: int, count: int, *, spare: int = 16, rounds: int = 8
+    batches: Callable[[], Iterable[Tensor]],
+    size: int,
+    count: int,
+    *,
+    spare: int = 16,
+    rounds: int = 8,
 ) -> tuple[Tensor, Tensor]:
     """Variances (R,) and orthonormal directions (S, R) of the R leading principal components of points (B, S).
 
@@ -235,93 +284,45 @@ def _leading_directions(
     return values.flip(0)[:count].clamp(min=0), basis @ best
 
 
-class CapsuleDecoder(CapsuleExperts):
-    """Capsules below from experts above, routed from the J experts to the I inputs with weights e_ji, Σ_j e_ji = 1.
-
-    As a layer it is `CapsuleExperts` upside down: its inputs are the experts, its weight U has shape (J, I, K, D).
-    """
-
-    def decoding_loss(self, y: Tensor, x: Tensor) -> Tensor:
-        """Compute the loss whose gradient in U is −ΔU, for experts y found for the capsules x.
-
-        With z_i = unsquash(x_i), z̃_i = Σ_j e_ji U_ji y_j, x̃_i = squash(z̃_i) and ỹ_j = squash(Σ_i e_ji U_jiᵀ x̃_i), all
-        held fixed::
-
-            ΔU_ji = 2 · mean e_ji ( g(z_i) y_jᵀ − g(z̃_i) ỹ_jᵀ )
-
-        Parameters
-        ----------
-        y : (B, J, D)
-        x : (B, I, K)
-        """
-        checks.require_images("y", y)
-        with torch.no_grad():
-            routing = self.route(y)
-            e = kernels.held(routing)
-            x_model = kernels.squash(routing.preactivation, weight=self.weight, backend=self.backend)
-            y_model = kernels.reconstruction(x_model, self.weight, e, backend=self.backend)
-            data, model = _pull_of_squashed(x), _pull(routing.preactivation)
-        return kernels.pulled(self.weight, e, [(-data, y), (model, y_model)], backend=self.backend) * (2 / len(y))
-
-    def preactivation(self, y: Tensor) -> Tensor:
-        """Compute z̃_i = Σ_j e_ji U_ji y_j; e and y count as constants: a gradient reaches U alone.
-
-        Parameters
-        ----------
-        y : (B, J, D)
-
-        Returns
-        -------
-        (B, I, K)
-        """
-        with torch.no_grad():
-            e = kernels.held(self.route(y))
-        return kernels.preactivation(y, self.weight, e, backend=self.backend)
-
-
-def _pull(z: Tensor) -> Tensor:
-    """g(z) = z/(1+‖z‖²)."""
-    pull: Tensor = z / (1 + z.square().sum(-1, keepdim=True))
-    return pull
-
-
-def _pull_of_squashed(x: Tensor) -> Tensor:
-    """g(unsquash(x)) = √(1/‖x‖ − 1) x, because ‖x‖ = ‖z‖²/(1+‖z‖²)."""
-    norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return (1 / norm.clamp(min=torch.finfo(x.dtype).tiny, max=1) - 1).sqrt() * x
-
-
 class GaussianMixtures(nn.Module):
     """Several mixtures of Gaussians over vectors of S numbers, each with M parts of low rank R."""
 
-    share: Tensor
-    mean: Tensor
-    factor: Tensor
+    weights: Tensor
+    means: Tensor
+    factors: Tensor
 
     def __init__(self, count: int, parts: int, size: int, rank: int) -> None:
         super().__init__()
-        self.register_buffer("share", torch.full((count, parts), 1 / parts))
-        self.register_buffer("mean", torch.zeros(count, parts, size))
-        self.register_buffer("factor", torch.zeros(count, parts, size, min(rank, size)))
+        self.register_buffer("weights", torch.full((count, parts), 1 / parts))
+        self.register_buffer("means", torch.zeros(count, parts, size))
+        self.register_buffer("factors", torch.zeros(count, parts, size, min(rank, size)))
 
     @torch.no_grad()
     def fit(self, index: int, points: Tensor, generator: torch.Generator | None) -> None:
         """Fit one of the mixtures to points (N, S): a Gaussian for each cluster, of which there may be fewer than M."""
-        parts, _, rank = self.factor[index].shape
+        parts, _, rank = self.factors[index].shape
         nearest = _clusters(points, min(parts, max(1, len(points) // FEWEST)), generator)
         count = torch.bincount(nearest, minlength=parts)
-        mean = torch.zeros_like(self.mean[index]).index_add_(0, nearest, points) / count.clamp(min=1).unsqueeze(1)
+        mean = torch.zeros_like(self.means[index]).index_add_(0, nearest, points) / count.clamp(
+            min=1
+        ).unsqueeze(1)
         members = (points - mean[nearest])[nearest.argsort(stable=True)].split(count.tolist())
         covariance = torch.stack([each.T @ each / max(1, len(each)) for each in members])
         values, vectors = _leading_eigenvectors(covariance.double(), rank)
         factor = vectors * values.clamp(min=0).sqrt().unsqueeze(1)
-        self.share[index], self.mean[index], self.factor[index] = count / len(points), mean, factor.to(mean.dtype)
+        self.weights[index], self.means[index], self.factors[index] = (
+            count / len(points),
+            mean,
+            factor.to(mean.dtype),
+        )
 
     def sample(self, which: Tensor, generator: torch.Generator | None) -> Tensor:
         """Draw a point from the mixture with each of these indices: (B,) → (B, S)."""
-        part = torch.multinomial(self.share[which], 1, generator=generator).squeeze(1)
-        noise = torch.randn(len(which), self.factor.shape[3], 1, generator=generator, device=self.factor.device)
-        return self.mean[which, part] + (self.factor[which, part] @ noise).squeeze(-1)
+        part = torch.multinomial(self.weights[which], 1, generator=generator).squeeze(1)
+        noise = torch.randn(
+            len(which), self.factors.shape[3], 1, generator=generator, device=self.factors.device
+        )
+        return self.means[which, part] + (self.factors[which, part] @ noise).squeeze(-1)
 
 
 class MixtureOfCodes(nn.Module):
@@ -330,28 +331,28 @@ class MixtureOfCodes(nn.Module):
     What lies outside these components is at its mean: it is little, and would make the mixture several times as large.
     """
 
-    centre: Tensor
-    basis: Tensor
+    mean: Tensor
+    components: Tensor
 
-    def __init__(self, size: int, components: int) -> None:
+    def __init__(self, size: int, gaussians: int) -> None:
         super().__init__()
-        self.register_buffer("centre", torch.zeros(size))
-        self.register_buffer("basis", torch.eye(size, min(JOINT_SIZE, size)))
-        self.mixture = GaussianMixtures(1, components, min(JOINT_SIZE, size), rank=JOINT_RANK)
+        self.register_buffer("mean", torch.zeros(size))
+        self.register_buffer("components", torch.eye(size, min(JOINT_SIZE, size)))
+        self.mixture = GaussianMixtures(1, gaussians, min(JOINT_SIZE, size), rank=JOINT_RANK)
 
     @torch.no_grad()
     def fit(self, codes: Tensor, generator: torch.Generator | None) -> None:
         """Fit to codes (N, S)."""
-        self.centre.copy_(codes.mean(0))
-        centred = codes - self.centre
+        self.mean.copy_(codes.mean(0))
+        centred = codes - self.mean
         directions = torch.linalg.eigh((centred.T @ centred).double())[1]
-        self.basis.copy_(directions[:, -self.basis.shape[1] :])
-        self.mixture.fit(0, centred @ self.basis, generator)
+        self.components.copy_(directions[:, -self.components.shape[1] :])
+        self.mixture.fit(0, centred @ self.components, generator)
 
     def sample(self, count: int, generator: torch.Generator | None) -> Tensor:
         """Draw codes: (count, S)."""
-        which = torch.zeros(count, dtype=torch.long, device=self.centre.device)
-        return self.centre + self.mixture.sample(which, generator) @ self.basis.T
+        which = torch.zeros(count, dtype=torch.long, device=self.mean.device)
+        return self.mean + self.mixture.sample(which, generator) @ self.components.T
 
 
 class CodeDensity(nn.Module):
@@ -364,15 +365,17 @@ class CodeDensity(nn.Module):
 
     mean_direction: Tensor
     mean: Tensor
-    deviation: Tensor
+    std: Tensor
 
-    def __init__(self, experts: int, dim: int, *, components: int, parts: int) -> None:
+    def __init__(
+        self, experts: int, dim: int, *, joint_components: int, expert_components: int
+    ) -> None:
         super().__init__()
         self.register_buffer("mean_direction", torch.zeros(experts, dim))
         self.register_buffer("mean", torch.zeros(experts, dim))
-        self.register_buffer("deviation", torch.ones(experts, dim))
-        self.alone = GaussianMixtures(experts, parts, dim, rank=dim)
-        self.together = MixtureOfCodes(experts * dim, components)
+        self.register_buffer("std", torch.ones(experts, dim))
+        self.per_expert = GaussianMixtures(experts, expert_components, dim, rank=dim)
+        self.joint = MixtureOfCodes(experts * dim, joint_components)
 
     @torch.no_grad()
     def fit(self, codes: Tensor, generator: torch.Generator | None = None) -> None:
@@ -383,24 +386,28 @@ class CodeDensity(nn.Module):
         strongest = norm.argmax(1)
         for j in range(z.shape[1]):
             own = z[strongest == j, j]
-            if len(own) <= z.shape[2]:  # too few to tell anything: all images for which it fires, or else all
+            if (
+                len(own) <= z.shape[2]
+            ):  # too few to tell anything: all images for which it fires, or else all
                 own = z[norm[:, j] > 0, j] if norm[:, j].any() else z[:, j]
-            self.mean[j], self.deviation[j] = own.mean(0), own.std(0, correction=0)
-            self.alone.fit(j, own, generator)
-        self.together.fit(z.flatten(1), generator)
+            self.mean[j], self.std[j] = own.mean(0), own.std(0, correction=0)
+            self.per_expert.fit(j, own, generator)
+        self.joint.fit(z.flatten(1), generator)
 
-    def sample(self, count: int, domain: Domain, expert: int | None, generator: torch.Generator | None) -> Tensor:
+    def sample(
+        self, count: int, domain: Domain, expert: int | None, generator: torch.Generator | None
+    ) -> Tensor:
         """Draw preactivations (count, J, D); see `CapsuleNetwork.generate`."""
         experts, dim = self.mean.shape
         device = self.mean.device
         if domain == "joint":
-            return self.together.sample(count, generator).view(-1, experts, dim)
+            return self.joint.sample(count, generator).view(-1, experts, dim)
         noise = torch.randn(count, dim, generator=generator, device=device)
         chosen = torch.randint(experts, (count,), generator=generator, device=device)
         if expert is not None:
             chosen = torch.full_like(chosen, expert)
         if domain == "learned":
-            noise = self.alone.sample(chosen, generator)
+            noise = self.per_expert.sample(chosen, generator)
         elif domain == "restricted":
             agrees = (noise * self.mean_direction[chosen]).sum(-1, keepdim=True) >= 0
             noise = torch.where(agrees, noise, -noise)
@@ -422,7 +429,9 @@ def _by_iteration(matrices: Tensor, count: int, rounds: int = 16) -> tuple[Tenso
     For a GPU, where torch takes matrices of more than 32 rows one after the other: here only the small eigenproblems
     that keep the directions orthogonal are left.
     """
-    directions = torch.randn(matrices.shape[-1], BATCHED, generator=torch.Generator().manual_seed(0)).to(matrices)
+    directions = torch.randn(
+        matrices.shape[-1], BATCHED, generator=torch.Generator().manual_seed(0)
+    ).to(matrices)
     for _ in range(rounds):
         image = matrices @ directions
         square, turn = torch.linalg.eigh(image.mT @ image)  # in the end λ²
@@ -433,7 +442,9 @@ def _by_iteration(matrices: Tensor, count: int, rounds: int = 16) -> tuple[Tenso
 
 def _clusters(z: Tensor, count: int, generator: torch.Generator | None, rounds: int = 25) -> Tensor:
     """Index of the cluster of each point (N, S), by Lloyd's algorithm: (N,)."""
-    first = torch.randperm(len(z), generator=generator, device=None if generator is None else generator.device)
+    first = torch.randperm(
+        len(z), generator=generator, device=None if generator is None else generator.device
+    )
     centres = z[first[:count].to(z.device)]
     nearest = torch.zeros(len(z), dtype=torch.long, device=z.device)
     for _ in range(rounds):
@@ -454,18 +465,33 @@ class CapsuleNetwork(nn.Module):
         Source of the initial weights.
     """
 
-    def __init__(self, architecture: Architecture | None = None, *, generator: torch.Generator | None = None) -> None:
+    def __init__(
+        self, architecture: Architecture | None = None, *, generator: torch.Generator | None = None
+    ) -> None:
         super().__init__()
         self.architecture = a = architecture or Architecture()
         a.check()
         channels, height, width = a.image_shape
         self.autoencoder = ConvAutoencoder(
-            channels, features=a.features, kernel=a.kernel, dropout=a.dropout, bias=a.bias, generator=generator
+            channels,
+            features=a.features,
+            kernel=a.kernel_size,
+            dropout=a.dropout,
+            bias=a.bias,
+            generator=generator,
         )
         rows, columns = self.autoencoder.grid((height, width))
         below = (rows * columns * a.features // a.capsule_dim, a.capsule_dim)
-        self.painter = Painter(self.autoencoder, (height, width)) if a.painter else None
-        self.scaling = CapsuleScaling(*below, centre=a.centre, scale=a.scale, whiten=a.whiten, level=a.level)
+        self.pixel_decoder = (
+            PixelDecoder(self.autoencoder, (height, width)) if a.pixel_decoder else None
+        )
+        self.preprocessing = Preprocessing(
+            *below,
+            centre=a.centre,
+            scale=a.scale,
+            whiten=a.whiten,
+            equalized_components=a.equalized_components,
+        )
         self.encoders, self.decoders = nn.ModuleList(), nn.ModuleList()
         for above in a.experts:
             self.encoders.append(
@@ -491,23 +517,35 @@ class CapsuleNetwork(nn.Module):
                 )
             )
             below = above
-        self.density = CodeDensity(*below, components=a.components, parts=a.parts)
+        self.code_density = CodeDensity(
+            *below, joint_components=a.joint_components, expert_components=a.expert_components
+        )
 
     def activations(self, images: Tensor) -> Tensor:
         """Features grouped into capsules, before scaling and squashing: (B, C, H, W) → (B, I, K)."""
         checks.require_tensor("images", images)
         channels, height, width = self.architecture.image_shape
         # The autoencoder checks the rest; it would see images of other sizes as well.
-        if images.ndim == 4 and images.shape[1] == channels and tuple(images.shape[2:]) != (height, width):
-            raise ValueError(f"images must be {height}×{width}, but are {images.shape[2]}×{images.shape[3]}")
+        if (
+            images.ndim == 4
+            and images.shape[1] == channels
+            and tuple(images.shape[2:]) != (height, width)
+        ):
+            raise ValueError(
+                f"images must be {height}×{width}, but are {images.shape[2]}×{images.shape[3]}"
+            )
         features = self.autoencoder.encode(images)
-        return features.permute(0, 2, 3, 1).reshape(len(features), -1, self.architecture.capsule_dim)
+        return features.permute(0, 2, 3, 1).reshape(
+            len(features), -1, self.architecture.capsule_dim
+        )
 
     def capsules(self, images: Tensor) -> Tensor:
         """Input capsules of the first layer: (B, C, H, W), from 0 to 1 → (B, I, K)."""
         activations = self.activations(images)
-        checks.check_pixels_on_cpu(images, "images")  # not in `activations`, with which training sees its own images
-        return self.scaling.to_capsules(activations)
+        checks.check_pixels_on_cpu(
+            images, "images"
+        )  # not in `activations`, with which training sees its own images
+        return self.preprocessing.to_capsules(activations)
 
     def encode(self, images: Tensor) -> Tensor:
         """Code of images, the experts of the highest layer: (B, C, H, W) → (B, J, D)."""
@@ -525,16 +563,16 @@ class CapsuleNetwork(nn.Module):
 
     def draw(self, x: Tensor) -> Tensor:
         """Images from input capsules: (B, I, K) → (B, C, H, W)."""
-        return torch.sigmoid(self.logits(self.scaling.from_capsules(x)))
+        return torch.sigmoid(self.logits(self.preprocessing.from_capsules(x)))
 
     def logits(self, activations: Tensor) -> Tensor:
         """Images before their sigmoid from what `activations` gives: (B, I, K) → (B, C, H, W)."""
         _, height, width = self.architecture.image_shape
         rows, columns = self.autoencoder.grid((height, width))
         features = activations.reshape(len(activations), rows, columns, -1).permute(0, 3, 1, 2)
-        if self.painter is None:
+        if self.pixel_decoder is None:
             return self.autoencoder.logits(features, (height, width))
-        return self.painter.logits(features)
+        return self.pixel_decoder.logits(features)
 
     def reconstruct(self, images: Tensor) -> Tensor:
         """Encode and decode: (B, C, H, W) → (B, C, H, W)."""
@@ -558,9 +596,11 @@ class CapsuleNetwork(nn.Module):
         checks.require_choice("domain", domain, DOMAINS)
         if expert is not None:
             if domain == "joint":
-                raise ValueError("expert must be None in the domain 'joint', where all experts are drawn together")
+                raise ValueError(
+                    "expert must be None in the domain 'joint', where all experts are drawn together"
+                )
             checks.require_int("expert", expert, 0, self.architecture.experts[-1][0] - 1)
-        return F.squash(self.density.sample(count, domain, expert, generator))
+        return F.squash(self.code_density.sample(count, domain, expert, generator))
 
     @torch.no_grad()
     def generate(
@@ -599,7 +639,11 @@ class CapsuleNetwork(nn.Module):
 
     @torch.no_grad()
     def traverse(
-        self, expert: int, offsets: Tensor | Sequence[float] | None = None, *, start: Tensor | None = None
+        self,
+        expert: int,
+        offsets: Tensor | Sequence[float] | None = None,
+        *,
+        start: Tensor | None = None,
     ) -> Tensor:
         """Vary the instantiation parameters of an expert one at a time, before squashing, without gradients.
 
@@ -620,11 +664,15 @@ class CapsuleNetwork(nn.Module):
         """
         experts, dim = self.architecture.experts[-1]
         checks.require_int("expert", expert, 0, experts - 1)
-        mean, deviation = self.density.mean[expert], self.density.deviation[expert]
-        far = torch.as_tensor(torch.linspace(-REACH, REACH, STEPS) if offsets is None else offsets).to(mean)
-        checks.require_shape("offsets", far, "S", (None,), "give one number for each image of a row")
+        mean, deviation = self.code_density.mean[expert], self.code_density.std[expert]
+        far = torch.as_tensor(
+            torch.linspace(-REACH, REACH, STEPS) if offsets is None else offsets
+        ).to(mean)
+        checks.require_shape(
+            "offsets", far, "S", (None,), "give one number for each image of a row"
+        )
         if start is None:
-            z = torch.zeros_like(self.density.mean)
+            z = torch.zeros_like(self.code_density.mean)
             z[expert] = mean
         else:
             checks.require_shape("start", start, "JD", (experts, dim), "give the code of one image")
@@ -657,11 +705,15 @@ class CapsuleNetwork(nn.Module):
         about = {"format": FORMAT, "version": VERSION}
         tensors = _in_half(self) if half else self.state_dict()
         folder.mkdir(parents=True, exist_ok=True)
-        write_tensors(folder / "model.safetensors", tensors, about | ({"half": True} if half else {}))
+        write_tensors(
+            folder / "model.safetensors", tensors, about | ({"half": True} if half else {})
+        )
         write_json(folder / "config.json", about | {"architecture": asdict(self.architecture)})
 
     @classmethod
-    def load(cls, folder: str | os.PathLike[str], device: torch.device | str = "cpu") -> CapsuleNetwork:
+    def load(
+        cls, folder: str | os.PathLike[str], device: torch.device | str = "cpu"
+    ) -> CapsuleNetwork:
         """Read what `save` wrote, in evaluation mode, float32 and frozen.
 
         No parameter asks for a gradient, so that results can be used at once; `network.requires_grad_()` unfreezes all.
@@ -676,18 +728,25 @@ class CapsuleNetwork(nn.Module):
         folder = Path(folder)
         for name in ("config.json", "model.safetensors"):
             if not (folder / name).is_file():
-                raise FileNotFoundError(f"{folder} holds no trained model: there is no {name} in it")
+                raise FileNotFoundError(
+                    f"{folder} holds no trained model: there is no {name} in it"
+                )
         config = read_json(folder / "config.json")
         architecture = read_architecture(config, folder / "config.json")
         tensors, about = read_tensors(folder / "model.safetensors")
         check_version(about, folder / "model.safetensors")
         if about.get("half") is True:
-            tensors = {name: each.float() if each.dtype == torch.float16 else each for name, each in tensors.items()}
+            tensors = {
+                name: each.float() if each.dtype == torch.float16 else each
+                for name, each in tensors.items()
+            }
         try:
             with torch.device("meta"):  # nothing is allocated before the sizes are known to agree
                 network = cls(architecture)
         except (TypeError, ValueError, RuntimeError) as error:
-            raise ModelError(f"{folder / 'config.json'} describes no possible architecture ({error})") from error
+            raise ModelError(
+                f"{folder / 'config.json'} describes no possible architecture ({error})"
+            ) from error
         network.load_tensors(tensors, folder / "model.safetensors")
         return network.to(device).eval().requires_grad_(False)
 
@@ -779,7 +838,7 @@ def _in_half(network: CapsuleNetwork) -> dict[str, Tensor]:
     """Round what is large in a network to float16, where that costs little; see `CapsuleNetwork.save`."""
     tensors: dict[str, Tensor] = network.state_dict()
     large = [name for name, parameter in network.named_parameters() if parameter.ndim > 1]
-    for name in (*large, *(name for name in tensors if name.endswith(".factor"))):
+    for name in (*large, *(name for name in tensors if name.endswith(".factors"))):
         exact, rounded = tensors[name], tensors[name].half()
         if not rounded.isfinite().all():
             raise ValueError(
@@ -812,10 +871,14 @@ def read_architecture(config: Mapping[str, Any], source: Path) -> Architecture:
     known = {field.name for field in fields(Architecture)}
     # What a file does not mention is as it was before there was a choice: the default.
     if not isinstance(values, dict) or not {"image_shape", "experts"} <= values.keys() <= known:
-        raise ModelError(f"{source} is damaged: it must describe an architecture by {', '.join(sorted(known))}")
+        raise ModelError(
+            f"{source} is damaged: it must describe an architecture by {', '.join(sorted(known))}"
+        )
     try:
         shape = tuple(values["image_shape"])
         experts = tuple(tuple(layer) for layer in values["experts"])
     except TypeError as error:
-        raise ModelError(f"{source} is damaged: image_shape and experts must be lists ({error})") from error
+        raise ModelError(
+            f"{source} is damaged: image_shape and experts must be lists ({error})"
+        ) from error
     return Architecture(**values | {"image_shape": shape, "experts": experts})

@@ -55,7 +55,9 @@ def expert_grid(images: Tensor | Array, path: PathLike, *, title: str | None = N
         The PNG to write, and a line above the grid.
     """
     array = _as_images("images", images, ("rows", "experts", "C", "H", "W"))
-    return _draw_grid(list(array), path, {"images": array}, title, above=[str(j) for j in range(array.shape[1])])
+    return _draw_grid(
+        list(array), path, {"images": array}, title, above=[str(j) for j in range(array.shape[1])]
+    )
 
 
 def image_grid(
@@ -88,7 +90,11 @@ def image_grid(
 
 
 def reconstructions(
-    originals: Tensor | Array, reconstructions: Tensor | Array, path: PathLike, *, title: str | None = None
+    originals: Tensor | Array,
+    reconstructions: Tensor | Array,
+    path: PathLike,
+    *,
+    title: str | None = None,
 ) -> Path:
     """Draw images above their reconstructions, twenty to a line.
 
@@ -109,11 +115,17 @@ def reconstructions(
     starts = range(0, len(first), PER_LINE)
     rows = [array[start : start + PER_LINE] for start in starts for array in (first, second)]
     arrays = {"originals": first, "reconstructions": second}
-    return _draw_grid(rows, path, arrays, title, left=["original", "reconstruction"] * len(starts), group=2)
+    return _draw_grid(
+        rows, path, arrays, title, left=["original", "reconstruction"] * len(starts), group=2
+    )
 
 
 def traversal_grid(
-    images: Tensor | Array, path: PathLike, *, values: Sequence[float] | Tensor | Array, title: str | None = None
+    images: Tensor | Array,
+    path: PathLike,
+    *,
+    values: Sequence[float] | Tensor | Array,
+    title: str | None = None,
 ) -> Path:
     """Draw what each instantiation parameter changes: one row per parameter, one column per value it is given.
 
@@ -132,9 +144,13 @@ def traversal_grid(
         raise ValueError(
             f"values must be {array.shape[1]} finite numbers, one for each step of images, but is {numbers.tolist()}"
         )
-    above = [f"{number + 0.0:.3g}" for number in numbers]  # adding 0 takes the sign from a negative zero
+    above = [
+        f"{number + 0.0:.3g}" for number in numbers
+    ]  # adding 0 takes the sign from a negative zero
     left = [str(parameter) for parameter in range(len(array))]
-    return _draw_grid(list(array), path, {"images": array, "values": numbers}, title, above=above, left=left)
+    return _draw_grid(
+        list(array), path, {"images": array, "values": numbers}, title, above=above, left=left
+    )
 
 
 def training_curves(metrics: PathLike, path: PathLike) -> Path:
@@ -165,26 +181,53 @@ def training_curves(metrics: PathLike, path: PathLike) -> Path:
         figure = Figure(figsize=(width, 0.8 + 1.9 * rows), dpi=100, layout=layout)
         panels = figure.subplots(rows, len(stages), squeeze=False, sharex="col")
         for column, (stage, curves) in zip(panels.T, stages.items(), strict=True):
-            headings = [textwrap.fill(name.replace("_", " "), int(13 * width / len(stages)) - 10) for name in curves]
-            for panel, heading, (name, points) in zip(column, headings, curves.items(), strict=False):
-                marker = "o" if len(points) <= 30 else None  # few points, perhaps one, would be lost in a bare line
-                panel.plot(*points.T, color=colours[name], linewidth=1.3, marker=marker, markersize=3)
+            headings = [
+                textwrap.fill(name.replace("_", " "), int(13 * width / len(stages)) - 10)
+                for name in curves
+            ]
+            for panel, heading, (name, points) in zip(
+                column, headings, curves.items(), strict=False
+            ):
+                marker = (
+                    "o" if len(points) <= 30 else None
+                )  # few points, perhaps one, would be lost in a bare line
+                panel.plot(
+                    *points.T, color=colours[name], linewidth=1.3, marker=marker, markersize=3
+                )
                 panel.set_title(heading, loc="left", fontsize=10, color="#404040")
                 panel.grid(color="#e4e4e4", linewidth=0.8)
                 panel.spines[["top", "right"]].set_visible(False)
                 panel.spines[["left", "bottom"]].set_color("#a0a0a0")
-                panel.tick_params(labelsize=9, color="#a0a0a0", labelcolor="#404040", labelbottom=False)
-                panel.xaxis.set(major_locator=MaxNLocator(6, steps=[1, 2, 5, 10]), major_formatter=number)
-                panel.yaxis.set(major_locator=MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]), major_formatter=number)
+                panel.tick_params(
+                    labelsize=9, color="#a0a0a0", labelcolor="#404040", labelbottom=False
+                )
+                panel.xaxis.set(
+                    major_locator=MaxNLocator(6, steps=[1, 2, 5, 10]), major_formatter=number
+                )
+                panel.yaxis.set(
+                    major_locator=MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]), major_formatter=number
+                )
             above = (0, 24 + 12 * headings[0].count("\n"))
-            column[0].annotate(stage, (0, 1), above, "axes fraction", "offset points", fontsize=12, fontweight="bold")
+            column[0].annotate(
+                stage,
+                (0, 1),
+                above,
+                "axes fraction",
+                "offset points",
+                fontsize=12,
+                fontweight="bold",
+            )
             column[len(curves) - 1].tick_params(labelbottom=True)
             column[len(curves) - 1].set_xlabel("epoch", fontsize=9, color="#404040")
             for unused in column[len(curves) :]:
                 unused.remove()
         picture = io.BytesIO()
         figure.savefig(picture, format="png", metadata={"Software": None})
-    arrays = {f"{stage}/{name}": points for stage, curves in stages.items() for name, points in curves.items()}
+    arrays = {
+        f"{stage}/{name}": points
+        for stage, curves in stages.items()
+        for name, points in curves.items()
+    }
     return _write(path, picture.getvalue(), arrays)
 
 
@@ -201,7 +244,11 @@ def read_metrics(source: Path) -> dict[str, dict[str, Array]]:
             if number == len(lines):  # the crash came before the end of the line
                 break
             entry = None
-        if not (isinstance(entry, dict) and isinstance(entry.get("stage"), str) and type(entry.get("epoch")) in NUMBER):
+        if not (
+            isinstance(entry, dict)
+            and isinstance(entry.get("stage"), str)
+            and type(entry.get("epoch")) in NUMBER
+        ):
             raise ValueError(
                 f"{source}, line {number}, must be a JSON object with a stage and an epoch, but is "
                 f"{line[:80].decode(errors='replace')!r}; mend the line or remove it"
@@ -210,7 +257,9 @@ def read_metrics(source: Path) -> dict[str, dict[str, Array]]:
             if name not in NO_CURVE and type(value) in NUMBER:
                 found.setdefault(entry["stage"], {}).setdefault(name, {})[entry["epoch"]] = value
     if not found:
-        raise ValueError(f"{source} holds no metrics; give the metrics.jsonl of a run that has taken a step")
+        raise ValueError(
+            f"{source} holds no metrics; give the metrics.jsonl of a run that has taken a step"
+        )
     return {
         stage: {name: np.array(sorted(points.items()), float) for name, points in curves.items()}
         for stage, curves in found.items()
@@ -221,10 +270,18 @@ def _as_images(name: str, value: Tensor | Array, axes: Sequence[str]) -> Array:
     """Check images and return them as an array, in the precision they came in."""
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu()
-        value = (value.float() if value.dtype == torch.bfloat16 else value).numpy()  # NumPy has no bfloat16
+        value = (
+            value.float() if value.dtype == torch.bfloat16 else value
+        ).numpy()  # NumPy has no bfloat16
     if not isinstance(value, np.ndarray) or value.dtype.kind != "f":
-        given = f"its dtype is {value.dtype}" if isinstance(value, np.ndarray) else f"is {type(value).__name__}"
-        raise TypeError(f"{name} must be a tensor or NumPy array of floats from 0 to 1, but {given}; convert it")
+        given = (
+            f"its dtype is {value.dtype}"
+            if isinstance(value, np.ndarray)
+            else f"is {type(value).__name__}"
+        )
+        raise TypeError(
+            f"{name} must be a tensor or NumPy array of floats from 0 to 1, but {given}; convert it"
+        )
     if value.ndim != len(axes) or value.shape[-3] not in (1, 3) or value.size == 0:
         raise ValueError(
             f"{name} must have shape ({', '.join(axes)}) with C 1 or 3, and not be empty, but has shape {value.shape}; "
@@ -264,10 +321,15 @@ def _draw_grid(
     x_grid = MARGIN + max((math.ceil(small.getlength(text)) + 10 for text in left), default=0)
     x_cells = [x_grid + LINE + column * (width + LINE) for column in range(columns)]
     right = x_cells[-1] + width + LINE
-    lines = textwrap.wrap(_as_ascii(title or ""), max(right - x_grid, 320) // 9)  # a letter takes about 9 pixels
+    lines = textwrap.wrap(
+        _as_ascii(title or ""), max(right - x_grid, 320) // 9
+    )  # a letter takes about 9 pixels
     right = max([right, *(x_grid + math.ceil(large.getlength(line)) for line in lines)])
     y_grid = MARGIN + (24 * len(lines) + 8 if lines else 0) + (LABEL_SIZE + 6 if above else 0)
-    y_cells = [y_grid + LINE + row * (height + LINE) + (row // group * 12 if group else 0) for row in range(len(rows))]
+    y_cells = [
+        y_grid + LINE + row * (height + LINE) + (row // group * 12 if group else 0)
+        for row in range(len(rows))
+    ]
 
     page = np.full((y_cells[-1] + height + LINE + MARGIN, right + MARGIN, 3), PAPER, np.uint8)
     for y, row in zip(y_cells, rows, strict=True):
@@ -290,7 +352,11 @@ def _draw_grid(
 
 def _as_ascii(text: str) -> str:
     letters = unicodedata.normalize("NFKD", text.translate(PLAIN))
-    return "".join(letter if letter.isascii() else "?" for letter in letters if not unicodedata.combining(letter))
+    return "".join(
+        letter if letter.isascii() else "?"
+        for letter in letters
+        if not unicodedata.combining(letter)
+    )
 
 
 def _write(path: PathLike, picture: bytes, arrays: Mapping[str, Array]) -> Path:
@@ -299,7 +365,10 @@ def _write(path: PathLike, picture: bytes, arrays: Mapping[str, Array]) -> Path:
     if target.suffix.lower() != ".png":
         raise ValueError(f"path must name a PNG, but is {str(path)!r}; let it end in .png")
     target.parent.mkdir(parents=True, exist_ok=True)
-    npz, png = (target.with_name(f".{target.stem}-{uuid.uuid4().hex}{suffix}") for suffix in (".npz", ".png"))
+    npz, png = (
+        target.with_name(f".{target.stem}-{uuid.uuid4().hex}{suffix}")
+        for suffix in (".npz", ".png")
+    )
     try:
         if arrays:
             np.savez(npz, **arrays)  # type: ignore[arg-type]  # its stub takes the names for options

@@ -176,9 +176,9 @@ class CapsuleExpertsTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixi
             data = _as_tensor(rows)
             table.see(data)
             optimizer = torch.optim.Adam(table.learner.parameters(), lr=self.learning_rate)
-            stage, generator = Stage(rate=self.learning_rate), self._generator()
+            stage, generator = Stage(learning_rate=self.learning_rate), self._generator()
             for epoch in range(self.n_iter):
-                optimizer.param_groups[0]["lr"] = stage.rate_at(epoch / self.n_iter)
+                optimizer.param_groups[0]["lr"] = stage.learning_rate_at(epoch / self.n_iter)
                 table.learn(data, optimizer, self.batch_size, generator)
                 self._tell(f"epoch {epoch + 1}/{self.n_iter}")
             table.settle(data, self._generator())
@@ -204,7 +204,9 @@ class CapsuleExpertsTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixi
         elif first:
             self._train(rows)
         else:
-            learn_more(self.model_, self._config(), self._images(rows), share=LATER, seed=self._seed())
+            learn_more(
+                self.model_, self._config(), self._images(rows), share=LATER, seed=self._seed()
+            )
         self._finish(rows, self.n_iter if first and self.image_shape_ is not None else 1)
         kept = self._kept[0]
         if self.image_shape_ is None:
@@ -244,7 +246,9 @@ class CapsuleExpertsTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixi
         check_is_fitted(self)
         codes = check_array(X, dtype=(np.float64, np.float32))
         if codes.shape[1] != self._n_features_out:
-            raise ValueError(f"X must have {self._n_features_out} columns, as a code has, but has {codes.shape[1]}")
+            raise ValueError(
+                f"X must have {self._n_features_out} columns, as a code has, but has {codes.shape[1]}"
+            )
         experts = _as_tensor(codes).view(len(codes), -1, self.experts_.out_dim)
         return self._as_given(self._in_chunks(self.model_.decode, experts), _float_of(codes))
 
@@ -264,7 +268,9 @@ class CapsuleExpertsTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixi
         """
         check_is_fitted(self)
         rows = self._check(X)
-        return _as_array(-self._in_chunks(self.model_.free_energy, self._batch(rows)), _float_of(rows))
+        return _as_array(
+            -self._in_chunks(self.model_.free_energy, self._batch(rows)), _float_of(rows)
+        )
 
     def sample(self, n_samples: int = 1, random_state: Any = None) -> Array:
         """Draw new rows or images from a density of the codes of those seen.
@@ -327,7 +333,9 @@ class CapsuleExpertsTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixi
             checks.require_int("kernel_size", self.kernel_size, 1)
         if self.image_shape is not None:
             if len(self.image_shape) not in (2, 3):
-                raise ValueError(f"image_shape must be (h, w) or (h, w, c), but is {self.image_shape!r}")
+                raise ValueError(
+                    f"image_shape must be (h, w) or (h, w, c), but is {self.image_shape!r}"
+                )
             for side in self.image_shape:
                 checks.require_int("every number of image_shape", side, 1)
 
@@ -337,13 +345,19 @@ class CapsuleExpertsTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixi
         if _ndim(X) in (3, 4):
             X = np.asarray(X)
             if shape is None or (*X.shape[1:], 1)[:3] != shape:
-                wanted = "rows of a table" if shape is None else f"images of {' × '.join(map(str, shape))}"
+                wanted = (
+                    "rows of a table"
+                    if shape is None
+                    else f"images of {' × '.join(map(str, shape))}"
+                )
                 raise ValueError(f"X must hold {wanted}, but has shape {X.shape}")
             X = X.reshape(len(X), math.prod(X.shape[1:]))
         dtypes = (np.float64, np.float32) if shape is None else (np.float64, np.float32, np.uint8)
         rows: Array = validate_data(self, X, dtype=dtypes, reset=reset, ensure_min_samples=fewest)
         if shape is not None and rows.shape[1] != math.prod(shape):
-            raise ValueError(f"image_shape is {shape}, {math.prod(shape)} numbers, but X has {rows.shape[1]} columns")
+            raise ValueError(
+                f"image_shape is {shape}, {math.prod(shape)} numbers, but X has {rows.shape[1]} columns"
+            )
         return rows
 
     def _images(self, rows: Array) -> ImageSet:
@@ -376,7 +390,9 @@ class CapsuleExpertsTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixi
         if first:
             self.model_ = self._new_table(rows)
         if first or not hasattr(self, "_optimizer"):
-            self._optimizer = torch.optim.Adam(self.model_.learner.parameters(), lr=self.learning_rate)
+            self._optimizer = torch.optim.Adam(
+                self.model_.learner.parameters(), lr=self.learning_rate
+            )
         data = _as_tensor(rows)
         self.model_.see(data)
         self.model_.learn(data, self._optimizer, self.batch_size, self._generator())
@@ -389,7 +405,7 @@ class CapsuleExpertsTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixi
         model = replace(
             preset.model,
             features=self.n_filters,
-            kernel=kernel,
+            kernel_size=kernel,
             capsule_dim=self.capsule_dim,
             experts=((self.n_experts, self.expert_dim),),
             sharpness=self.sharpness,
@@ -399,12 +415,18 @@ class CapsuleExpertsTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixi
             preset,
             model=model,
             autoencoder=replace(preset.autoencoder, epochs=self.autoencoder_iter),
-            encoder=replace(preset.encoder, epochs=self.n_iter, rate=self.learning_rate, winners=self.winners),
+            encoder=replace(
+                preset.encoder,
+                epochs=self.n_iter,
+                learning_rate=self.learning_rate,
+                winners=self.winners,
+            ),
             decoder=replace(preset.decoder, epochs=self.decoder_iter),
-            painter=replace(preset.painter, epochs=self.painter_iter),
+            pixel_decoder=replace(preset.pixel_decoder, epochs=self.painter_iter),
             batch_size=self.batch_size,
             device=self.device,
-            checkpoint_every=2**31,  # nobody could go on from a checkpoint in a folder that vanishes
+            checkpoint_every=2
+            ** 31,  # nobody could go on from a checkpoint in a folder that vanishes
         )
 
     def _train(self, rows: Array) -> None:
@@ -450,7 +472,9 @@ class CapsuleExpertsTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixi
 
     def _batch(self, rows: Array) -> Tensor:
         """Rows as the model takes them: (n, columns), or (n, c, h, w)."""
-        return _as_tensor(rows) if self.image_shape_ is None else self._images(rows).batch(slice(None))
+        return (
+            _as_tensor(rows) if self.image_shape_ is None else self._images(rows).batch(slice(None))
+        )
 
     def _encode(self, rows: Array) -> Tensor:
         return self._in_chunks(self.model_.encode, self._batch(rows))

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @pytest.mark.parametrize("shape", [(1, 28, 28), (3, 21, 24)])
 def test_operations_are_those_that_torch_counts(shape: tuple[int, int, int]) -> None:
-    architecture = Architecture(features=6, capsule_dim=2, kernel=5, image_shape=shape)
+    architecture = Architecture(features=6, capsule_dim=2, kernel_size=5, image_shape=shape)
     images, first, second = torch.rand(2, *shape), torch.rand(6, shape[0], 5, 5), torch.rand(6, 6, 5, 5)
     for filters in (first, second):
         filters.requires_grad_()

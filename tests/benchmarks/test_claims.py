@@ -53,8 +53,11 @@ def test_negatives_that_do_not(generator: torch.Generator) -> None:
 
 def test_a_run_is_measured_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     paper = PRESETS["paper"]()
-    none = {name: replace(getattr(paper, name), epochs=0) for name in ("autoencoder", "encoder", "decoder")}
-    small = replace(paper.model, features=8, capsule_dim=4, experts=((3, 5),), components=4)
+    none = {
+        name: replace(getattr(paper, name), epochs=0)
+        for name in ("autoencoder", "encoder", "decoder")
+    }
+    small = replace(paper.model, features=8, capsule_dim=4, experts=((3, 5),), joint_components=4)
     config = replace(paper, **none, model=small, data="mnist-sample", device="cpu")
     train(config, tmp_path / "run")
     files = ["--json", str(tmp_path / "claims.json"), "--figures", str(tmp_path)]
@@ -64,6 +67,11 @@ def test_a_run_is_measured_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert (other["run"], found["run"]) == ("second", "first")
     assert found["objects"].keys() == {"complete", "restricted", "learned"}
     assert found["training_seconds"] >= 0
-    assert found["objects"]["complete"]["variation"].keys() == {"thickness", "slant", "width", "height"}
+    assert found["objects"]["complete"]["variation"].keys() == {
+        "thickness",
+        "slant",
+        "width",
+        "height",
+    }
     assert all((tmp_path / f"run-{domain}.png").is_file() for domain in ("complete", "restricted"))
     assert "claims" not in capsys.readouterr().err

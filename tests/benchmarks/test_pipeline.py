@@ -16,16 +16,42 @@ from poecaps.training import PRESETS
 if TYPE_CHECKING:
     from pathlib import Path
 
-PARTS = ["reading files", "preparation", "autoencoder", "encoder 1", "decoder 1", "painter", "density", "saving"]
+PARTS = [
+    "reading files",
+    "preparation",
+    "autoencoder",
+    "encoder 1",
+    "decoder 1",
+    "pixel_decoder",
+    "density",
+    "saving",
+]
 
 
 def test_the_way_is_gone_for_each_seed(
     bars: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     default = PRESETS["default"]()
-    model = replace(default.model, features=8, capsule_dim=4, experts=((3, 5),), level=2, components=4, parts=2)
-    stages = {name: replace(getattr(default, name), epochs=1) for name in ("autoencoder", "encoder", "decoder")}
-    small = replace(default, model=model, **stages, painter=replace(default.painter, epochs=1), batch_size=16)
+    model = replace(
+        default.model,
+        features=8,
+        capsule_dim=4,
+        experts=((3, 5),),
+        equalized_components=2,
+        joint_components=4,
+        expert_components=2,
+    )
+    stages = {
+        name: replace(getattr(default, name), epochs=1)
+        for name in ("autoencoder", "encoder", "decoder")
+    }
+    small = replace(
+        default,
+        model=model,
+        **stages,
+        pixel_decoder=replace(default.pixel_decoder, epochs=1),
+        batch_size=16,
+    )
     monkeypatch.setitem(PRESETS, "default", lambda: small)
     fit, save = CodeDensity.fit, CapsuleNetwork.save
     given = ["--data", str(bars), "--seeds", "3", "4", "--evaluate", "--samples", "20"]
@@ -44,6 +70,8 @@ def test_the_way_is_gone_for_each_seed(
     assert found["summary"].keys() == {*PARTS, "Figure 2", "total"}
     for seed in (3, 4):
         CapsuleNetwork.load(tmp_path / "runs" / f"seed-{seed}")
-        assert all((tmp_path / "runs" / f"seed-{seed}" / f"{panel}.png").is_file() for panel in PANELS)
+        assert all(
+            (tmp_path / "runs" / f"seed-{seed}" / f"{panel}.png").is_file() for panel in PANELS
+        )
     assert (CodeDensity.fit, CapsuleNetwork.save) == (fit, save)
     assert "first small run" in capsys.readouterr().out

@@ -72,14 +72,20 @@ def test_the_targets_are_met(data: str) -> None:
     assert mean("domains.restricted.negatives.share") == 0
     for name in ("bernoulli-rbm", "gaussian-rbm", "vae"):
         for domain in PEERS[name][1]:
-            theirs = fmean(values(list(peers_named(data, name)), f"domains.{domain}.frechet.distance"))
+            theirs = fmean(
+                values(list(peers_named(data, name)), f"domains.{domain}.frechet.distance")
+            )
             assert mean("domains.joint.frechet.distance") < theirs
 
 
-def test_a_page_is_filled_between_its_marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_is_filled_between_its_marks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def evaluation(share: float) -> dict[str, Any]:
         spread = dict.fromkeys(("thickness", "slant", "width", "height"), share)
-        return {"experts": {"purity": {"mean": share}, "variety": {"mean": 0.5}, "variation": spread}}
+        return {
+            "experts": {"purity": {"mean": share}, "variety": {"mean": 0.5}, "variation": spread}
+        }
 
     rows = [{"variant": "default", "evaluation": evaluation(share)} for share in (0.6, 0.8)]
     for data in SETS:
@@ -103,7 +109,9 @@ def test_a_page_is_filled_between_its_marks(tmp_path: Path, monkeypatch: pytest.
 
 def test_everything_on_the_page_of_speed_was_measured() -> None:
     marks = report.MARK.finditer(SPEED.read_text(encoding="utf-8"))
-    missing = [mark[2] for mark in marks if not report.TABLES[mark[2].split()[0]](*mark[2].split()[1:])]
+    missing = [
+        mark[2] for mark in marks if not report.TABLES[mark[2].split()[0]](*mark[2].split()[1:])
+    ]
     assert missing == [], "measure it, and run: make report"
     for picture in re.findall(r"\]\((images/[^)]+)\)", SPEED.read_text(encoding="utf-8")):
         assert (SPEED.parent / picture).is_file(), picture
@@ -111,13 +119,27 @@ def test_everything_on_the_page_of_speed_was_measured() -> None:
 
 def step(seconds: float, ratio: float, **more: Any) -> dict[str, Any]:
     spread = {"median_s": seconds, "min_s": seconds / 2, "max_s": 2 * seconds, "rounds": 3}
-    return {"order": None, "times_ours": ratio, "extra_bytes": 10**7, "flop_per_s": 1e12, **spread, **more}
+    return {
+        "order": None,
+        "times_ours": ratio,
+        "extra_bytes": 10**7,
+        "flop_per_s": 1e12,
+        **spread,
+        **more,
+    }
 
 
 @pytest.fixture
 def measured_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Numbers of speed as the programs write them."""
-    machine = {"device": "a GPU", "python": "3", "torch": "2", "cuda": "13", "triton": "3", "poecaps": "0"}
+    machine = {
+        "device": "a GPU",
+        "python": "3",
+        "torch": "2",
+        "cuda": "13",
+        "triton": "3",
+        "poecaps": "0",
+    }
     common = {"machine": machine, "command": "python -m benchmarks"}
     rates = {"copy_bytes_per_s": 4e12, "float32_flop_per_s": 5e13, "bfloat16_flop_per_s": 8e14}
     versions = {
@@ -126,7 +148,10 @@ def measured_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "einsum, eager": step(2e-3, 20.0, order="votes once", extra_bytes=4 * 10**8),
         "einsum, eager, CUDA graph": step(1e-3, 20.0, order="votes once", extra_bytes=None),
         "einsum, compiled": step(5e-4, 5.0, order="no votes"),
-        "einsum, compiled, CUDA graph": {"order": "no votes", "failed": "not while a stream is captured"},
+        "einsum, compiled, CUDA graph": {
+            "order": "no votes",
+            "failed": "not while a stream is captured",
+        },
     }
     orders = {order: step(1e-3, 10.0) for order in ORDERS}
     rung = {"seconds": 0.5, "peak_bytes": 2**30, "finite": True}
@@ -137,9 +162,14 @@ def measured_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "orders": {"256": {"eager": orders, "compiled": orders}},
         "decoder": {"256": {"ours": step(1e-4, 1.0), "reference": step(1e-3, 10.0)}},
         "growth": {"batch": {"64": versions, "256": versions}},
-        "largest": {"ours, SGD": {"10000": rung, "1000000": rung}, "ours, Adam": {"10000": rung, "1000000": None}},
+        "largest": {
+            "ours, SGD": {"10000": rung, "1000000": rung},
+            "ours, Adam": {"10000": rung, "1000000": None},
+        },
     }
-    of_batch = step(1e-3, 1.0, precision="bfloat16", images_per_s=128e3, flop_per_image=6e8) | {"flop_per_s": 4e14}
+    of_batch = step(1e-3, 1.0, precision="bfloat16", images_per_s=128e3, flop_per_image=6e8) | {
+        "flop_per_s": 4e14
+    }
     parts = {"reading files": step(0.1, 1.0), "total": step(9.0, 1.0)}
     quality = dict.fromkeys((where for where, *_ in report.TARGETS.values()), 0.5)
     rounds = [{"seed": seed, "total_s": 9.0, "parts": {}, "quality": quality} for seed in (0, 1)]
@@ -159,11 +189,22 @@ def measured_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_tables_of_speed_hold_what_was_measured() -> None:
     page = fill(SPEED.read_text(encoding="utf-8"))
     assert "| eager einsum, H200, B 256, both launched | ≥ 10 × ours | 20 × ours | met |" in page
-    assert "| compiled einsum, H200, B 1024, both launched | ≥ 6 × ours | 5 × ours | **missed** |" in page
-    assert "compiled einsum, H200, B 256, both replayed" not in page  # it failed, and the table below says why
+    assert (
+        "| compiled einsum, H200, B 1024, both launched | ≥ 6 × ours | 5 × ours | **missed** |"
+        in page
+    )
+    assert (
+        "compiled einsum, H200, B 256, both replayed" not in page
+    )  # it failed, and the table below says why
     assert "| failed | not while a stream is captured |" in page
-    assert "| extra memory, H200, B 1024 | ≤ 1/20 of eager einsum's | 1/40 of eager einsum's | met |" in page
-    assert "| largest I that trains, H200, J 64, B 256, Adam | ≥ 100,000 | 10,000 | **missed** |" in page
+    assert (
+        "| extra memory, H200, B 1024 | ≤ 1/20 of eager einsum's | 1/40 of eager einsum's | met |"
+        in page
+    )
+    assert (
+        "| largest I that trains, H200, J 64, B 256, Adam | ≥ 100,000 | 10,000 | **missed** |"
+        in page
+    )
     assert "| autoencoder, H200, batch 128 | ≥ 200 TFLOP/s | 400 TFLOP/s | met |" in page
     assert "| raw files to Figure 2, H200, median | ≤ 10 s | 9 s | met |" in page
     assert "| 256 | ours | 0.1 | 0.05–0.2 | 1.00 | 10 | 2 % | 0.25 % | 25 % |" in page
@@ -171,7 +212,10 @@ def test_tables_of_speed_hold_what_was_measured() -> None:
     assert "| 128 | bfloat16 | 1 | 0.5–2 | 128,000 | 400 | 50 % |" in page
     assert "| **total** | **9** | **4.5–18** |" in page
     assert "| *once:* context of the GPU | 1.25 |  |" in page
-    assert "a GPU; Python 3, torch 2, CUDA 13, triton 3, poecaps 0. Command: `python -m benchmarks`." in page
+    assert (
+        "a GPU; Python 3, torch 2, CUDA 13, triton 3, poecaps 0. Command: `python -m benchmarks`."
+        in page
+    )
     assert "two CPU cores" not in page  # nothing was measured on a CPU
     for mark in report.MARK.finditer(page):
         lines = mark[0].splitlines()[1:]
@@ -181,4 +225,7 @@ def test_tables_of_speed_hold_what_was_measured() -> None:
 
 
 def test_tables_have_texts_to_the_left_and_numbers_to_the_right() -> None:
-    assert lay_out(["", "a", "b"], [["x", "1", "2"]], texts=2) == "|  | a | b |\n| --- | --- | ---: |\n| x | 1 | 2 |"
+    assert (
+        lay_out(["", "a", "b"], [["x", "1", "2"]], texts=2)
+        == "|  | a | b |\n| --- | --- | ---: |\n| x | 1 | 2 |"
+    )

@@ -27,20 +27,28 @@ TIMES = {"median_s", "min_s", "max_s", "rounds", "times_ours", "extra_bytes", "o
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("normalize", F.AXES)
 def test_einsum_takes_our_step(normalize: F.Axis, order: str, generator: torch.Generator) -> None:
-    layer = CapsuleExperts(9, 3, 4, 5, sharpness=5.0, normalize=normalize, dtype=torch.float64, backend="reference")
+    layer = CapsuleExperts(
+        9, 3, 4, 5, sharpness=5.0, normalize=normalize, dtype=torch.float64, backend="reference"
+    )
     layer.reset_parameters(std=1.0, generator=generator)
     x = squash(torch.randn(6, 9, 3, dtype=torch.float64, generator=generator))
     x[1, 2] = 0  # a capsule whose votes have no direction
     layer.contrastive_divergence(x).backward()
     sizes = replace(SMALL, normalize=normalize)
-    torch.testing.assert_close(einsum_step(x, layer.weight.detach(), sizes, order), layer.weight.grad)
+    torch.testing.assert_close(
+        einsum_step(x, layer.weight.detach(), sizes, order), layer.weight.grad
+    )
 
 
 def test_all_versions_return_the_same_gradient() -> None:
-    ours, plain, exact = (Version(kind).make(SMALL, CPU)() for kind in ("ours", "plain", "reference"))
+    ours, plain, exact = (
+        Version(kind).make(SMALL, CPU)() for kind in ("ours", "plain", "reference")
+    )
     torch.testing.assert_close(ours, exact)
     torch.testing.assert_close(plain, exact)
-    down, exact_down = (Version(kind).make(SMALL, CPU)() for kind in ("decoder", "decoder reference"))
+    down, exact_down = (
+        Version(kind).make(SMALL, CPU)() for kind in ("decoder", "decoder reference")
+    )
     torch.testing.assert_close(down, exact_down)
 
 
@@ -52,13 +60,34 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small")
-def test_the_benchmark_measures_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_benchmark_measures_and_draws(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     json_file, plot = tmp_path / "results" / "found.json", tmp_path / "images" / "growth.png"
-    main(["--batch", "4", "6", "--rounds", "1", "--no-compile", "--json", str(json_file), "--plot", str(plot)])
+    main(
+        [
+            "--batch",
+            "4",
+            "6",
+            "--rounds",
+            "1",
+            "--no-compile",
+            "--json",
+            str(json_file),
+            "--plot",
+            str(plot),
+        ]
+    )
     found = json.loads(json_file.read_text())
-    assert found["command"] == "python -m benchmarks --device cpu --batch 4 6 --rounds 1 --no-compile"
+    assert (
+        found["command"] == "python -m benchmarks --device cpu --batch 4 6 --rounds 1 --no-compile"
+    )
     assert found["machine"].keys() >= {"device", "python", "torch", "poecaps", "routing"}
-    assert found["ceilings"].keys() == {"copy_bytes_per_s", "float32_flop_per_s", "bfloat16_flop_per_s"}
+    assert found["ceilings"].keys() == {
+        "copy_bytes_per_s",
+        "float32_flop_per_s",
+        "bfloat16_flop_per_s",
+    }
     assert found["steps"].keys() == {"4", "6"}
     assert found["decoder"]["4"].keys() == {"ours", "reference"}
     plain = {"ours, plain PyTorch"} if lanes.obstacle() is None else set()
@@ -78,7 +107,9 @@ def test_the_benchmark_measures_and_draws(tmp_path: Path, capsys: pytest.Capture
 
 
 @pytest.mark.usefixtures("small")
-def test_what_was_measured_elsewhere_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_measured_elsewhere_is_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     main(["--batch", "4", "--rounds", "1", "--no-compile", "--json", str(tmp_path / "found.json")])
     monkeypatch.setattr(routing, "measure", None)
     main(["--read", str(tmp_path / "found.json"), "--plot", str(tmp_path / "growth.png")])
@@ -109,7 +140,11 @@ def test_slow_steps_sit_out_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(machine, "seconds", seconds)
     found = machine.in_turns({name: lambda name=name: name for name in lasts}, 9, CPU)  # type: ignore[misc]
-    assert {name: each["rounds"] for name, each in found.items()} == {"quick": 9, "slow": 5, "slower": 3}
+    assert {name: each["rounds"] for name, each in found.items()} == {
+        "quick": 9,
+        "slow": 5,
+        "slower": 3,
+    }
     assert found["slow"]["median_s"] == 1.5
 
 
@@ -118,7 +153,10 @@ def test_eager_einsum_takes_more_memory_than_we_do() -> None:
     sizes = Sizes(batch=64, inputs=600)
     torch.ones(2**28)  # a gigabyte that this process held is none of theirs
     extra = {}
-    for version in (Version("ours"), *(Version("einsum", order) for order in ("votes once", "as written"))):
+    for version in (
+        Version("ours"),
+        *(Version("einsum", order) for order in ("votes once", "as written")),
+    ):
         step = version.make(sizes, CPU)
         step()
         extra[version.order] = machine.extra_memory(step, CPU)

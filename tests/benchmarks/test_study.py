@@ -35,8 +35,15 @@ def test_no_two_variants_are_the_same() -> None:
 def test_a_variant_is_trained_and_measured_once(
     bars: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    small = {"model__features": 8, "model__capsule_dim": 4, "model__experts": ((3, 5),), "model__level": 2}
-    few = {f"{stage}__epochs": 1 for stage in ("autoencoder", "encoder", "decoder", "painter")}
+    small = {
+        "model__features": 8,
+        "model__capsule_dim": 4,
+        "model__experts": ((3, 5),),
+        "model__equalized_components": 2,
+    }
+    few = {
+        f"{stage}__epochs": 1 for stage in ("autoencoder", "encoder", "decoder", "pixel_decoder")
+    }
     monkeypatch.setitem(STUDY, "small", changed(**small, **few, batch_size=16))
     rows = tmp_path / "rows.json"
     data = ["--data", str(bars), "--device", "cpu", "--samples", "20"]
@@ -64,12 +71,24 @@ def test_a_variant_is_trained_and_measured_once(
 
     monkeypatch.setattr(study, "ProcessPoolExecutor", Here)
     monkeypatch.setattr(study, "as_completed", lambda jobs: map(Done, jobs))
-    main([*data, "--only", "small", "--seeds", "0,1", "--json", str(rows), "--keep", str(tmp_path / "runs")])
+    main(
+        [
+            *data,
+            "--only",
+            "small",
+            "--seeds",
+            "0,1",
+            "--json",
+            str(rows),
+            "--keep",
+            str(tmp_path / "runs"),
+        ]
+    )
     found = json.loads(rows.read_text())
     assert [row["seed"] for row in found] == [0, 1]
     assert all(row["evaluation"]["probe"]["test_accuracy"] <= 1 for row in found)
-    assert found[0]["seconds"].keys() == {"autoencoder", "encoder 1", "decoder 1", "painter"}
-    assert "--model.level 2" in found[0]["command"]
+    assert found[0]["seconds"].keys() == {"autoencoder", "encoder 1", "decoder 1", "pixel_decoder"}
+    assert "--model.equalized-components 2" in found[0]["command"]
     assert (tmp_path / "runs" / "small-1" / "evaluation.json").is_file()
     capsys.readouterr()
     main([*data, "--only", "small", "--json", str(rows)])
@@ -79,16 +98,27 @@ def test_a_variant_is_trained_and_measured_once(
 
 
 def job(tmp_path: Path) -> study.Job:
-    return study.Job("small", str(tmp_path / "bars.npy"), None, 0, "cpu", samples=20, threads=1, keep=None)
+    return study.Job(
+        "small", str(tmp_path / "bars.npy"), None, 0, "cpu", samples=20, threads=1, keep=None
+    )
 
 
 def test_what_diverges_is_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     images = np.random.default_rng(0).integers(0, 256, (32, 20, 19), dtype=np.uint8)
     np.save(tmp_path / "bars.npy", images)
-    small = {"model__features": 8, "model__capsule_dim": 4, "model__experts": ((3, 5),), "model__level": 2}
-    monkeypatch.setitem(STUDY, "small", changed(**small, autoencoder__rate=1e30, batch_size=16))
+    small = {
+        "model__features": 8,
+        "model__capsule_dim": 4,
+        "model__experts": ((3, 5),),
+        "model__equalized_components": 2,
+    }
+    monkeypatch.setitem(
+        STUDY, "small", changed(**small, autoencoder__learning_rate=1e30, batch_size=16)
+    )
     row = study.do(job(tmp_path))
-    assert re.fullmatch(r"autoencoder diverged at step \d+ with a learning rate of \S+", row["failed"])
+    assert re.fullmatch(
+        r"autoencoder diverged at step \d+ with a learning rate of \S+", row["failed"]
+    )
     assert "evaluation" not in row
 
 
@@ -116,11 +146,17 @@ def test_what_fails_otherwise_is_no_result(
 
 def test_a_table_has_the_mean_and_the_spread(monkeypatch: pytest.MonkeyPatch) -> None:
     def row(name: str, seed: int, probe: float) -> dict[str, object]:
-        return {"variant": name, "seed": seed, "evaluation": {"probe": {"test_accuracy": probe}, "experts": None}}
+        return {
+            "variant": name,
+            "seed": seed,
+            "evaluation": {"probe": {"test_accuracy": probe}, "experts": None},
+        }
 
     monkeypatch.setitem(STUDY, "broken", Variant())
     rows = [row("default", 0, 0.9), row("default", 1, 0.8), row("level 0", 0, 0.5)]
-    lines = table([*rows, {"variant": "broken", "seed": 0, "failed": "encoder 1 diverged"}]).splitlines()
+    lines = table(
+        [*rows, {"variant": "broken", "seed": 0, "failed": "encoder 1 diverged"}]
+    ).splitlines()
     assert lines[2].startswith("| default | 2 | 0.8500 ± 0.0707 | – |")
     assert lines[3].startswith("| level 0 | 1 | 0.5000 | – |")
     assert lines[4].startswith("| broken | 1 | encoder 1 diverged |")

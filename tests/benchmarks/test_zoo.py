@@ -8,7 +8,16 @@ import math
 import pytest
 import torch
 
-from benchmarks.zoo import ZOO, Species, ball_rule, log_likelihood, log_partition, measure, quadrature, sample
+from benchmarks.zoo import (
+    ZOO,
+    Species,
+    ball_rule,
+    log_likelihood,
+    log_partition,
+    measure,
+    quadrature,
+    sample,
+)
 
 VOLUME = {1: 2.0, 2: math.pi, 3: 4 / 3 * math.pi}
 
@@ -23,12 +32,16 @@ def test_the_rule_integrates_polynomials_over_the_ball(dim: int) -> None:
             exact = 0.0
             if all(power % 2 == 0 for power in powers):
                 halves = [power / 2 for power in powers]
-                exact = math.prod(math.gamma(a + 0.5) for a in halves) / math.gamma(sum(halves) + dim / 2 + 1)
+                exact = math.prod(math.gamma(a + 0.5) for a in halves) / math.gamma(
+                    sum(halves) + dim / 2 + 1
+                )
             assert weights @ (points**powers).prod(axis=1) == pytest.approx(exact, abs=1e-14)
 
 
 @pytest.mark.parametrize("species", [s for s in ZOO if s.out_capsules == 1], ids=str)
-def test_partition_function_of_one_expert_has_a_closed_form(species: Species, generator: torch.Generator) -> None:
+def test_partition_function_of_one_expert_has_a_closed_form(
+    species: Species, generator: torch.Generator
+) -> None:
     """Over a unit ball of dimension K the mean of x xᵀ is 1/(K+2), so Z = V^I (1 + Σ_i c_i² ‖W_i‖² / (K+2))."""
     layer = species.layer(generator, std=3.0)
     share = 1 / species.in_capsules
@@ -48,7 +61,9 @@ def test_samples_come_from_the_model(species: Species, generator: torch.Generato
 
         drawn = activity(sample(layer, 4000, generator))
         uniform = torch.softmax(rule.log_weights, 0) @ activity(rule.points)
-        expected = torch.softmax(rule.log_weights - layer.free_energy(rule.points), 0) @ activity(rule.points)
+        expected = torch.softmax(rule.log_weights - layer.free_energy(rule.points), 0) @ activity(
+            rule.points
+        )
     error = drawn.std() / math.sqrt(len(drawn))
     assert abs(drawn.mean() - expected) < 5 * error
     assert abs(drawn.mean() - uniform) > 5 * error
@@ -81,7 +96,9 @@ def test_gradient_of_the_log_likelihood(species: Species, generator: torch.Gener
 
 
 @pytest.mark.parametrize("species", ZOO, ids=str)
-def test_exact_ascent_raises_the_exact_likelihood(species: Species, generator: torch.Generator) -> None:
+def test_exact_ascent_raises_the_exact_likelihood(
+    species: Species, generator: torch.Generator
+) -> None:
     """Every step of gradient ascent gains, and together they close most of the gap to the true model."""
     truth = species.layer(generator, std=3.0)
     data, rule = sample(truth, 500, generator), quadrature(species)

@@ -15,7 +15,10 @@ CODES = {"u1": 0x08, "i1": 0x09, "i2": 0x0B, "i4": 0x0C, "f4": 0x0D, "f8": 0x0E}
 
 def idx_bytes(array: np.ndarray[Any, Any]) -> bytes:
     """An IDX file, straight from the description of the format."""
-    header = bytes([0, 0, CODES[array.dtype.str[1:]], array.ndim]) + np.array(array.shape, ">i4").tobytes()
+    header = (
+        bytes([0, 0, CODES[array.dtype.str[1:]], array.ndim])
+        + np.array(array.shape, ">i4").tobytes()
+    )
     return header + array.astype(array.dtype.newbyteorder(">")).tobytes()
 
 

@@ -71,10 +71,14 @@ def test_npz_names(digits: Array, tmp_path: Path) -> None:
     assert test.labels.tolist() == [0, 1]
     np.savez(path, digits)
     assert load(path).labels is None
-    with pytest.raises(DataError, match="holds the arrays arr_0, but none called x_test or test_images"):
+    with pytest.raises(
+        DataError, match="holds the arrays arr_0, but none called x_test or test_images"
+    ):
         load(path, split="test")
     np.savez(path, pixels=digits)
-    with pytest.raises(DataError, match=r"holds the arrays pixels, but none called .*images; save it with np.savez"):
+    with pytest.raises(
+        DataError, match=r"holds the arrays pixels, but none called .*images; save it with np.savez"
+    ):
         load(path)
 
 
@@ -117,7 +121,9 @@ def test_a_member_that_claims_its_neighbours_bytes_is_refused(tmp_path: Path) ->
     np.savez(path, images=np.zeros((900, 5, 4), np.uint8), labels=np.zeros(9999, np.uint8))
     content = path.read_bytes()
     longer = content.replace(b"'shape': (900, 5, 4), }", b"'shape': (906, 5, 4), }")
-    at = longer.index(b"PK\x01\x02")  # the central directory: uncompressed size at byte 24 of its first entry
+    at = longer.index(
+        b"PK\x01\x02"
+    )  # the central directory: uncompressed size at byte 24 of its first entry
     size = int.from_bytes(longer[at + 24 : at + 28], "little") + 120
     path.write_bytes(longer[: at + 24] + size.to_bytes(4, "little") + longer[at + 28 :])
     with pytest.raises(DataError, match=r"images.npy\) is cut short"):

@@ -47,7 +47,9 @@ def test_every_format_in_colour(suffix: str, options: dict[str, Any], tmp_path: 
     assert np.abs(data.images[0].astype(int) - colour).max() <= 3
 
 
-def test_one_colour_image_makes_the_set_rgb_and_channels_decides_otherwise(digits: Array, tmp_path: Path) -> None:
+def test_one_colour_image_makes_the_set_rgb_and_channels_decides_otherwise(
+    digits: Array, tmp_path: Path
+) -> None:
     save(tmp_path / "a.png", digits[0])
     save(tmp_path / "b.png", np.stack([digits[1]] * 3, -1))
     data = load(tmp_path)
@@ -58,7 +60,9 @@ def test_one_colour_image_makes_the_set_rgb_and_channels_decides_otherwise(digit
 
 
 @pytest.mark.parametrize("grey", ["a", "b", "c"])
-def test_no_single_image_decides_that_a_set_is_grey(grey: str, digits: Array, tmp_path: Path) -> None:
+def test_no_single_image_decides_that_a_set_is_grey(
+    grey: str, digits: Array, tmp_path: Path
+) -> None:
     for name, digit in zip("abc", digits, strict=False):
         save(tmp_path / f"{name}.png", digit if name == grey else np.stack([digit] * 3, -1))
     assert load(tmp_path).shape == (3, 5, 4)
@@ -69,7 +73,9 @@ def test_images_are_scaled_and_cropped_on_request(tmp_path: Path) -> None:
     wide[:, 20:40] = 255
     save(tmp_path / "wide.png", wide)
     save(tmp_path / "square.png", np.full((40, 40), 255, np.uint8))
-    with pytest.raises(DataError, match=r"wide.png has 20×60 pixels, but .*square.png has 40×40; give a size="):
+    with pytest.raises(
+        DataError, match=r"wide.png has 20×60 pixels, but .*square.png has 40×40; give a size="
+    ):
         load(tmp_path)
     data = load(tmp_path, size=10)
     assert data.shape == (1, 10, 10)
@@ -114,7 +120,9 @@ def test_subfolders_are_labels_and_train_and_test_are_splits(digits: Array, tmp_
         load(tmp_path / "train", split="test")
 
 
-def test_the_first_level_is_the_label_and_one_subfolder_is_none(digits: Array, tmp_path: Path) -> None:
+def test_the_first_level_is_the_label_and_one_subfolder_is_none(
+    digits: Array, tmp_path: Path
+) -> None:
     for name in ("a/x/y/0.png", "b/x/z/0.png", "b/x/y/1.png"):
         save(tmp_path / "two" / name, digits[0])
     two = load(tmp_path / "two")
@@ -150,14 +158,18 @@ def test_both_splits_number_their_labels_alike(digits: Array, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("folders", [["test"], ["cat", "dog", "test"], ["training", "test"]])
-def test_test_images_are_never_taken_for_training(folders: list[str], digits: Array, tmp_path: Path) -> None:
+def test_test_images_are_never_taken_for_training(
+    folders: list[str], digits: Array, tmp_path: Path
+) -> None:
     for folder in folders:
         save(tmp_path / folder / "0.png", digits[0])
     with pytest.raises(DataError, match="has a subfolder 'test' but not its counterpart"):
         load(tmp_path)
 
 
-def test_one_image_outside_the_subfolders_and_there_are_no_labels(digits: Array, tmp_path: Path) -> None:
+def test_one_image_outside_the_subfolders_and_there_are_no_labels(
+    digits: Array, tmp_path: Path
+) -> None:
     for name in ("ant/0.png", "bee/0.png", "0.png"):
         save(tmp_path / name, digits[0])
     assert load(tmp_path).labels is None
@@ -209,7 +221,9 @@ def test_a_broken_image_is_skipped_and_named(content: bytes, digits: Array, tmp_
 
 
 @pytest.mark.parametrize("read", [load, read_folder])
-def test_a_warning_tells_the_caller_once_what_was_skipped(read: Any, digits: Array, tmp_path: Path) -> None:
+def test_a_warning_tells_the_caller_once_what_was_skipped(
+    read: Any, digits: Array, tmp_path: Path
+) -> None:
     save(tmp_path / "a.png", digits[0])
     (tmp_path / "cut.png").write_bytes(b"")
     (tmp_path / "notes.txt").write_text("no picture")
@@ -217,7 +231,11 @@ def test_a_warning_tells_the_caller_once_what_was_skipped(read: Any, digits: Arr
         data = read(tmp_path)
     (warning,) = told
     skipped = "2 files skipped: 1 no PNG, JPEG or WebP (notes.txt), 1 cannot be read (cut.png)"
-    assert str(warning.message) == f"found {data.describe()}" == f"found 1 grey image of 5×4 in {tmp_path}; {skipped}"
+    assert (
+        str(warning.message)
+        == f"found {data.describe()}"
+        == f"found 1 grey image of 5×4 in {tmp_path}; {skipped}"
+    )
     assert warning.filename == __file__  # the line that asked for the images
 
 
@@ -235,7 +253,9 @@ def test_a_cut_image_between_sound_ones_is_skipped(digits: Array, tmp_path: Path
     assert data.skipped == {str(tmp_path / f"{name}.png"): "cannot be read" for name in ("a", "c")}
 
 
-def test_images_that_are_too_small_are_skipped_before_they_are_scaled(digits: Array, tmp_path: Path) -> None:
+def test_images_that_are_too_small_are_skipped_before_they_are_scaled(
+    digits: Array, tmp_path: Path
+) -> None:
     save(tmp_path / "a.png", digits[0])  # 5×4
     save(tmp_path / "b.png", np.resize(digits[1], (5, 5)))
     with pytest.warns(UserWarning, match="1 file skipped"):
@@ -243,7 +263,10 @@ def test_images_that_are_too_small_are_skipped_before_they_are_scaled(digits: Ar
     assert (len(data), data.shape) == (1, (1, 8, 8))
     assert data.skipped == {str(tmp_path / "a.png"): "smaller than 5×5"}
     assert len(load(tmp_path, size=8, smallest=4)) == 2
-    with pytest.raises(DataError, match=r"no image to learn from; the first of 2: .*a.png has 5×4 pixels; give larger"):
+    with pytest.raises(
+        DataError,
+        match=r"no image to learn from; the first of 2: .*a.png has 5×4 pixels; give larger",
+    ):
         load(tmp_path, smallest=6)
 
 
@@ -271,11 +294,15 @@ def test_a_folder_without_images_says_what_is_there(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"holds no image .*but nothing; name a folder"):
         read_folder(tmp_path)
     (tmp_path / "data.csv").write_text("1,2")
-    with pytest.raises(DataError, match=r"holds no image .*but data.csv; name a folder with images"):
+    with pytest.raises(
+        DataError, match=r"holds no image .*but data.csv; name a folder with images"
+    ):
         load(tmp_path)
 
 
-def test_many_images_go_to_disk(digits: Array, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_images_go_to_disk(
+    digits: Array, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for index, digit in enumerate(digits):
         save(tmp_path / f"{index}.png", digit)
     monkeypatch.setattr(_storage, "SPILL", 10)
@@ -291,7 +318,10 @@ def test_many_images_go_to_disk(digits: Array, tmp_path: Path, monkeypatch: pyte
         ({"channels": True}, "channels must be 1 .grey. or 3 .RGB., but is True"),
         ({"size": 0}, "size must be a whole number from 1 to 16384, but is 0"),
         ({"size": 10**6}, "size must be a whole number from 1 to 16384, but is 1000000"),
-        ({"size": (16, 16, 3)}, r"size must be one number, or height and width, but is \(16, 16, 3\)"),
+        (
+            {"size": (16, 16, 3)},
+            r"size must be one number, or height and width, but is \(16, 16, 3\)",
+        ),
         ({"path": "x"}, "path is for sets known by name"),
     ],
 )

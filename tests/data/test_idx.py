@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, Any]
 
 arrays = st.sampled_from(["u1", "i1", "i2", "i4", "f4", "f8"]).flatmap(
-    lambda code: npst.arrays(code, npst.array_shapes(min_dims=1, max_dims=4, min_side=1, max_side=5))
+    lambda code: npst.arrays(
+        code, npst.array_shapes(min_dims=1, max_dims=4, min_side=1, max_side=5)
+    )
 )
 packers = st.sampled_from([lambda data: data, gzip.compress])
 
@@ -43,7 +45,11 @@ def test_what_was_written_is_read(
 
 @given(array=arrays, pack=packers, data=st.data())
 def test_a_file_cut_anywhere_is_refused(
-    array: Array, pack: Callable[[bytes], bytes], data: st.DataObject, path: Path, idx_bytes: Callable[[Array], bytes]
+    array: Array,
+    pack: Callable[[bytes], bytes],
+    data: st.DataObject,
+    path: Path,
+    idx_bytes: Callable[[Array], bytes],
 ) -> None:
     whole = pack(idx_bytes(array))
     path.write_bytes(whole[: data.draw(st.integers(0, len(whole) - 1))])
@@ -53,7 +59,11 @@ def test_a_file_cut_anywhere_is_refused(
 
 @given(array=arrays, pack=packers, extra=st.binary(min_size=1, max_size=20))
 def test_a_file_that_goes_on_is_refused(
-    array: Array, pack: Callable[[bytes], bytes], extra: bytes, path: Path, idx_bytes: Callable[[Array], bytes]
+    array: Array,
+    pack: Callable[[bytes], bytes],
+    extra: bytes,
+    path: Path,
+    idx_bytes: Callable[[Array], bytes],
 ) -> None:
     path.write_bytes(pack(idx_bytes(array) + extra))
     with pytest.raises(DataError, match=r"is too long: .*header promises"):
@@ -66,7 +76,9 @@ def is_that_file(array: Array, content: bytes, idx_bytes: Callable[[Array], byte
 
 @settings(max_examples=300)
 @given(
-    prefix=st.sampled_from([b"", b"\0\0", b"\0\0\x08\x01", b"\0\0\x08\x03\0\0\0\x01", b"\x1f\x8b\x08\0"]),
+    prefix=st.sampled_from(
+        [b"", b"\0\0", b"\0\0\x08\x01", b"\0\0\x08\x03\0\0\0\x01", b"\x1f\x8b\x08\0"]
+    ),
     rest=st.binary(max_size=64),
 )
 def test_random_bytes_are_refused_or_mean_what_they_say(
@@ -84,7 +96,11 @@ def test_random_bytes_are_refused_or_mean_what_they_say(
 @settings(max_examples=300)
 @given(array=arrays, pack=packers, data=st.data())
 def test_one_changed_byte_is_refused_or_means_what_it_says(
-    array: Array, pack: Callable[[bytes], bytes], data: st.DataObject, path: Path, idx_bytes: Callable[[Array], bytes]
+    array: Array,
+    pack: Callable[[bytes], bytes],
+    data: st.DataObject,
+    path: Path,
+    idx_bytes: Callable[[Array], bytes],
 ) -> None:
     content = bytearray(pack(idx_bytes(array)))
     where = data.draw(st.integers(0, len(content) - 1))
@@ -99,7 +115,9 @@ def test_one_changed_byte_is_refused_or_means_what_it_says(
 
 
 @pytest.mark.parametrize("pack", [bytes, gzip.compress])
-def test_a_header_that_promises_the_moon_costs_no_memory(pack: Callable[[bytes], bytes], path: Path) -> None:
+def test_a_header_that_promises_the_moon_costs_no_memory(
+    pack: Callable[[bytes], bytes], path: Path
+) -> None:
     path.write_bytes(pack(b"\0\0\x08\x04" + b"\xff" * 16 + b"data"))
     with pytest.raises(DataError, match="cut short"):
         read_idx(path)
@@ -113,7 +131,10 @@ def test_a_header_that_promises_the_moon_costs_no_memory(pack: Callable[[bytes],
         (b"\x89PNG\r\n\x1a\n", "no IDX file: it begins with the bytes 89 50 4e 47"),
         (b"\0\0\x07\x01\0\0\0\x01a", "no IDX file"),
         (b"\0\0\x08\x00", "rank from 1 to 8"),
-        (b"\0\0\x08\x02\0\0\0\0\xff\xff\xff\xff", r"is empty: its header gives the shape \(0, 4294967295\)"),
+        (
+            b"\0\0\x08\x02\0\0\0\0\xff\xff\xff\xff",
+            r"is empty: its header gives the shape \(0, 4294967295\)",
+        ),
         (b"\0\0\x08\x03\0\0", "ends within its header"),
     ],
 )
@@ -124,14 +145,18 @@ def test_errors_say_what_is_wrong(content: bytes, message: str, path: Path) -> N
     assert str(path) in str(caught.value)
 
 
-def test_blank_images_compress_well_and_are_read(path: Path, idx_bytes: Callable[[Array], bytes]) -> None:
+def test_blank_images_compress_well_and_are_read(
+    path: Path, idx_bytes: Callable[[Array], bytes]
+) -> None:
     blank = np.zeros((5000, 28, 28), np.uint8)
     path.write_bytes(gzip.compress(idx_bytes(blank)))
     assert blank.nbytes > 1000 * path.stat().st_size
     assert not read_idx(path).any()
 
 
-def test_a_plain_file_is_memory_mapped(digits: Array, path: Path, idx_bytes: Callable[[Array], bytes]) -> None:
+def test_a_plain_file_is_memory_mapped(
+    digits: Array, path: Path, idx_bytes: Callable[[Array], bytes]
+) -> None:
     path.write_bytes(idx_bytes(digits))
     assert isinstance(read_idx(path), np.memmap)
 

@@ -25,7 +25,9 @@ def test_images_stay_uint8_until_a_batch_is_drawn(digits: Array) -> None:
 
 
 @pytest.mark.parametrize(
-    "indices", [[1, 3], range(1, 4, 2), slice(1, 4, 2), np.array([1, 3]), torch.tensor([1, 3])], ids=repr
+    "indices",
+    [[1, 3], range(1, 4, 2), slice(1, 4, 2), np.array([1, 3]), torch.tensor([1, 3])],
+    ids=repr,
 )
 def test_a_batch_is_drawn_by_any_kind_of_index(digits: Array, indices: Any) -> None:
     assert torch.equal(ImageSet(digits).batch(indices), ImageSet(digits[[1, 3]]).batch(slice(None)))
@@ -38,7 +40,10 @@ def test_a_mask_chooses_the_images_where_it_is_true(digits: Array) -> None:
 
 @pytest.mark.parametrize("indices", [3, [1.5], [[1, 2]], np.array([True, False]), None], ids=repr)
 def test_other_indices_are_refused(digits: Array, indices: Any) -> None:
-    with pytest.raises(TypeError, match="indices must be a row of whole numbers, a slice or a mask of 6 truth values"):
+    with pytest.raises(
+        TypeError,
+        match="indices must be a row of whole numbers, a slice or a mask of 6 truth values",
+    ):
         ImageSet(digits).batch(indices)
     with pytest.raises(TypeError, match=r"for several images use batch"):
         ImageSet(digits)[0:2]  # type: ignore[index]
@@ -65,7 +70,9 @@ def test_axes_are_brought_to_one_order(digits: Array) -> None:
 @pytest.mark.parametrize("dtype", ["<f4", ">f4", "f8", "f2"])
 def test_floats_from_0_to_1_are_taken_as_they_are(digits: Array, dtype: str) -> None:
     images = (digits / 255).astype(dtype)
-    torch.testing.assert_close(ImageSet(images).batch([2])[0, 0], torch.tensor(images[2].astype("f4")))
+    torch.testing.assert_close(
+        ImageSet(images).batch([2])[0, 0], torch.tensor(images[2].astype("f4"))
+    )
     assert ImageSet(digits > 99).batch([2]).unique().tolist() == [0.0, 1.0]
 
 
@@ -81,7 +88,8 @@ def test_batches_cover_every_image_once(digits: Array) -> None:
     assert torch.equal(shuffled(1), shuffled(1))
     assert not torch.equal(shuffled(1), shuffled(2))
     assert torch.equal(
-        shuffled(1).flatten(1).sum(1).sort().values, data.batch(range(6)).flatten(1).sum(1).sort().values
+        shuffled(1).flatten(1).sum(1).sort().values,
+        data.batch(range(6)).flatten(1).sum(1).sort().values,
     )
 
 
@@ -110,13 +118,17 @@ def test_it_introduces_itself_in_one_line(digits: Array) -> None:
         (np.arange(6.0).reshape(6, 1, 1), "image 2 has the value 2.0"),
     ],
 )
-def test_images_that_would_be_garbage_are_refused(images: Array, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_that_would_be_garbage_are_refused(
+    images: Array, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("poecaps.data.images.CHUNK", 2)
     with pytest.raises(DataError, match=message):
         ImageSet(images)
 
 
-@pytest.mark.parametrize("labels", [np.arange(5), np.arange(6.0), np.arange(6)[:, None]], ids=["few", "float", "2-d"])
+@pytest.mark.parametrize(
+    "labels", [np.arange(5), np.arange(6.0), np.arange(6)[:, None]], ids=["few", "float", "2-d"]
+)
 def test_labels_must_be_one_whole_number_an_image(digits: Array, labels: Array) -> None:
     with pytest.raises(DataError, match="there must be one whole number for each of the 6 images"):
         ImageSet(digits, labels)
@@ -131,4 +143,7 @@ def test_one_line_describes_a_set() -> None:
     assert partly.describe() == "3 RGB images of 5×4 in here, 1 class"
     skipped = {"x/a.gif": "no PNG", "x/b.png": "cannot be read", "y/c.gif": "no PNG"}
     text = ImageSet(images, source="here", skipped=skipped).describe()
-    assert text == "3 RGB images of 5×4 in here; 3 files skipped: 2 no PNG (a.gif, …), 1 cannot be read (b.png)"
+    assert (
+        text
+        == "3 RGB images of 5×4 in here; 3 files skipped: 2 no PNG (a.gif, …), 1 cannot be read (b.png)"
+    )

@@ -73,12 +73,18 @@ def put(folder: Path, files: dict[str, bytes]) -> None:
 
 
 def test_places_are_searched_in_order(
-    places: dict[str, Path], files: dict[str, bytes], idx_bytes: Callable[[Array], bytes], tmp_path: Path
+    places: dict[str, Path],
+    files: dict[str, bytes],
+    idx_bytes: Callable[[Array], bytes],
+    tmp_path: Path,
 ) -> None:
     """Fill the places from the last to the first, each with a set one image longer: the newest is always found."""
     for count, place in enumerate(("system", "cache", "given"), start=1):
         images = np.zeros((count, 5, 4), np.uint8)
-        both = {"train-images-idx3-ubyte": idx_bytes(images), "train-labels-idx1-ubyte": idx_bytes(images[:, 0, 0])}
+        both = {
+            "train-images-idx3-ubyte": idx_bytes(images),
+            "train-labels-idx1-ubyte": idx_bytes(images[:, 0, 0]),
+        }
         put(places[place] / "mnist", both)
         assert len(load("mnist")) == count
     put(tmp_path / "elsewhere", files)
@@ -116,7 +122,9 @@ def test_files_are_found_under_their_customary_names(
     assert len(load(places["given"] / "fashion-mnist", split="test")) == 2
 
 
-def test_a_torchvision_root_will_do(places: dict[str, Path], files: dict[str, bytes], tmp_path: Path) -> None:
+def test_a_torchvision_root_will_do(
+    places: dict[str, Path], files: dict[str, bytes], tmp_path: Path
+) -> None:
     put(tmp_path / "root" / "FashionMNIST" / "raw", files)
     assert len(load("fashion-mnist", path=tmp_path / "root")) == 6
 
@@ -125,8 +133,12 @@ def test_another_set_in_the_place_of_this_one_is_refused(
     places: dict[str, Path], files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     labels = files["train-labels-idx1-ubyte"]
-    fashion = named.Published("", (), {"train-labels-idx1-ubyte": hashlib.sha256(labels).hexdigest()}, ())
-    monkeypatch.setattr(named, "PUBLISHED", {"mnist": named.PUBLISHED["mnist"], "fashion-mnist": fashion})
+    fashion = named.Published(
+        "", (), {"train-labels-idx1-ubyte": hashlib.sha256(labels).hexdigest()}, ()
+    )
+    monkeypatch.setattr(
+        named, "PUBLISHED", {"mnist": named.PUBLISHED["mnist"], "fashion-mnist": fashion}
+    )
     put(places["given"] / "mnist", files)
     with pytest.raises(DataError, match=r"holds the labels of fashion-mnist, not of mnist"):
         load("mnist")
@@ -137,7 +149,9 @@ def test_a_folder_of_idx_files_needs_no_labels_and_names_a_missing_split(
 ) -> None:
     put(tmp_path / "mine", {"train-images-idx3-ubyte": files["train-images-idx3-ubyte"]})
     assert load(tmp_path / "mine").labels is None
-    with pytest.raises(DataError, match=r"has no test split: there is no t10k-images-idx3-ubyte in it"):
+    with pytest.raises(
+        DataError, match=r"has no test split: there is no t10k-images-idx3-ubyte in it"
+    ):
         load(tmp_path / "mine", split="test")
 
 
@@ -154,33 +168,52 @@ def test_when_nothing_is_found_one_error_names_every_place(places: dict[str, Pat
         load("mnist", download=False)
 
 
-def test_a_damaged_set_is_an_error_and_not_passed_over(places: dict[str, Path], files: dict[str, bytes]) -> None:
+def test_a_damaged_set_is_an_error_and_not_passed_over(
+    places: dict[str, Path], files: dict[str, bytes]
+) -> None:
     put(places["system"] / "mnist", files)
-    put(places["given"] / "mnist", files | {"train-images-idx3-ubyte": files["train-images-idx3-ubyte"][:-1]})
+    put(
+        places["given"] / "mnist",
+        files | {"train-images-idx3-ubyte": files["train-images-idx3-ubyte"][:-1]},
+    )
     with pytest.raises(DataError, match="cut short"):
         load("mnist")
 
 
-def test_images_and_labels_of_different_sets_are_refused(places: dict[str, Path], files: dict[str, bytes]) -> None:
-    put(places["given"] / "mnist", files | {"train-labels-idx1-ubyte": files["t10k-labels-idx1-ubyte"]})
-    with pytest.raises(DataError, match=r"labels of mnist \(train\) have shape \(2,\).* each of the 6 images"):
+def test_images_and_labels_of_different_sets_are_refused(
+    places: dict[str, Path], files: dict[str, bytes]
+) -> None:
+    put(
+        places["given"] / "mnist",
+        files | {"train-labels-idx1-ubyte": files["t10k-labels-idx1-ubyte"]},
+    )
+    with pytest.raises(
+        DataError, match=r"labels of mnist \(train\) have shape \(2,\).* each of the 6 images"
+    ):
         load("mnist")
 
 
 def test_unknown_names_and_splits_are_refused(tmp_path: Path, files: dict[str, bytes]) -> None:
-    with pytest.raises(FileNotFoundError, match=r"no file or folder mnsit.*did you mean 'mnist'.*fashion-mnist-sample"):
+    with pytest.raises(
+        FileNotFoundError,
+        match=r"no file or folder mnsit.*did you mean 'mnist'.*fashion-mnist-sample",
+    ):
         load("mnsit")
     with pytest.raises(FileNotFoundError, match="did you mean 'mnist'"):
         load("MNIST")
     for nothing in ("", None, np.zeros((2, 5, 4), np.uint8)):
         with pytest.raises(TypeError, match=r"source must be a name or a path.*ImageSet\(array\)"):
             load(nothing)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="path is for the full sets, and mnist-sample is part of the package"):
+    with pytest.raises(
+        ValueError, match="path is for the full sets, and mnist-sample is part of the package"
+    ):
         load("mnist-sample", path=tmp_path)
     assert len(load(Path("mnist-sample"), split="test")) == 2000
     with pytest.raises(ValueError, match="split must be one of 'train', 'test', but is 'valid'"):
         load("mnist-sample", split="valid")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="size and channels are for folders of images, and mnist-sample is none"):
+    with pytest.raises(
+        ValueError, match="size and channels are for folders of images, and mnist-sample is none"
+    ):
         load("mnist-sample", size=32)
     (tmp_path / "images").write_bytes(files["train-images-idx3-ubyte"])
     with pytest.raises(DataError, match="no test split"):
@@ -217,16 +250,22 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def mirror(files: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Mirror]:
+def mirror(
+    files: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Mirror]:
     """A first mirror that has nothing and a second that has the tiny set, in place of the public ones."""
     server = Mirror(("127.0.0.1", 0), Handler)
     server.asked = []
-    server.answers = {f"/good/{name}.gz": [(200, gzip.compress(content))] for name, content in files.items()}
+    server.answers = {
+        f"/good/{name}.gz": [(200, gzip.compress(content))] for name, content in files.items()
+    }
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     address = f"http://127.0.0.1:{server.server_address[1]}"
     checksums = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
-    published = named.Published("MNIST/raw", (f"{address}/bad/", f"{address}/good/"), checksums, ("a", "b"))
+    published = named.Published(
+        "MNIST/raw", (f"{address}/bad/", f"{address}/good/"), checksums, ("a", "b")
+    )
     monkeypatch.setattr(named, "PUBLISHED", {"mnist": published})
     monkeypatch.setattr(named, "SYSTEM", tmp_path / "system")
     monkeypatch.delenv("POECAPS_DATA", raising=False)
@@ -260,8 +299,13 @@ def test_a_set_is_downloaded_once_unpacked_and_memory_mapped(
     assert len(cached(tmp_path)) == 4
 
 
-def test_what_is_there_is_not_fetched_again(mirror: Mirror, files: dict[str, bytes], tmp_path: Path) -> None:
-    put(tmp_path / "poecaps" / "mnist", {"train-images-idx3-ubyte": files["train-images-idx3-ubyte"]})
+def test_what_is_there_is_not_fetched_again(
+    mirror: Mirror, files: dict[str, bytes], tmp_path: Path
+) -> None:
+    put(
+        tmp_path / "poecaps" / "mnist",
+        {"train-images-idx3-ubyte": files["train-images-idx3-ubyte"]},
+    )
     assert len(load("mnist")) == 6
     assert mirror.asked == ["/bad/train-labels-idx1-ubyte.gz", "/good/train-labels-idx1-ubyte.gz"]
 
@@ -279,7 +323,9 @@ def test_a_failing_mirror_is_tried_again(mirror: Mirror) -> None:
     good[:0] = [(503, b"busy"), (200, good[0][1][:-9])]
     assert len(load("mnist")) == 6
     assert mirror.asked.count("/good/train-images-idx3-ubyte.gz") == 3
-    assert mirror.asked.count("/bad/train-images-idx3-ubyte.gz") == 1  # a 404 does not pass by waiting
+    assert (
+        mirror.asked.count("/bad/train-images-idx3-ubyte.gz") == 1
+    )  # a 404 does not pass by waiting
 
 
 @pytest.mark.parametrize(
@@ -290,7 +336,9 @@ def test_a_failing_mirror_is_tried_again(mirror: Mirror) -> None:
         (gzip.compress(bytes(1000))[:-9], "IncompleteRead"),
     ],
 )
-def test_a_wrong_file_is_never_kept(mirror: Mirror, body: bytes, message: str, tmp_path: Path) -> None:
+def test_a_wrong_file_is_never_kept(
+    mirror: Mirror, body: bytes, message: str, tmp_path: Path
+) -> None:
     mirror.answers["/good/train-labels-idx1-ubyte.gz"] = [(200, body)]
     with pytest.raises(DatasetNotFoundError, match=message) as caught:
         load("mnist")

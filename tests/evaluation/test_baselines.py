@@ -60,7 +60,9 @@ def energy(of: GaussianMachine, v: torch.Tensor, h: torch.Tensor) -> torch.Tenso
 
 
 class TestGaussianMachine:
-    def test_its_gradient_is_that_of_the_energy(self, machine: GaussianMachine, generator: torch.Generator) -> None:
+    def test_its_gradient_is_that_of_the_energy(
+        self, machine: GaussianMachine, generator: torch.Generator
+    ) -> None:
         v = torch.rand(7, 784, generator=generator, dtype=torch.float64)
         h = torch.rand(7, SIZE, generator=generator, dtype=torch.float64)
         parameters = [machine.weight, machine.visible, machine.hidden, machine.log_variance]
@@ -101,7 +103,9 @@ class TestGaussianMachine:
         errors = []
         for epochs in (0, 25):
             trained = GaussianMachine(digits, budget(epochs))
-            errors.append(reconstruction([(images, trained.reconstruct(images))], images.mean(0)).relative)
+            errors.append(
+                reconstruction([(images, trained.reconstruct(images))], images.mean(0)).relative
+            )
         assert errors[1] < 0.6 < errors[0]
 
 
@@ -119,7 +123,9 @@ def test_the_bernoulli_machine_is_scikit_learns(digits: ImageSet) -> None:
 def test_chains_from_images_start_there() -> None:
     left = torch.zeros(200, 1, 10, 10)
     left[:, :, :, :5] = 1
-    data = ImageSet(torch.cat([left, left.flip(3)[:20]]).numpy())  # the right half is bright in 20 of 220 images
+    data = ImageSet(
+        torch.cat([left, left.flip(3)[:20]]).numpy()
+    )  # the right half is bright in 20 of 220 images
     trained = BernoulliMachine(data, budget(epochs=60, gibbs=0))
     drawn = trained.sample(400, "from images", torch.Generator().manual_seed(0))
     right = (drawn - left.flip(3)[0]).square().mean((1, 2, 3)) < 0.1
@@ -150,7 +156,9 @@ def test_the_bound_of_the_vae_is_made_of_its_two_terms(digits: ImageSet) -> None
     with torch.no_grad():
         mean, log_variance = vae.encoder(images).chunk(2, dim=1)
         posterior = torch.distributions.Normal(mean, (log_variance / 2).exp())
-        divergence = torch.distributions.kl_divergence(posterior, torch.distributions.Normal(0.0, 1.0)).sum()
+        divergence = torch.distributions.kl_divergence(
+            posterior, torch.distributions.Normal(0.0, 1.0)
+        ).sum()
         torch.manual_seed(3)
         codes = mean + torch.randn_like(mean) * posterior.scale
         p = torch.sigmoid(vae.decoder(codes))
@@ -162,8 +170,12 @@ def test_the_bound_of_the_vae_is_made_of_its_two_terms(digits: ImageSet) -> None
 def test_the_vae_draws_from_its_prior_and_from_the_density_of_its_codes(digits: ImageSet) -> None:
     vae = Variational(digits, budget())
     with torch.no_grad():
-        first = torch.sigmoid(vae.decoder(torch.randn(50, SIZE, generator=torch.Generator().manual_seed(1))))
-        prior, density = (vae.sample(50, domain, torch.Generator().manual_seed(1)) for domain in vae.domains)
+        first = torch.sigmoid(
+            vae.decoder(torch.randn(50, SIZE, generator=torch.Generator().manual_seed(1)))
+        )
+        prior, density = (
+            vae.sample(50, domain, torch.Generator().manual_seed(1)) for domain in vae.domains
+        )
         codes = vae.encode(digits.batch(slice(None)))
         drawn = vae.density.sample(2000, torch.Generator().manual_seed(1))
     torch.testing.assert_close(prior, first)
@@ -171,37 +183,71 @@ def test_the_vae_draws_from_its_prior_and_from_the_density_of_its_codes(digits: 
     assert not torch.equal(prior, density)
 
 
-def test_several_seeds_give_a_mean_and_a_spread(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    size = ["--epochs", "1", "--samples", "30", "--limit", "200", "--device", "cpu", "--seeds", "0,1,5"]
+def test_several_seeds_give_a_mean_and_a_spread(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    size = [
+        "--epochs",
+        "1",
+        "--samples",
+        "30",
+        "--limit",
+        "200",
+        "--device",
+        "cpu",
+        "--seeds",
+        "0,1,5",
+    ]
     main([*size, "--only", "pixels,vae", "--json", str(tmp_path / "all.json")])
     results = json.loads((tmp_path / "all.json").read_text())
-    assert [(each["name"], each["seed"]) for each in results] == [("pixels", 0), ("vae", 0), ("vae", 1), ("vae", 5)]
+    assert [(each["name"], each["seed"]) for each in results] == [
+        ("pixels", 0),
+        ("vae", 0),
+        ("vae", 1),
+        ("vae", 5),
+    ]
     distances = [each["domains"]["joint"]["frechet"]["distance"] for each in results[1:]]
     printed = capsys.readouterr().out
     line = next(each for each in printed.splitlines() if "joint: Fréchet" in each)
-    assert line.split()[-3:] == [f"{np.mean(distances):.4g}", "±", f"{np.std(distances, ddof=1):.2g}"]
+    assert line.split()[-3:] == [
+        f"{np.mean(distances):.4g}",
+        "±",
+        f"{np.std(distances, ddof=1):.2g}",
+    ]
     assert "pixels, mean" not in printed
 
 
-def test_the_script_compares_all_of_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_script_compares_all_of_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     random = np.random.default_rng(0)
     labels = np.arange(120) % 2
     images = random.integers(0, 50, (120, 18, 19), dtype=np.uint8)
     images[labels == 1, 8:12] += 180
-    np.savez(tmp_path / "x.npz", x_train=images, y_train=labels, x_test=images[:60], y_test=labels[:60])
+    np.savez(
+        tmp_path / "x.npz", x_train=images, y_train=labels, x_test=images[:60], y_test=labels[:60]
+    )
     size = ["--epochs", "1", "--samples", "30", "--gibbs", "2", "--limit", "100", "--device", "cpu"]
     main(["--data", str(tmp_path / "x.npz"), *size, "--json", str(tmp_path / "out" / "all.json")])
     table = capsys.readouterr().out
     assert all(name in table for name in BASELINES)
-    results = {each["name"]: each for each in json.loads((tmp_path / "out" / "all.json").read_text())}
+    results = {
+        each["name"]: each for each in json.loads((tmp_path / "out" / "all.json").read_text())
+    }
     assert list(results) == list(BASELINES)
     assert all(each["training_images"] == 100 for each in results.values())
-    assert all(each["code_size"] == 320 for each in results.values() if each["name"] in ("vae", "gaussian-rbm"))
+    assert all(
+        each["code_size"] == 320
+        for each in results.values()
+        if each["name"] in ("vae", "gaussian-rbm")
+    )
     assert results["pixels"]["probe"]["test_accuracy"] == 1
     assert results["vae"]["about"]["epochs"] == 1
     seconds = {name: each["about"]["training_seconds"] for name, each in results.items()}
     assert seconds["bernoulli-rbm"] > 0
-    assert seconds["autoencoder"] > seconds["autoencoder-all"] > 0  # the same training, and components of it
+    assert (
+        seconds["autoencoder"] > seconds["autoencoder-all"] > 0
+    )  # the same training, and components of it
     assert set(results["gaussian-rbm"]["domains"]) == {"joint", "from images"}
     assert results["autoencoder"]["domains"]["joint"]["negatives"]["share"] is not None
     assert "no classifier for this set" in table

@@ -66,9 +66,22 @@ def test_the_script_trains_writes_and_is_repeatable(tmp_path: Path) -> None:
     labels = np.arange(240) % 2
     images = random.integers(0, 60, (240, 28, 28), dtype=np.uint8)
     images[labels == 1, 10:18] += 150
-    np.savez(tmp_path / "x.npz", x_train=images, y_train=labels, x_test=images[:80], y_test=labels[:80])
-    command = ["--data", str(tmp_path / "x.npz"), "--epochs", "6", "--batch-size", "20", "--device", "cpu"]
-    first, second = (main([*command, "--out", str(tmp_path / f"{run}.safetensors")]) for run in (1, 2))
+    np.savez(
+        tmp_path / "x.npz", x_train=images, y_train=labels, x_test=images[:80], y_test=labels[:80]
+    )
+    command = [
+        "--data",
+        str(tmp_path / "x.npz"),
+        "--epochs",
+        "6",
+        "--batch-size",
+        "20",
+        "--device",
+        "cpu",
+    ]
+    first, second = (
+        main([*command, "--out", str(tmp_path / f"{run}.safetensors")]) for run in (1, 2)
+    )
     assert first["test_accuracy"] == 1
     assert {**first, "seconds": 0} == {**second, "seconds": 0}
     classifier = load_classifier(tmp_path / "1.safetensors")
@@ -85,7 +98,10 @@ def test_shifts_move_the_image_and_leave_black() -> None:
 
 
 def test_what_is_no_classifier_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"mnist, fashion-mnist or a \.safetensors file.*'cifar10'.*train_classifier"):
+    with pytest.raises(
+        ValueError,
+        match=r"mnist, fashion-mnist or a \.safetensors file.*'cifar10'.*train_classifier",
+    ):
         load_classifier("cifar10")
     safetensors.torch.save_file({"x": torch.zeros(1)}, tmp_path / "foreign.safetensors")
     with pytest.raises(ModelError, match="none that poecaps wrote"):

@@ -8,7 +8,11 @@ import numpy as np
 import pytest
 import scipy.linalg
 import torch
-from sklearn.metrics import adjusted_mutual_info_score, mutual_info_score, normalized_mutual_info_score
+from sklearn.metrics import (
+    adjusted_mutual_info_score,
+    mutual_info_score,
+    normalized_mutual_info_score,
+)
 
 from poecaps.data import load
 from poecaps.evaluation import (
@@ -27,7 +31,9 @@ from poecaps.evaluation import (
 from poecaps.evaluation.measures import properties
 
 
-def with_moments(mean: torch.Tensor, covariance: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+def with_moments(
+    mean: torch.Tensor, covariance: torch.Tensor, generator: torch.Generator
+) -> torch.Tensor:
     """Points with exactly this mean and covariance."""
     x = torch.randn(100, len(mean), dtype=torch.float64, generator=generator)
     x = (x - x.mean(0)) @ torch.linalg.inv(torch.linalg.cholesky(x.T.cov())).T
@@ -42,7 +48,9 @@ class TestFrechetDistance:
     def test_gaussians_whose_covariances_commute(self, generator: torch.Generator) -> None:
         # Σ (√λ₁ − √λ₂)² is left of the covariances when both are diagonal.
         mean = torch.tensor([3.0, 0.0, 4.0], dtype=torch.float64)
-        first = with_moments(torch.zeros(3).double(), torch.diag(torch.tensor([1.0, 4.0, 9.0])).double(), generator)
+        first = with_moments(
+            torch.zeros(3).double(), torch.diag(torch.tensor([1.0, 4.0, 9.0])).double(), generator
+        )
         second = with_moments(mean, torch.diag(torch.tensor([4.0, 4.0, 1.0])).double(), generator)
         result = frechet_distance(first, second)
         assert result.of_means == pytest.approx(25)
@@ -51,7 +59,9 @@ class TestFrechetDistance:
 
     def test_any_two_sets_as_scipy_has_it(self, generator: torch.Generator) -> None:
         first = torch.randn(300, 7, generator=generator) @ torch.randn(7, 7, generator=generator)
-        second = torch.randn(200, 7, generator=generator) @ torch.randn(7, 7, generator=generator) + 1
+        second = (
+            torch.randn(200, 7, generator=generator) @ torch.randn(7, 7, generator=generator) + 1
+        )
         covariances = [np.cov(x.double().numpy(), rowvar=False) for x in (first, second)]
         root = scipy.linalg.sqrtm(covariances[0] @ covariances[1]).real
         apart = (first.double().mean(0) - second.double().mean(0)).square().sum().item()
@@ -77,8 +87,12 @@ def test_recognisability_is_the_share_of_sure_verdicts() -> None:
     assert result.confidence == pytest.approx((0.95 + 0.9 + 0.5 + 0.8) / 4)
 
 
-@pytest.mark.parametrize(("verdicts", "classes"), [([3, 3, 3], 1), ([0, 1, 2, 3] * 5, 4), ([7, 9, 9, 7], 2)])
-def test_diversity_counts_classes_that_are_equally_frequent(verdicts: list[int], classes: int) -> None:
+@pytest.mark.parametrize(
+    ("verdicts", "classes"), [([3, 3, 3], 1), ([0, 1, 2, 3] * 5, 4), ([7, 9, 9, 7], 2)]
+)
+def test_diversity_counts_classes_that_are_equally_frequent(
+    verdicts: list[int], classes: int
+) -> None:
     result = diversity(torch.tensor(verdicts))
     assert result.entropy == pytest.approx(math.log(classes), abs=1e-12)
     assert result.classes == pytest.approx(classes)
@@ -95,12 +109,19 @@ class TestSpecialisation:
         result = specialisation(firing, labels)
         winner = firing.argmax(1).numpy()
         assert result.mutual_information == pytest.approx(mutual_info_score(labels.numpy(), winner))
-        assert result.normalised == pytest.approx(normalized_mutual_info_score(labels.numpy(), winner))
+        assert result.normalised == pytest.approx(
+            normalized_mutual_info_score(labels.numpy(), winner)
+        )
         assert result.adjusted == pytest.approx(adjusted_mutual_info_score(labels.numpy(), winner))
 
-    def test_many_experts_that_know_nothing_gain_by_chance_what_is_taken_off(self, generator: torch.Generator) -> None:
+    def test_many_experts_that_know_nothing_gain_by_chance_what_is_taken_off(
+        self, generator: torch.Generator
+    ) -> None:
         labels = torch.arange(2000) % 10
-        results = [specialisation(torch.rand(2000, experts, generator=generator), labels) for experts in (20, 320)]
+        results = [
+            specialisation(torch.rand(2000, experts, generator=generator), labels)
+            for experts in (20, 320)
+        ]
         assert results[1].normalised > 0.1 > results[0].normalised
         assert [result.adjusted for result in results] == pytest.approx([0, 0], abs=0.01)
 
@@ -113,7 +134,9 @@ class TestSpecialisation:
         assert result.experts == pytest.approx(4)
 
     def test_one_expert_for_everything_is_0(self) -> None:
-        result = specialisation(torch.eye(3)[torch.zeros(12, dtype=torch.long)], torch.arange(12) % 4)
+        result = specialisation(
+            torch.eye(3)[torch.zeros(12, dtype=torch.long)], torch.arange(12) % 4
+        )
         assert result.normalised == pytest.approx(0, abs=1e-12)
         assert result.experts == pytest.approx(1)
         assert result.adjusted == pytest.approx(0, abs=1e-12)
@@ -132,7 +155,9 @@ class TestVariety:
     @pytest.fixture
     def test_set(self, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
         labels = torch.arange(120) % 2
-        return labels.view(-1, 1, 1, 1) + 0.1 * torch.rand(120, 1, 5, 5, generator=generator), labels
+        return labels.view(-1, 1, 1, 1) + 0.1 * torch.rand(
+            120, 1, 5, 5, generator=generator
+        ), labels
 
     def test_a_collapsed_expert_has_0(self, test_set: tuple[torch.Tensor, torch.Tensor]) -> None:
         images, labels = test_set
@@ -147,18 +172,26 @@ class TestVariety:
         verdicts = torch.tensor([[0], [1]]).expand(-1, 60)
         assert variety(draws, verdicts, images, labels).each == pytest.approx((1, 1))
 
-    def test_half_the_contrast_is_half_the_variety(self, test_set: tuple[torch.Tensor, torch.Tensor]) -> None:
+    def test_half_the_contrast_is_half_the_variety(
+        self, test_set: tuple[torch.Tensor, torch.Tensor]
+    ) -> None:
         images, labels = test_set
         verdicts = torch.zeros(1, 60, dtype=torch.long)
-        assert variety([images[labels == 0] / 2], verdicts, images, labels).mean == pytest.approx(0.5)
+        assert variety([images[labels == 0] / 2], verdicts, images, labels).mean == pytest.approx(
+            0.5
+        )
 
-    def test_nothing_is_gained_by_drawing_several_classes(self, test_set: tuple[torch.Tensor, torch.Tensor]) -> None:
+    def test_nothing_is_gained_by_drawing_several_classes(
+        self, test_set: tuple[torch.Tensor, torch.Tensor]
+    ) -> None:
         images, labels = test_set
         mixed = torch.cat([images[:1].expand(20, -1, -1, -1), images[1:2].expand(10, -1, -1, -1)])
         verdicts = torch.tensor([0] * 20 + [1] * 10).unsqueeze(0)
         assert variety([mixed], verdicts, images, labels).mean == 0
 
-    def test_a_verdict_that_no_test_image_has_is_left_out(self, test_set: tuple[torch.Tensor, torch.Tensor]) -> None:
+    def test_a_verdict_that_no_test_image_has_is_left_out(
+        self, test_set: tuple[torch.Tensor, torch.Tensor]
+    ) -> None:
         images, labels = test_set
         draws = [images[labels == 0], images[labels == 0]]
         result = variety(draws, torch.tensor([[0], [9]]).expand(-1, 60), images, labels)
@@ -204,7 +237,9 @@ def test_reconstruction_is_measured_against_the_mean_image(generator: torch.Gene
 def test_the_effective_rank_of_a_known_covariance(generator: torch.Generator) -> None:
     equal = with_moments(torch.ones(4).double(), torch.eye(4).double(), generator)
     assert effective_rank(torch.cat([equal, torch.zeros(100, 3)], 1)) == pytest.approx(4)
-    unequal = with_moments(torch.zeros(2).double(), torch.diag(torch.tensor([3.0, 1.0])).double(), generator)
+    unequal = with_moments(
+        torch.zeros(2).double(), torch.diag(torch.tensor([3.0, 1.0])).double(), generator
+    )
     assert effective_rank(unequal) == pytest.approx(16 / 10)
 
 
@@ -216,14 +251,18 @@ def bars(widths: list[float], slants: list[float], size: int = 40) -> torch.Tens
             middle = size / 2 + slant * (row - 19.5)
             left, right = middle - width / 2, middle + width / 2
             columns = torch.arange(size).float()
-            image[0, row] = ((right - columns).clamp(0, 1) - (left - columns).clamp(0, 1)).clamp(0, 1)
+            image[0, row] = ((right - columns).clamp(0, 1) - (left - columns).clamp(0, 1)).clamp(
+                0, 1
+            )
     return images
 
 
 class TestProperties:
     def test_a_bar_has_its_thickness_slant_width_and_height(self) -> None:
         thickness, slant, width, height = properties(bars([4.0, 4.0], [0.0, 0.25])).T
-        assert thickness[0].item() == pytest.approx(4 * 24 / (24 + 4), rel=0.05)  # twice the area over the outline
+        assert thickness[0].item() == pytest.approx(
+            4 * 24 / (24 + 4), rel=0.05
+        )  # twice the area over the outline
         assert slant.tolist() == pytest.approx([0, 0.25], abs=0.02)
         assert width.tolist() == pytest.approx([math.sqrt(15 / 12)] * 2, rel=0.1)  # of 4 columns
         assert height.tolist() == pytest.approx([math.sqrt((24**2 - 1) / 12)] * 2, rel=0.01)
@@ -235,7 +274,9 @@ class TestProperties:
         found = variation([same, half], torch.ones(2, 3, dtype=torch.long), real, labels)
         assert found.thickness == pytest.approx(0.75, abs=0.03)
         assert found.slant == pytest.approx(0.75, abs=0.02)
-        still = variation([real[:1].expand(3, -1, -1, -1)], torch.ones(1, 3, dtype=torch.long), real, labels)
+        still = variation(
+            [real[:1].expand(3, -1, -1, -1)], torch.ones(1, 3, dtype=torch.long), real, labels
+        )
         assert (still.thickness, still.slant, still.width) == pytest.approx((0, 0, 0), abs=1e-9)
 
     def test_an_expert_with_one_draw_of_its_class_is_left_out(self) -> None:

@@ -11,11 +11,15 @@ from sklearn.preprocessing import StandardScaler
 from poecaps.evaluation import linear_probe
 
 
-def blobs(generator: torch.Generator, count: int, spread: float) -> tuple[torch.Tensor, torch.Tensor]:
+def blobs(
+    generator: torch.Generator, count: int, spread: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Three overlapping clouds in 6 dimensions of very different scale, and their labels."""
     labels = torch.arange(count) % 3
     centres = torch.randn(3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    codes = centres[labels] + spread * torch.randn(count, 6, dtype=torch.float64, generator=generator)
+    codes = centres[labels] + spread * torch.randn(
+        count, 6, dtype=torch.float64, generator=generator
+    )
     return codes * torch.tensor([1, 100, 0.01, 1, 3, 1], dtype=torch.float64) + 5, labels
 
 
@@ -25,12 +29,18 @@ def test_it_is_scikit_learns_logistic_regression(generator: torch.Generator, l2:
     x_test, y_test = blobs(generator, 500, 1.5)
     ours = linear_probe(x, y, x_test, y_test, l2=l2)
     scaler = StandardScaler().fit(x.numpy())
-    theirs = LogisticRegression(C=1 / (l2 * len(x)), tol=1e-6, max_iter=1000).fit(scaler.transform(x.numpy()), y)
+    theirs = LogisticRegression(C=1 / (l2 * len(x)), tol=1e-6, max_iter=1000).fit(
+        scaler.transform(x.numpy()), y
+    )
     probabilities = theirs.predict_proba(scaler.transform(x.numpy()))
     assert ours.converged
     assert ours.loss == pytest.approx(-np.log(probabilities[np.arange(len(x)), y]).mean(), rel=1e-4)
-    assert ours.train_accuracy == pytest.approx(theirs.score(scaler.transform(x.numpy()), y), abs=1.01 / len(x))
-    assert ours.test_accuracy == pytest.approx(theirs.score(scaler.transform(x_test.numpy()), y_test), abs=1.01 / 500)
+    assert ours.train_accuracy == pytest.approx(
+        theirs.score(scaler.transform(x.numpy()), y), abs=1.01 / len(x)
+    )
+    assert ours.test_accuracy == pytest.approx(
+        theirs.score(scaler.transform(x_test.numpy()), y_test), abs=1.01 / 500
+    )
 
 
 def test_float32_gives_the_same_answer(generator: torch.Generator) -> None:
@@ -59,7 +69,9 @@ def test_small_variations_on_a_large_constant_are_seen(generator: torch.Generato
     assert linear_probe(x, y, x, y).test_accuracy == 1.0
 
 
-def test_labels_need_not_be_consecutive_and_unknown_ones_are_missed(generator: torch.Generator) -> None:
+def test_labels_need_not_be_consecutive_and_unknown_ones_are_missed(
+    generator: torch.Generator,
+) -> None:
     x, y = blobs(generator, 300, 0.05)
     names = torch.tensor([7, -3, 1000])
     y_test = names[y].clone()
@@ -78,7 +90,10 @@ def test_the_gradient_mode_of_the_caller_does_not_matter(generator: torch.Genera
     ("change", "message"),
     [
         ({"train_codes": torch.zeros(4, 2, 2)}, r"train_codes must have shape \(N, S\).*flatten"),
-        ({"train_labels": torch.zeros(3, dtype=torch.long)}, "train_labels must be one whole number for each of the 4"),
+        (
+            {"train_labels": torch.zeros(3, dtype=torch.long)},
+            "train_labels must be one whole number for each of the 4",
+        ),
         ({"test_labels": torch.zeros(4)}, "test_labels must be one whole number.*float32"),
         ({"test_codes": torch.zeros(4, 3)}, "test_codes must have 2 numbers each.*have 3"),
         ({"train_codes": torch.full((4, 2), float("nan"))}, "train_codes must be finite"),

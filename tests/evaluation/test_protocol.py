@@ -11,7 +11,14 @@ import pytest
 import torch
 
 from poecaps.data import ImageSet, load
-from poecaps.evaluation import Evaluation, NetworkEncoder, OfSamples, evaluate, load_classifier, side_by_side
+from poecaps.evaluation import (
+    Evaluation,
+    NetworkEncoder,
+    SampleMetrics,
+    evaluate,
+    load_classifier,
+    side_by_side,
+)
 from poecaps.network import ModelOptions
 from poecaps.training import Config, DecoderStage, EncoderStage, Stage
 from poecaps.training import train as train_network
@@ -49,15 +56,19 @@ def digits() -> tuple[ImageSet, ImageSet]:
 
 
 @pytest.fixture(scope="module")
-def network(digits: tuple[ImageSet, ImageSet], tmp_path_factory: pytest.TempPathFactory) -> CapsuleNetwork:
+def network(
+    digits: tuple[ImageSet, ImageSet], tmp_path_factory: pytest.TempPathFactory
+) -> CapsuleNetwork:
     folder = tmp_path_factory.mktemp("evaluation")
     np.save(folder / "x.npy", digits[0].images)
     config = Config(
         data=str(folder / "x.npy"),
-        model=ModelOptions(features=16, experts=((5, 6),), normalize="outputs", sharpness=20.0, components=6),
-        autoencoder=Stage(epochs=3, rate=5e-3),
-        encoder=EncoderStage(epochs=3, rate=0.05),
-        decoder=DecoderStage(epochs=3, rate=0.03),
+        model=ModelOptions(
+            features=16, experts=((5, 6),), normalize="outputs", sharpness=20.0, joint_components=6
+        ),
+        autoencoder=Stage(epochs=3, learning_rate=5e-3),
+        encoder=EncoderStage(epochs=3, learning_rate=0.05),
+        decoder=DecoderStage(epochs=3, learning_rate=0.03),
         batch_size=50,
         device="cpu",
         precision="float32",
@@ -98,7 +109,7 @@ def test_the_reconstruction_error_is_that_of_the_network(
 
 
 def test_training_images_set_the_mark(evaluation: Evaluation) -> None:
-    def distance(of: OfSamples) -> float:
+    def distance(of: SampleMetrics) -> float:
         assert of.frechet is not None
         return of.frechet.distance
 
@@ -206,7 +217,9 @@ class Memory(Pixels):
 
 
 def test_a_model_without_a_fault_gets_the_best_marks(digits: tuple[ImageSet, ImageSet]) -> None:
-    result = evaluate(Memory(digits[1]), digits[1], digits[1], load_classifier("mnist"), samples=1000)
+    result = evaluate(
+        Memory(digits[1]), digits[1], digits[1], load_classifier("mnist"), samples=1000
+    )
     assert result.probe is not None
     assert result.specialisation is not None
     assert result.reconstruction is not None
@@ -218,14 +231,21 @@ def test_a_model_without_a_fault_gets_the_best_marks(digits: tuple[ImageSet, Ima
     assert result.domains["joint"].negatives.share == 0
     assert result.experts.purity.mean > 0.97
     assert result.experts.recognisability.share > 0.97
-    assert result.experts.variety.mean == pytest.approx(1, abs=0.1)  # repeated draws make it a little less
+    assert result.experts.variety.mean == pytest.approx(
+        1, abs=0.1
+    )  # repeated draws make it a little less
 
 
 def test_what_an_encoder_cannot_do_is_left_out_of_its_column(
     evaluation: Evaluation, digits: tuple[ImageSet, ImageSet]
 ) -> None:
     pixels = evaluate(Pixels(), *digits, load_classifier("mnist"), samples=50)
-    assert (pixels.domains, pixels.experts, pixels.reconstruction, pixels.specialisation) == ({}, None, None, None)
+    assert (pixels.domains, pixels.experts, pixels.reconstruction, pixels.specialisation) == (
+        {},
+        None,
+        None,
+        None,
+    )
     table = side_by_side([pixels, evaluation])
     header, *lines = (line for line in table.splitlines() if line.startswith("  "))
     assert header.split() == ["pixels", "poecaps"]
@@ -247,8 +267,12 @@ class Diverged(Memory):
 
 
 @pytest.mark.parametrize("pixel", [float("nan"), -0.5, 1.5])
-def test_samples_that_are_no_images_get_no_marks(digits: tuple[ImageSet, ImageSet], pixel: float) -> None:
-    with pytest.raises(ValueError, match=r"samples of memory must be images of shape \(1, 28, 28\) from 0 to 1"):
+def test_samples_that_are_no_images_get_no_marks(
+    digits: tuple[ImageSet, ImageSet], pixel: float
+) -> None:
+    with pytest.raises(
+        ValueError, match=r"samples of memory must be images of shape \(1, 28, 28\) from 0 to 1"
+    ):
         evaluate(Diverged(digits[1], pixel), *digits, samples=20)
 
 
@@ -265,7 +289,9 @@ def test_codes_that_are_not_finite_get_no_marks(digits: tuple[ImageSet, ImageSet
         evaluate(Broken(), train, test, samples=20)
 
 
-def test_labels_that_the_classifier_does_not_know_are_refused(digits: tuple[ImageSet, ImageSet]) -> None:
+def test_labels_that_the_classifier_does_not_know_are_refused(
+    digits: tuple[ImageSet, ImageSet],
+) -> None:
     assert digits[1].labels is not None
     other = ImageSet(digits[1].images, digits[1].labels + 1)
     with pytest.raises(ValueError, match="from 0 to 9, but go from 1 to 10"):
@@ -306,9 +332,13 @@ def test_a_cpu_takes_few_images_at_a_time_without_changing_the_numbers(
     torch.testing.assert_close(drawn, expected)
 
 
-def test_images_of_the_wrong_shape_are_refused(network: CapsuleNetwork, digits: tuple[ImageSet, ImageSet]) -> None:
+def test_images_of_the_wrong_shape_are_refused(
+    network: CapsuleNetwork, digits: tuple[ImageSet, ImageSet]
+) -> None:
     small = ImageSet(digits[0].images[:, :20])
-    with pytest.raises(ValueError, match=r"data_test must have images of the shape \(1, 28, 28\), as data_train"):
+    with pytest.raises(
+        ValueError, match=r"data_test must have images of the shape \(1, 28, 28\), as data_train"
+    ):
         evaluate(network, digits[0], small)
     with pytest.raises(ValueError, match="which the network was made for"):
         evaluate(network, small, small)

@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Explored:
     """Four experts of five numbers over grey digits, saved where `poecaps.load` finds it."""
     test = poecaps.data.load("mnist-sample", split="test")
-    shape = Architecture(features=8, capsule_dim=4, experts=((4, 5),), components=4, parts=2)
+    shape = Architecture(
+        features=8, capsule_dim=4, experts=((4, 5),), joint_components=4, expert_components=2
+    )
     network = untrained(shape, test.batch(range(100)), torch.Generator().manual_seed(1))
     folder = tmp_path_factory.mktemp("models") / "digits"
     network.save(folder)
@@ -41,9 +43,16 @@ def colours() -> Explored:
     """Two layers of experts over small pictures in colour, which are not square, without test images."""
     images = torch.rand(60, 3, 20, 23, generator=torch.Generator().manual_seed(2))
     shape = Architecture(
-        features=8, capsule_dim=4, experts=((5, 4), (3, 6)), components=4, parts=2, image_shape=(3, 20, 23)
+        features=8,
+        capsule_dim=4,
+        experts=((5, 4), (3, 6)),
+        joint_components=4,
+        expert_components=2,
+        image_shape=(3, 20, 23),
     )
-    return Explored("colours", "runs/colours", untrained(shape, images, torch.Generator().manual_seed(1)))
+    return Explored(
+        "colours", "runs/colours", untrained(shape, images, torch.Generator().manual_seed(1))
+    )
 
 
 @pytest.fixture(scope="session")

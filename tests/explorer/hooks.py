@@ -22,7 +22,9 @@ for _kind in ("image/png", "image/jpeg", "image/webp"):
 
 
 @schemathesis.hook
-def map_path_parameters(context: Any, path_parameters: dict[str, Any] | None) -> dict[str, Any] | None:
+def map_path_parameters(
+    context: Any, path_parameters: dict[str, Any] | None
+) -> dict[str, Any] | None:
     """Ask for a model that is there, most of the time, and for its first experts and images."""
     if path_parameters and len(str(path_parameters.get("model"))) % 4:
         path_parameters["model"] = ("digits", "colours")[len(str(path_parameters["model"])) % 2]

@@ -26,7 +26,14 @@ if TYPE_CHECKING:
     from poecaps.explorer.render import Explored
 
 FLAGS = (
-    *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-proxy-server", "--no-first-run", "--disable-sync"),
+    *(
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-quic",
+        "--no-proxy-server",
+        "--no-first-run",
+        "--disable-sync",
+    ),
     *("--disable-background-networking", "--disable-component-update"),
 )
 
@@ -63,12 +70,16 @@ def opened(browser: Browser, address: str, problems: list[str]) -> Iterator[Call
     def open_page(screen: str = "desktop", fragment: str = "") -> Page:
         size = SCREENS[screen]
         context = browser.new_context(
-            viewport={"width": size.width, "height": size.height}, has_touch=size.touch, color_scheme=size.colours
+            viewport={"width": size.width, "height": size.height},
+            has_touch=size.touch,
+            color_scheme=size.colours,
         )
         context.grant_permissions(["clipboard-read", "clipboard-write"], origin=address)
         contexts.append(context)
         page = context.new_page()
-        page.on("console", lambda said: problems.append(said.text) if said.type == "error" else None)
+        page.on(
+            "console", lambda said: problems.append(said.text) if said.type == "error" else None
+        )
         page.on("pageerror", lambda error: problems.append(str(error)))
         page.goto(f"{address}/{fragment}")
         expect(page.locator("#image[data-number]")).to_be_visible()
@@ -122,7 +133,10 @@ def sketch(page: Page, *points: tuple[float, float]) -> None:
     if page.evaluate("navigator.maxTouchPoints"):
         finger = page.context.new_cdp_session(page)
         for number, (x, y) in enumerate(at):
-            touch = {"type": "touchMove" if number else "touchStart", "touchPoints": [{"x": x, "y": y}]}
+            touch = {
+                "type": "touchMove" if number else "touchStart",
+                "touchPoints": [{"x": x, "y": y}],
+            }
             finger.send("Input.dispatchTouchEvent", touch)
         finger.send("Input.dispatchTouchEvent", {"type": "touchEnd", "touchPoints": []})
     else:
@@ -176,7 +190,10 @@ def test_choosing_and_mixing_experts(page: Page, digits: Explored) -> None:
 def test_drawing_at_random(page: Page, digits: Explored) -> None:
     page.get_by_role("button", name="New draw").click()
     expect(page.get_by_label("Seed")).not_to_have_value("0")
-    shows(page, drawn(digits, *digits.draw("learned", 0, int(page.get_by_label("Seed").input_value()))))
+    shows(
+        page,
+        drawn(digits, *digits.draw("learned", 0, int(page.get_by_label("Seed").input_value()))),
+    )
     page.get_by_label("Seed").fill("7")
     page.keyboard.press("Enter")
     shows(page, drawn(digits, *digits.draw("learned", 0, 7)))
@@ -207,7 +224,11 @@ def test_a_test_image_and_where_each_expert_listens(page: Page, digits: Explored
     page.get_by_role("button", name="Take").click()
     assert digits.images is not None
     shows(page, digits.images.images[7, ..., 0], "#seen")
-    shows(page, digits.encode(np.asarray(digits.images.images[7])).reconstruction[..., 0], "#reconstruction")
+    shows(
+        page,
+        digits.encode(np.asarray(digits.images.images[7])).reconstruction[..., 0],
+        "#reconstruction",
+    )
     heat = page.locator("#heat").screenshot()
     page.locator("#firing button").nth(3).click()
     expect(page.locator("#sliders-title")).to_have_text("Expert 3")
@@ -216,7 +237,9 @@ def test_a_test_image_and_where_each_expert_listens(page: Page, digits: Explored
     assert page.locator("#heat").evaluate("canvas => [canvas.width, canvas.height]") == [6, 6]
 
 
-def test_a_file_is_opened_and_a_broken_one_tells_why(page: Page, picture_file: Path, tmp_path: Path) -> None:
+def test_a_file_is_opened_and_a_broken_one_tells_why(
+    page: Page, picture_file: Path, tmp_path: Path
+) -> None:
     page.get_by_label("Centre what is drawn").uncheck()
     page.locator("#file").set_input_files(picture_file)
     seen = np.asarray(Image.open(picture_file))
@@ -242,7 +265,9 @@ def test_a_dropped_file_is_seen(opened: Callable[..., Page], picture_file: Path)
     shows(page, np.asarray(Image.open(picture_file)), "#seen")
 
 
-def test_a_copied_link_brings_everything_back(page: Page, opened: Callable[..., Page], address: str) -> None:
+def test_a_copied_link_brings_everything_back(
+    page: Page, opened: Callable[..., Page], address: str
+) -> None:
     page.locator("#shelf button").nth(1).click()
     page.get_by_label("Mix several").check()
     page.locator("#shelf button").nth(3).click()
@@ -265,7 +290,9 @@ def test_a_copied_link_brings_everything_back(page: Page, opened: Callable[..., 
 
 
 def test_nonsense_in_a_link_does_no_harm(opened: Callable[..., Page]) -> None:
-    page = opened("desktop", "#m=digits&x=999&d=up&s=-1&e=1:9e9:x;77:1:;0:-1:1,2,3,4,5,6,7,8;z&t=12345&i=%%%")
+    page = opened(
+        "desktop", "#m=digits&x=999&d=up&s=-1&e=1:9e9:x;77:1:;0:-1:1,2,3,4,5,6,7,8;z&t=12345&i=%%%"
+    )
     expect(page.locator("#sliders-title")).to_have_text("Expert 3")
     expect(page.get_by_role("alert")).to_be_empty()
     other = opened("desktop", "#m=elsewhere&e=0:1:")
@@ -290,7 +317,8 @@ def test_the_traversal_sheet_is_drawn_and_leads_on(page: Page, digits: Explored)
     expect(page.locator("#sheet.stale")).to_have_count(0)
     sheet = digits.traverse([Setting(0)], 0)
     assert np.array_equal(
-        pixels(page, "#sheet [role=row]:nth-child(4) [role=gridcell]:nth-child(8) canvas"), sheet[2, 6, ..., 0]
+        pixels(page, "#sheet [role=row]:nth-child(4) [role=gridcell]:nth-child(8) canvas"),
+        sheet[2, 6, ..., 0],
     )
     cell = page.get_by_role("button", name="Parameter 2 at 3 standard deviations")
     cell.click()
@@ -303,7 +331,9 @@ def test_all_can_be_done_by_keyboard(opened: Callable[..., Page], digits: Explor
     reached: list[str] = []
     while len(reached) < 60:
         page.keyboard.press("Tab")
-        name = page.evaluate("document.activeElement.id || document.activeElement.getAttribute('aria-label') || ''")
+        name = page.evaluate(
+            "document.activeElement.id || document.activeElement.getAttribute('aria-label') || ''"
+        )
         if not name and reached:
             break
         reached.append(name)
@@ -329,11 +359,16 @@ def test_all_can_be_done_by_keyboard(opened: Callable[..., Page], digits: Explor
     page.locator("#shelf button").nth(2).focus()
     after(page, lambda: page.keyboard.press("Enter"))
     expect(page.locator("#sliders-title")).to_have_text("Expert 2")
-    assert page.locator("#shelf button").nth(2).evaluate("e => getComputedStyle(e).outlineStyle") == "solid"
+    assert (
+        page.locator("#shelf button").nth(2).evaluate("e => getComputedStyle(e).outlineStyle")
+        == "solid"
+    )
     page.locator("#sheet button[tabindex='0']").focus()
     expect(page.locator("#sheet.stale")).to_have_count(0)
     page.keyboard.press("ArrowDown")  # on a wide screen steps go down
-    assert page.evaluate("document.activeElement.ariaLabel") == "Parameter 0 at 1 standard deviations"
+    assert (
+        page.evaluate("document.activeElement.ariaLabel") == "Parameter 0 at 1 standard deviations"
+    )
 
 
 def test_everything_has_a_name_for_screen_readers(page: Page) -> None:
@@ -353,7 +388,9 @@ def test_nothing_sticks_out_sideways(page: Page) -> None:
     assert tall >= 32  # room for a finger
 
 
-def test_a_late_answer_never_overwrites_a_newer_one(opened: Callable[..., Page], digits: Explored) -> None:
+def test_a_late_answer_never_overwrites_a_newer_one(
+    opened: Callable[..., Page], digits: Explored
+) -> None:
     page = opened()
     held: list[Any] = []
 
@@ -374,10 +411,16 @@ def test_a_late_answer_never_overwrites_a_newer_one(opened: Callable[..., Page],
     shows(page, drawn(digits, Setting(0, (3.0,))))
 
 
-def test_a_busy_server_is_asked_again(opened: Callable[..., Page], digits: Explored, problems: list[str]) -> None:
+def test_a_busy_server_is_asked_again(
+    opened: Callable[..., Page], digits: Explored, problems: list[str]
+) -> None:
     page = opened()
     times = 2
-    page.route("**/decode?as=pixels", lambda route: route.fulfill(status=429, json={"error": "too many"}), times=times)
+    page.route(
+        "**/decode?as=pixels",
+        lambda route: route.fulfill(status=429, json={"error": "too many"}),
+        times=times,
+    )
     page.get_by_label("Parameter 0", exact=True).fill("3")
     shows(page, drawn(digits, Setting(0, (3.0,))))
     expect(page.get_by_role("alert")).to_be_empty()
@@ -390,7 +433,9 @@ def test_a_server_that_is_gone_is_told_of(opened: Callable[..., Page], problems:
     page = opened()
     page.route("**/decode?as=pixels", lambda route: route.abort())
     page.get_by_label("Parameter 0", exact=True).fill("3")
-    expect(page.get_by_role("alert")).to_have_text("The explorer does not answer. Is it still running?")
+    expect(page.get_by_role("alert")).to_have_text(
+        "The explorer does not answer. Is it still running?"
+    )
     assert all("ERR_FAILED" in each for each in problems)
     problems.clear()
 
@@ -406,7 +451,10 @@ def test_models_can_be_switched(page: Page, colours: Explored) -> None:
 
 @pytest.mark.parametrize("screen", SCREENS)
 def test_a_single_model_is_named(browser: Browser, digits: Explored, screen: str) -> None:
-    size, name = SCREENS[screen], "digits <b> of many hands, with a name that is longer than a phone is wide"
+    size, name = (
+        SCREENS[screen],
+        "digits <b> of many hands, with a name that is longer than a phone is wide",
+    )
     with serving(create_app([replace(digits, name=name)])) as address:
         page = browser.new_page(viewport={"width": size.width, "height": size.height})
         page.goto(address)

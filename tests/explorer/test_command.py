@@ -24,8 +24,18 @@ if TYPE_CHECKING:
 
 
 def test_it_prints_its_address_serves_and_ends_with_ctrl_c(digits: Explored) -> None:
-    command = [sys.executable, "-m", "poecaps", "explore", digits.source, digits.source, "--no-browser"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    command = [
+        sys.executable,
+        "-m",
+        "poecaps",
+        "explore",
+        digits.source,
+        digits.source,
+        "--no-browser",
+    ]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         try:
             assert process.stdout is not None
             found = re.search(r"http://127\.0\.0\.1:\d+/", process.stdout.readline())
@@ -116,7 +126,10 @@ def test_a_port_that_is_taken_is_told(digits: Explored, capsys: pytest.CaptureFi
 
 
 def test_the_core_does_not_need_fastapi() -> None:
-    program = (
-        "import sys, poecaps.cli; sys.exit(any(name in sys.modules for name in ('fastapi', 'uvicorn', 'pydantic')))"
+    program = "import sys, poecaps.cli; sys.exit(any(name in sys.modules for name in ('fastapi', 'uvicorn', 'pydantic')))"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", program], env=dict(os.environ), timeout=120
+        ).returncode
+        == 0
     )
-    assert subprocess.run([sys.executable, "-c", program], env=dict(os.environ), timeout=120).returncode == 0

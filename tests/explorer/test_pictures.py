@@ -49,7 +49,9 @@ def test_a_drawing_in_a_corner_comes_to_the_middle() -> None:
     assert abs(columns.mean() - 13.5) <= 0.5
 
 
-@pytest.mark.parametrize("drawn", [np.s_[0:0, 0:0], np.s_[3:4, 3:4], np.s_[:, 139:141], np.s_[:, :]])
+@pytest.mark.parametrize(
+    "drawn", [np.s_[0:0, 0:0], np.s_[3:4, 3:4], np.s_[:, 139:141], np.s_[:, :]]
+)
 def test_any_drawing_can_be_centred(drawn: tuple[slice, slice]) -> None:
     page = np.zeros((280, 280), np.uint8)
     page[drawn] = 255
@@ -75,10 +77,17 @@ def bomb(width: int, height: int) -> bytes:
     """Make a PNG that says it is huge."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        return (
+            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        )
 
     header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0))
-    return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(bytes(1000))) + chunk(b"IEND", b"")
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + header
+        + chunk(b"IDAT", zlib.compress(bytes(1000)))
+        + chunk(b"IEND", b"")
+    )
 
 
 def broken() -> dict[str, bytes]:

@@ -36,7 +36,7 @@ def some_image(explored: Explored) -> np.ndarray:
 
 def test_sliders_at_zero_are_the_mean_of_an_expert(explored: Explored) -> None:
     z = explored.preactivation([Setting(2)])
-    assert torch.equal(z[2], explored.network.density.mean[2])
+    assert torch.equal(z[2], explored.network.code_density.mean[2])
     assert not z[:2].any()
     start = explored.network.traverse(2, torch.zeros(1))[0, 0]
     assert np.array_equal(explored.decode([Setting(2)]), as_pixels(start.detach().unsqueeze(0))[0])
@@ -45,7 +45,7 @@ def test_sliders_at_zero_are_the_mean_of_an_expert(explored: Explored) -> None:
 def test_a_slider_moves_by_standard_deviations(explored: Explored) -> None:
     moved = explored.preactivation([Setting(0, (0.0, 2.0))]) - explored.preactivation([Setting(0)])
     expected = torch.zeros_like(moved)
-    expected[0, 1] = 2 * explored.network.density.deviation[0, 1]
+    expected[0, 1] = 2 * explored.network.code_density.std[0, 1]
     torch.testing.assert_close(moved, expected)
 
 
@@ -73,7 +73,9 @@ def test_a_draw_is_the_networks_own(explored: Explored, domain: Domain) -> None:
 def test_every_expert_has_a_typical_sample_of_its_own(explored: Explored) -> None:
     for j in range(explored.experts):
         alone = explored.decode([Setting(j)])
-        assert np.abs(explored.shelf[j].astype(int) - alone).max() <= 1  # in a batch, sums round otherwise
+        assert (
+            np.abs(explored.shelf[j].astype(int) - alone).max() <= 1
+        )  # in a batch, sums round otherwise
     assert len({each.tobytes() for each in explored.shelf}) == explored.experts
 
 
@@ -92,8 +94,12 @@ def test_what_is_encoded_is_what_the_network_says(explored: Explored) -> None:
     with torch.no_grad():
         code = explored.network.encode(image)[0]
         torch.testing.assert_close(torch.tensor(seen.firing), code.norm(dim=-1))
-        torch.testing.assert_close(torch.tensor([seen.free_energy]), explored.network.free_energy(image))
-        assert np.array_equal(seen.reconstruction, as_pixels(explored.network.reconstruct(image))[0])
+        torch.testing.assert_close(
+            torch.tensor([seen.free_energy]), explored.network.free_energy(image)
+        )
+        assert np.array_equal(
+            seen.reconstruction, as_pixels(explored.network.reconstruct(image))[0]
+        )
 
 
 def test_a_code_survives_the_sliders(explored: Explored) -> None:
@@ -106,7 +112,9 @@ def test_a_code_survives_the_sliders(explored: Explored) -> None:
 def test_all_that_an_expert_listens_to_lies_on_the_grid(explored: Explored) -> None:
     routing = explored.encode(some_image(explored)).routing
     assert routing.shape == (explored.experts, *explored.grid)
-    np.testing.assert_allclose(routing.sum((1, 2)), 1, rtol=1e-5)  # Σ_i c_ij = 1, and so for a chain of layers
+    np.testing.assert_allclose(
+        routing.sum((1, 2)), 1, rtol=1e-5
+    )  # Σ_i c_ij = 1, and so for a chain of layers
 
 
 def test_the_heat_map_lies_as_the_image_does(digits: Explored) -> None:
@@ -121,7 +129,9 @@ def test_the_heat_map_lies_as_the_image_does(digits: Explored) -> None:
     changed = (said[0] != said[1]).any(-1)
     seen = digits.encode(pixels).routing
     rows, columns = digits.grid
-    reached = [(r, c) for r in range(rows) for c in range(columns) if 2 * r + 16 >= 23 and 2 * c + 16 >= 23]
+    reached = [
+        (r, c) for r in range(rows) for c in range(columns) if 2 * r + 16 >= 23 and 2 * c + 16 >= 23
+    ]
     assert seen[1][tuple(zip(*reached, strict=True))].sum() == pytest.approx(
         float(routing.coefficients[0, changed, 1].sum()), rel=1e-4
     )

@@ -28,7 +28,12 @@ from tests.explorer.test_pictures import broken, png
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-PICTURE = {"experts": [{"expert": 1, "offsets": [0.5, -1.25], "magnitude": 1.5, "negative": True}, {"expert": 2}]}
+PICTURE = {
+    "experts": [
+        {"expert": 1, "offsets": [0.5, -1.25], "magnitude": 1.5, "negative": True},
+        {"expert": 2},
+    ]
+}
 SETTINGS = (Setting(1, (0.5, -1.25), 1.5, negative=True), Setting(2))
 PNG = {"content-type": "image/png"}
 
@@ -53,15 +58,22 @@ def error_of(response: httpx.Response) -> str:
 def test_models_and_their_sizes(client: httpx.Client, digits: Explored) -> None:
     assert client.get("/api/models").json() == ["digits", "colours"]
     about = client.get("/api/models/digits").json()
-    assert (about["experts"], about["parameters"], about["grid"], about["test_images"]) == (4, 5, [6, 6], 30)
+    assert (about["experts"], about["parameters"], about["grid"], about["test_images"]) == (
+        4,
+        5,
+        [6, 6],
+        30,
+    )
     assert (about["field"], about["stride"]) == (17, 2)
-    np.testing.assert_allclose(about["mean"], digits.network.density.mean)
+    np.testing.assert_allclose(about["mean"], digits.network.code_density.mean)
     assert client.get("/api/models/colours").json()["image_shape"] == [3, 20, 23]
 
 
 def test_decode_draws_the_code(client: httpx.Client, digits: Explored) -> None:
     wanted = digits.decode(SETTINGS)
-    assert np.array_equal(image_of(client.post("/api/models/digits/decode", json=PICTURE)), wanted[..., 0])
+    assert np.array_equal(
+        image_of(client.post("/api/models/digits/decode", json=PICTURE)), wanted[..., 0]
+    )
     raw = client.post("/api/models/digits/decode?as=pixels", json=PICTURE).content
     assert np.array_equal(np.frombuffer(raw, np.uint8).reshape(28, 28, 1), wanted)
     large = image_of(client.post("/api/models/digits/decode?scale=3", json=PICTURE))
@@ -80,7 +92,9 @@ def test_a_draw_can_be_decoded_and_repeated(client: httpx.Client) -> None:
 
 
 def test_the_shelf_and_the_sheet(client: httpx.Client, digits: Explored) -> None:
-    assert np.array_equal(image_of(client.get("/api/models/digits/experts/3/typical")), digits.shelf[3, ..., 0])
+    assert np.array_equal(
+        image_of(client.get("/api/models/digits/experts/3/typical")), digits.shelf[3, ..., 0]
+    )
     address = "/api/models/digits/experts/1/traversal"
     assert image_of(client.post(address, json=PICTURE)).shape == (5 * 29 - 1, 7 * 29 - 1)
     raw = np.frombuffer(client.post(f"{address}?as=pixels", json=PICTURE).content, np.uint8)
@@ -106,13 +120,17 @@ def test_pictures_in_colour_of_any_size_are_seen(client: httpx.Client, kind: str
     file = io.BytesIO()
     Image.effect_mandelbrot((300, 200), (-3, -2.5, 2, 2.5), 50).convert("RGB").save(file, kind)
     answer = client.post(
-        "/api/models/colours/encode?invert=true", content=file.getvalue(), headers={"content-type": f"image/{kind}"}
+        "/api/models/colours/encode?invert=true",
+        content=file.getvalue(),
+        headers={"content-type": f"image/{kind}"},
     )
     assert np.array(answer.json()["image"]).shape == (20, 23, 3)
 
 
 def test_lines_of_python_are_the_models(client: httpx.Client, digits: Explored) -> None:
-    assert client.post("/api/models/digits/python", json=PICTURE).json() == {"lines": digits.python(SETTINGS)}
+    assert client.post("/api/models/digits/python", json=PICTURE).json() == {
+        "lines": digits.python(SETTINGS)
+    }
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -145,7 +163,9 @@ def test_a_code_that_cannot_be_is_refused(client: httpx.Client, picture: Any, st
     "body", [b"", b"{", b"[1e999]", b'{"experts": [{"expert": 0, "offsets": [NaN]}]}', b"\xff\xfe"]
 )
 def test_a_body_that_is_no_json_is_refused(client: httpx.Client, body: bytes) -> None:
-    answer = client.post("/api/models/digits/decode", content=body, headers={"content-type": "application/json"})
+    answer = client.post(
+        "/api/models/digits/decode", content=body, headers={"content-type": "application/json"}
+    )
     assert answer.status_code in (400, 422)
     assert error_of(answer)
 
@@ -169,7 +189,9 @@ def test_a_body_that_is_no_json_is_refused(client: httpx.Client, body: bytes) ->
         ("GET", "/static/app.js", 404),
     ],
 )
-def test_what_is_not_there_is_a_json_error(client: httpx.Client, method: str, path: str, status: int) -> None:
+def test_what_is_not_there_is_a_json_error(
+    client: httpx.Client, method: str, path: str, status: int
+) -> None:
     answer = client.request(method, path)
     assert answer.status_code == status
     assert error_of(answer)
@@ -191,7 +213,10 @@ def test_a_body_that_is_not_sent_as_a_picture_is_refused(client: httpx.Client) -
 def test_a_fault_is_a_json_error_that_tells_nothing(colours: Explored) -> None:
     broken_model = Explored("broken", "nowhere", colours.network)
     object.__setattr__(broken_model, "decode", lambda _: 1 / 0)
-    with serving(create_app([broken_model])) as address, httpx.Client(base_url=address, trust_env=False) as client:
+    with (
+        serving(create_app([broken_model])) as address,
+        httpx.Client(base_url=address, trust_env=False) as client,
+    ):
         answer = client.post("/api/models/broken/decode", json={"experts": []})
         assert answer.status_code == 500
         assert "ZeroDivision" not in error_of(answer)
@@ -228,7 +253,11 @@ def test_other_sites_are_refused(client: httpx.Client, headers: dict[str, str], 
 def test_a_page_of_our_own_may_ask(client: httpx.Client, address: str) -> None:
     port = urlsplit(address).port
     for name in ("127.0.0.1", "localhost", "[::1]"):
-        ours = {"host": f"{name}:{port}", "origin": f"http://{name}:{port}", "sec-fetch-site": "same-origin"}
+        ours = {
+            "host": f"{name}:{port}",
+            "origin": f"http://{name}:{port}",
+            "sec-fetch-site": "same-origin",
+        }
         assert client.get("/api/models", headers=ours).status_code == 200
     from_a_link = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate"}
     assert client.get("/", headers=from_a_link).status_code == 200
@@ -237,11 +266,18 @@ def test_a_page_of_our_own_may_ask(client: httpx.Client, address: str) -> None:
 def test_a_server_for_others_answers_to_addresses_but_not_to_names(digits: Explored) -> None:
     app = create_app([digits], hosts=("127.0.0.1", "lab"), any_address=True)
     with serving(app) as address, httpx.Client(base_url=address, trust_env=False) as client:
-        for host, status in {"192.168.0.7:81": 200, "[fe80::1]": 200, "lab": 200, "evil.example": 403}.items():
+        for host, status in {
+            "192.168.0.7:81": 200,
+            "[fe80::1]": 200,
+            "lab": 200,
+            "evil.example": 403,
+        }.items():
             assert client.get("/api/models", headers={"host": host}).status_code == status
 
 
-@pytest.mark.parametrize("path", ["/", "/app.js", "/style.css", "/api/models", "/api/models/digits", "/nothing"])
+@pytest.mark.parametrize(
+    "path", ["/", "/app.js", "/style.css", "/api/models", "/api/models/digits", "/nothing"]
+)
 def test_every_answer_has_the_strict_policy(client: httpx.Client, path: str) -> None:
     headers = client.get(path).headers
     policy = headers["content-security-policy"]
@@ -262,7 +298,11 @@ class Links(HTMLParser):
         assert "style" not in values
         assert not any(name.startswith("on") for name in values)
         assert tag != "script" or values.get("src")
-        self.links += [value for name in ("src", "href") if (value := values.get(name)) and not value.startswith("#")]
+        self.links += [
+            value
+            for name in ("src", "href")
+            if (value := values.get(name)) and not value.startswith("#")
+        ]
 
 
 def test_the_page_needs_nothing_from_outside(client: httpx.Client) -> None:
@@ -280,7 +320,10 @@ def test_the_page_needs_nothing_from_outside(client: httpx.Client) -> None:
 @pytest.fixture(scope="module")
 def narrow(digits: Explored) -> Iterator[httpx.Client]:
     app = create_app([digits], largest_body=10_000, patience=0.5)
-    with serving(app) as address, httpx.Client(base_url=address, timeout=30, trust_env=False) as client:
+    with (
+        serving(app) as address,
+        httpx.Client(base_url=address, timeout=30, trust_env=False) as client,
+    ):
         yield client
 
 
@@ -288,7 +331,9 @@ def narrow(digits: Explored) -> Iterator[httpx.Client]:
 def test_a_large_body_is_refused(narrow: httpx.Client, chunked: bool) -> None:
     body = bytes(1_000_000)
     parts = (body[at : at + 1000] for at in range(0, len(body), 1000))
-    answer = narrow.post("/api/models/digits/encode", content=parts if chunked else body, headers=PNG)
+    answer = narrow.post(
+        "/api/models/digits/encode", content=parts if chunked else body, headers=PNG
+    )
     assert answer.status_code == 413
     assert "10,000" in error_of(answer)
     assert narrow.get("/api/models").status_code == 200
@@ -323,12 +368,16 @@ def test_a_crowd_gets_an_honest_429_and_the_server_goes_on(colours: Explored) ->
             refused = [each.result() for each in answers if each.done()]
         go_on.set()
         assert {each.status_code for each in refused} == {429}
-        assert all(each.headers["retry-after"] == "1" and "under way" in error_of(each) for each in refused)
+        assert all(
+            each.headers["retry-after"] == "1" and "under way" in error_of(each) for each in refused
+        )
         assert sorted(each.result().status_code for each in answers) == [200] * 3 + [429] * 5
         assert ask(0).status_code == 200
 
 
-def test_fifty_clients_at_once_get_answers_or_an_honest_429(address: str, client: httpx.Client) -> None:
+def test_fifty_clients_at_once_get_answers_or_an_honest_429(
+    address: str, client: httpx.Client
+) -> None:
     seen = load(address, 50, requests=8)
     assert seen.faults == []
     assert set(seen.statuses) <= {200, 429}
@@ -344,11 +393,18 @@ def test_fifty_clients_at_once_get_answers_or_an_honest_429(address: str, client
 def test_schemathesis_finds_nothing(address: str, tmp_path: Path) -> None:
     """All of its checks, on valid and invalid requests made up from the OpenAPI description."""
     options = "--max-examples 20 --generation-deterministic --no-color --suppress-health-check all"
-    path = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = os.pathsep.join(
+        [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
     program = "import sys; from schemathesis.cli import schemathesis; sys.exit(schemathesis())"
     done = subprocess.run(
         [sys.executable, "-c", program, "run", f"{address}/api/openapi.json", *options.split()],
-        env={**os.environ, "PYTHONPATH": path, "SCHEMATHESIS_HOOKS": "tests.explorer.hooks", "NO_PROXY": "127.0.0.1"},
+        env={
+            **os.environ,
+            "PYTHONPATH": path,
+            "SCHEMATHESIS_HOOKS": "tests.explorer.hooks",
+            "NO_PROXY": "127.0.0.1",
+        },
         cwd=tmp_path,  # it leaves files behind
         capture_output=True,
         text=True,

@@ -186,7 +186,7 @@ def test_the_decoder_learns_alike(generator: torch.Generator) -> None:
     exact = CapsuleDecoder(4, 5, 12, 4, sharpness=3.0, dtype=torch.float64).to(DEVICE)
     exact.load_state_dict(decoder.state_dict())
     decoder.backend, exact.backend = "triton", "reference"
-    loss, exact_loss = decoder.decoding_loss(y, x), exact.decoding_loss(y.double(), x.double())
+    loss, exact_loss = decoder.contrastive_divergence(y, x), exact.contrastive_divergence(y.double(), x.double())
     (3 * loss).backward()
     (3 * exact_loss).backward()
     assert_close(loss.detach(), exact_loss.detach())

@@ -11,7 +11,7 @@ import torch
 
 from poecaps import CapsuleNetwork
 from poecaps.network import ModelOptions
-from poecaps.training import Config, DecoderStage, EncoderStage, PainterStage, Stage
+from poecaps.training import Config, DecoderStage, EncoderStage, PixelDecoderStage, Stage
 from poecaps.training.loop import METRICS
 
 if TYPE_CHECKING:
@@ -20,15 +20,25 @@ if TYPE_CHECKING:
 
 def config_for(data: Path, **changes: Any) -> Config:
     model = ModelOptions(
-        features=8, capsule_dim=4, experts=((4, 5), (3, 4)), components=4, whiten=True, level=2, painter=True
+        features=8,
+        capsule_dim=4,
+        experts=((4, 5), (3, 4)),
+        joint_components=4,
+        whiten=True,
+        equalized_components=2,
+        pixel_decoder=True,
     )
     tiny = Config(
         data=str(data),
         model=model,
-        autoencoder=Stage(epochs=6, rate=5e-3),
-        encoder=EncoderStage(epochs=4, rate=0.05, mixing="bernoulli", winners=2, firing=0.5),
-        decoder=DecoderStage(epochs=6, rate=0.03, alone=0.5),
-        painter=PainterStage(epochs=3, optimizer="sgd", rate=0.1, alone=0.5),
+        autoencoder=Stage(epochs=6, learning_rate=5e-3),
+        encoder=EncoderStage(
+            epochs=4, learning_rate=0.05, mixing="bernoulli", winners=2, target_firing=0.5
+        ),
+        decoder=DecoderStage(epochs=6, learning_rate=0.03, single_expert_share=0.5),
+        pixel_decoder=PixelDecoderStage(
+            epochs=3, optimizer="sgd", learning_rate=0.1, single_expert_share=0.5
+        ),
         batch_size=16,
         device="cpu",
         checkpoint_every=0,
@@ -37,11 +47,11 @@ def config_for(data: Path, **changes: Any) -> Config:
 
 
 OPTIONS = shlex.split("""
-    --preset default --model.features 8 --model.capsule-dim 4 --model.experts 4 5 3 4 --model.components 4
-    --model.level 2 --model.normalize inputs --model.sharpness 5 --model.scale 0.4 --autoencoder.epochs 6
-    --autoencoder.rate 5e-3 --encoder.epochs 4 --encoder.rate 0.05 --encoder.mixing bernoulli --encoder.winners 2
-    --decoder.epochs 6 --decoder.rate 0.03 --decoder.alone 0.5
-    --painter.epochs 3 --painter.optimizer sgd --painter.rate 0.1 --painter.alone 0.5
+    --preset default --model.features 8 --model.capsule-dim 4 --model.experts 4 5 3 4 --model.joint-components 4
+    --model.equalized-components 2 --model.normalize inputs --model.sharpness 5 --model.scale 0.4 --autoencoder.epochs 6
+    --autoencoder.learning-rate 5e-3 --encoder.epochs 4 --encoder.learning-rate 0.05 --encoder.mixing bernoulli --encoder.winners 2
+    --decoder.epochs 6 --decoder.learning-rate 0.03 --decoder.single-expert-share 0.5
+    --pixel-decoder.epochs 3 --pixel-decoder.optimizer sgd --pixel-decoder.learning-rate 0.1 --pixel-decoder.single-expert-share 0.5
     --batch-size 16 --device cpu --checkpoint-every 0""")  # the same as config_for
 
 
@@ -56,4 +66,7 @@ def assert_same_weights(first: Path, second: Path) -> None:
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
-    return [{name: value for name, value in line.items() if name != "images_per_second"} for line in lines]
+    return [
+        {name: value for name, value in line.items() if name != "images_per_second"}
+        for line in lines
+    ]

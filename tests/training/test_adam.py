@@ -18,7 +18,9 @@ FACTS = Path(__file__).with_name("adam_facts.py")
 
 @pytest.mark.parametrize("l2", [0.0, 0.1])
 @pytest.mark.parametrize("size", [1.0, 1e-8])
-def test_it_takes_the_steps_that_torch_takes(l2: float, size: float, generator: torch.Generator) -> None:
+def test_it_takes_the_steps_that_torch_takes(
+    l2: float, size: float, generator: torch.Generator
+) -> None:
     assert_steps_of_torch("cpu", l2, size, generator)
 
 

@@ -40,7 +40,9 @@ def test_between_steps_a_signal_acts_at_once(number: signal.Signals) -> None:
         os.kill(os.getpid(), number)
 
 
-def test_torchrun_may_pass_on_a_signal_that_a_process_has_had(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchrun_may_pass_on_a_signal_that_a_process_has_had(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     interrupts = Interrupts()
     with interrupts.watched():

@@ -34,7 +34,7 @@ from poecaps.training import (
     Config,
     DecoderStage,
     EncoderStage,
-    PainterStage,
+    PixelDecoderStage,
     Progress,
     Stage,
     TrainingError,
@@ -52,9 +52,9 @@ def test_a_trained_network_beats_the_mean_image(data: Path, tmp_path: Path) -> N
     longer = replace(
         tiny,
         model=model,
-        autoencoder=Stage(epochs=60, rate=5e-3),
-        encoder=EncoderStage(epochs=20, rate=0.05),
-        decoder=DecoderStage(epochs=30, rate=0.03),
+        autoencoder=Stage(epochs=60, learning_rate=5e-3),
+        encoder=EncoderStage(epochs=20, learning_rate=0.05),
+        decoder=DecoderStage(epochs=30, learning_rate=0.03),
     )
     network = train(longer, tmp_path / "run")
     images = torch.from_numpy(np.load(data) / 255).float().unsqueeze(1)
@@ -73,7 +73,12 @@ def test_a_trained_network_beats_the_mean_image(data: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize("version", ["plain", "compiled"])
 @pytest.mark.parametrize("normalize", F.AXES)
 def test_fast_versions_learn_what_the_reference_learns(
-    normalize: F.Axis, version: str, mixing: Mixing, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    normalize: F.Axis,
+    version: str,
+    mixing: Mixing,
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if version == "compiled" and lanes.obstacle() is not None:
         pytest.skip(f"nothing can be compiled: {lanes.obstacle()}")
@@ -86,7 +91,9 @@ def test_fast_versions_learn_what_the_reference_learns(
     assert len(lanes._spare) == (version == "compiled")  # it leaves its room
     monkeypatch.setattr(kernels, "choose", lambda *_: "reference")
     train(config, tmp_path / "reference")
-    for ours, theirs in zip(metrics(tmp_path / "fast"), metrics(tmp_path / "reference"), strict=True):
+    for ours, theirs in zip(
+        metrics(tmp_path / "fast"), metrics(tmp_path / "reference"), strict=True
+    ):
         assert ours.pop("stage") == theirs.pop("stage")
         assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-5)
 
@@ -94,7 +101,14 @@ def test_fast_versions_learn_what_the_reference_learns(
 def test_the_metrics_tell_each_stage_from_start_to_end(finished: Path) -> None:
     lines = metrics(finished)
     stages = list(dict.fromkeys(line["stage"] for line in lines))
-    assert stages == ["autoencoder", "encoder 1", "encoder 2", "decoder 1", "decoder 2", "painter"]
+    assert stages == [
+        "autoencoder",
+        "encoder 1",
+        "encoder 2",
+        "decoder 1",
+        "decoder 2",
+        "pixel_decoder",
+    ]
     for stage, epochs in zip(stages, (6, 4, 4, 6, 6, 3), strict=True):
         steps = [line["step"] for line in lines if line["stage"] == stage]
         assert steps == sorted(set(steps))
@@ -108,8 +122,15 @@ def test_the_metrics_tell_each_stage_from_start_to_end(finished: Path) -> None:
 def test_later_stages_leave_earlier_parts_alone(data: Path, finished: Path, tmp_path: Path) -> None:
     """A run whose later stages have no epochs has the same earlier parts, bit for bit."""
     train(config_for(data, decoder=DecoderStage(epochs=0)), tmp_path / "a")
-    train(config_for(data, encoder=EncoderStage(epochs=0), decoder=DecoderStage(epochs=0)), tmp_path / "b")
-    whole, no_decoder, no_capsules = weights(finished), weights(tmp_path / "a"), weights(tmp_path / "b")
+    train(
+        config_for(data, encoder=EncoderStage(epochs=0), decoder=DecoderStage(epochs=0)),
+        tmp_path / "b",
+    )
+    whole, no_decoder, no_capsules = (
+        weights(finished),
+        weights(tmp_path / "a"),
+        weights(tmp_path / "b"),
+    )
     for name in whole:
         if name.startswith(("autoencoder.", "scaling.")):
             assert torch.equal(whole[name], no_capsules[name])
@@ -119,10 +140,19 @@ def test_later_stages_leave_earlier_parts_alone(data: Path, finished: Path, tmp_
             assert not torch.equal(whole[name], no_decoder[name])
 
 
-def test_the_painter_and_the_decoder_below_learn_to_draw_sharply(data: Path, tmp_path: Path) -> None:
+def test_the_painter_and_the_decoder_below_learn_to_draw_sharply(
+    data: Path, tmp_path: Path
+) -> None:
     """The loss is the mean absolute difference of pixels with a little cross-entropy, from codes as they are."""
-    stage = PainterStage(epochs=1, optimizer="sgd", rate=0.0, momentum=0.0, alone=0.0, cross_entropy=0.2)
-    config = config_for(data, painter=stage, batch_size=96, precision="float32")
+    stage = PixelDecoderStage(
+        epochs=1,
+        optimizer="sgd",
+        learning_rate=0.0,
+        momentum=0.0,
+        single_expert_share=0.0,
+        cross_entropy=0.2,
+    )
+    config = config_for(data, pixel_decoder=stage, batch_size=96, precision="float32")
     network = train(config, tmp_path / "run")
     images = torch.from_numpy(np.load(data) / 255).float().unsqueeze(1)
     with torch.no_grad():
@@ -130,23 +160,43 @@ def test_the_painter_and_the_decoder_below_learn_to_draw_sharply(data: Path, tmp
         entropy = torch.nn.functional.binary_cross_entropy(drawn, images)
         expected = (drawn - images).abs().mean() + 0.2 * entropy
         relative = (drawn - images).square().sum() / (images - images.mean(0)).square().sum()
-    line = next(line for line in metrics(tmp_path / "run") if line["stage"] == "painter")
+    line = next(line for line in metrics(tmp_path / "run") if line["stage"] == "pixel_decoder")
     assert line["loss"] == pytest.approx(expected.item(), rel=1e-3)
     assert line["reconstruction_error"] == pytest.approx(relative.item(), rel=1e-3)
-    tuned = train(replace(config, painter=replace(stage, epochs=20, rate=0.3)), tmp_path / "tuned")
+    tuned = train(
+        replace(config, pixel_decoder=replace(stage, epochs=20, rate=0.3)), tmp_path / "tuned"
+    )
     with torch.no_grad():
-        assert (tuned.reconstruct(images) - images).abs().mean() < 0.97 * (drawn - images).abs().mean()
+        assert (tuned.reconstruct(images) - images).abs().mean() < 0.97 * (
+            drawn - images
+        ).abs().mean()
     ours, theirs = weights(tmp_path / "tuned"), weights(tmp_path / "run")
-    moved = {name.split(".weight")[0].split(".first")[0] for name in ours if not torch.equal(ours[name], theirs[name])}
-    assert {"painter", "decoders.0"} <= moved
-    assert not any(name.startswith(("autoencoder", "encoders", "scaling", "decoders.1")) for name in moved)
+    moved = {
+        name.split(".weight")[0].split(".first")[0]
+        for name in ours
+        if not torch.equal(ours[name], theirs[name])
+    }
+    assert {"pixel_decoder", "decoders.0"} <= moved
+    assert not any(
+        name.startswith(("autoencoder", "encoders", "scaling", "decoders.1")) for name in moved
+    )
 
 
-def test_the_painter_draws_its_share_from_the_strongest_expert_alone(data: Path, tmp_path: Path) -> None:
-    stage = PainterStage(epochs=1, optimizer="sgd", rate=0.0, momentum=0.0, alone=1.0, cross_entropy=0.0)
-    strong = DecoderStage(epochs=0, std=1.0)  # so that what is drawn depends on the code
+def test_the_painter_draws_its_share_from_the_strongest_expert_alone(
+    data: Path, tmp_path: Path
+) -> None:
+    stage = PixelDecoderStage(
+        epochs=1,
+        optimizer="sgd",
+        learning_rate=0.0,
+        momentum=0.0,
+        single_expert_share=1.0,
+        cross_entropy=0.0,
+    )
+    strong = DecoderStage(epochs=0, init_std=1.0)  # so that what is drawn depends on the code
     network = train(
-        config_for(data, decoder=strong, painter=stage, batch_size=96, precision="float32"), tmp_path / "run"
+        config_for(data, decoder=strong, pixel_decoder=stage, batch_size=96, precision="float32"),
+        tmp_path / "run",
     )
     images = torch.from_numpy(np.load(data) / 255).float().unsqueeze(1)
     with torch.no_grad():
@@ -156,7 +206,7 @@ def test_the_painter_draws_its_share_from_the_strongest_expert_alone(data: Path,
             (network.decode(y) - images).abs().mean().item()
             for y in (code * (norm == norm.amax(1, keepdim=True)), code)
         )
-    (line,) = [line for line in metrics(tmp_path / "run") if line["stage"] == "painter"]
+    (line,) = [line for line in metrics(tmp_path / "run") if line["stage"] == "pixel_decoder"]
     assert line["loss"] == pytest.approx(alone, rel=1e-3)
     assert alone != pytest.approx(together, rel=3e-3)
 
@@ -166,7 +216,14 @@ class Stop(Exception):  # noqa: N818
 
 
 @pytest.mark.parametrize(
-    "at", [("autoencoder", 12), ("encoder 1", 9), ("encoder 2", 24), ("decoder 1", 20), ("painter", 10)]
+    "at",
+    [
+        ("autoencoder", 12),
+        ("encoder 1", 9),
+        ("encoder 2", 24),
+        ("decoder 1", 20),
+        ("pixel_decoder", 10),
+    ],
 )
 def test_a_broken_run_goes_on_to_bit_identical_weights(
     at: tuple[str, int], data: Path, finished: Path, tmp_path: Path
@@ -195,7 +252,9 @@ def wait_for_lines(process: subprocess.Popen[Any], folder: Path, lines: int) -> 
     raise AssertionError("the run ended too early")
 
 
-def test_a_killed_process_goes_on_to_bit_identical_weights(data: Path, finished: Path, tmp_path: Path) -> None:
+def test_a_killed_process_goes_on_to_bit_identical_weights(
+    data: Path, finished: Path, tmp_path: Path
+) -> None:
     """kill -9 at some moment, twice, and `poecaps train --resume` each time."""
     folder = tmp_path / "run"
     start = command("train", "--data", data, "--out", folder, "--quiet", "--no-figures", *OPTIONS)
@@ -208,13 +267,18 @@ def test_a_killed_process_goes_on_to_bit_identical_weights(data: Path, finished:
     subprocess.run(go_on, check=True)
     assert_same_weights(folder, finished)
     assert metrics(folder) == metrics(finished)
-    starts = [(start["stage"], start["step"]) for start in json.loads((folder / "run.json").read_text())["starts"]]
+    starts = [
+        (start["stage"], start["step"])
+        for start in json.loads((folder / "run.json").read_text())["starts"]
+    ]
     assert len(starts) == 3
     assert starts[0] == ("autoencoder", 0)
     assert starts[2][0].startswith(("encoder", "decoder"))
 
 
-def test_a_run_killed_before_its_first_step_can_go_on(data: Path, finished: Path, tmp_path: Path) -> None:
+def test_a_run_killed_before_its_first_step_can_go_on(
+    data: Path, finished: Path, tmp_path: Path
+) -> None:
     def stop(progress: Progress) -> None:
         raise Stop
 
@@ -229,13 +293,17 @@ def test_an_interrupt_saves_and_prints_the_command_to_go_on_with(
     number: signal.Signals, data: Path, finished: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "a run"
-    arguments = command("train", "--data", data, "--out", folder, *OPTIONS, "--checkpoint-every", "100000")
+    arguments = command(
+        "train", "--data", data, "--out", folder, *OPTIONS, "--checkpoint-every", "100000"
+    )
     process = subprocess.Popen(
         arguments,
         stderr=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # even if the tests ignore it
+        preexec_fn=lambda: signal.signal(
+            signal.SIGINT, signal.default_int_handler
+        ),  # even if the tests ignore it
     )
     wait_for_lines(process, folder, 15)
     process.send_signal(number)
@@ -293,7 +361,9 @@ class Clock:
         monkeypatch.setattr("poecaps.training.loop.time", time)
 
 
-def test_a_checkpoint_is_as_old_as_was_allowed(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_is_as_old_as_was_allowed(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A step takes ten seconds here; a checkpoint is due after half a minute."""
     kept, clock = [], Clock(monkeypatch)
 
@@ -314,7 +384,9 @@ def test_a_checkpoint_due_at_the_end_of_a_stage_begins_the_next(
     found, clock = {}, Clock(monkeypatch)
 
     def tick(progress: Progress) -> None:
-        clock.now += 60 if progress.stage == "autoencoder" and progress.step == progress.steps else 0
+        clock.now += (
+            60 if progress.stage == "autoencoder" and progress.step == progress.steps else 0
+        )
         if progress.stage != "autoencoder":
             found.update(read_tensors(tmp_path / "run" / CHECKPOINT)[1])
             raise Stop
@@ -324,9 +396,13 @@ def test_a_checkpoint_due_at_the_end_of_a_stage_begins_the_next(
     assert (found["task"], found["step"]) == (1, 0)
 
 
-def test_divergence_names_stage_step_and_rate_and_keeps_the_checkpoint(data: Path, tmp_path: Path) -> None:
-    wild = config_for(data, encoder=EncoderStage(epochs=4, optimizer="sgd", rate=1e30))
-    with pytest.raises(TrainingError, match=r"encoder 1 diverged at step \d+ with a learning rate of \d\S*; lower"):
+def test_divergence_names_stage_step_and_rate_and_keeps_the_checkpoint(
+    data: Path, tmp_path: Path
+) -> None:
+    wild = config_for(data, encoder=EncoderStage(epochs=4, optimizer="sgd", learning_rate=1e30))
+    with pytest.raises(
+        TrainingError, match=r"encoder 1 diverged at step \d+ with a learning rate of \d\S*; lower"
+    ):
         train(wild, tmp_path / "run")
     before = (tmp_path / "run" / CHECKPOINT).read_bytes()
     with pytest.raises(TrainingError, match="the last checkpoint is kept in"):
@@ -398,18 +474,46 @@ def test_opening_a_strangers_checkpoint_runs_no_code(tmp_path: Path) -> None:
         ({"step": 10**9}, {}, "is damaged: it stands at step"),
         ({"step": float("inf")}, {}, "is no checkpoint of a run"),
         ({"task": None}, {}, "is no checkpoint of a run"),
-        ({}, {"optimizer.99.exp_avg": torch.zeros(2)}, "optimizer.99.exp_avg is no state of this optimiser"),
-        ({}, {"optimizer.0.lambda": torch.zeros(2)}, "optimizer.0.lambda is no state of this optimiser"),
-        ({}, {"optimizer.0.exp_avg": torch.zeros(2)}, "optimizer.0.exp_avg is no state of this optimiser"),
+        (
+            {},
+            {"optimizer.99.exp_avg": torch.zeros(2)},
+            "optimizer.99.exp_avg is no state of this optimiser",
+        ),
+        (
+            {},
+            {"optimizer.0.lambda": torch.zeros(2)},
+            "optimizer.0.lambda is no state of this optimiser",
+        ),
+        (
+            {},
+            {"optimizer.0.exp_avg": torch.zeros(2)},
+            "optimizer.0.exp_avg is no state of this optimiser",
+        ),
         ({}, {"optimizer.0.exp_avg": None}, "optimizer.0.exp_avg is no state of this optimiser"),
-        ({}, {"optimizer.0.step": torch.tensor(torch.nan)}, "a number is no state of this optimiser"),
+        (
+            {},
+            {"optimizer.0.step": torch.tensor(torch.nan)},
+            "a number is no state of this optimiser",
+        ),
         ({}, {"model.more": torch.zeros(2)}, "does not fit its architecture: more"),
-        ({}, {"model.autoencoder.up_1": torch.zeros(8, dtype=torch.float64)}, "up_1 is .* of float64"),
-        ({}, {"model.autoencoder.up_1": torch.full((8,), torch.nan)}, "autoencoder.up_1 is not finite"),
+        (
+            {},
+            {"model.autoencoder.up_1": torch.zeros(8, dtype=torch.float64)},
+            "up_1 is .* of float64",
+        ),
+        (
+            {},
+            {"model.autoencoder.up_1": torch.full((8,), torch.nan)},
+            "autoencoder.up_1 is not finite",
+        ),
     ],
 )
 def test_an_altered_checkpoint_is_one_clear_error(
-    about: dict[str, Any], state: dict[str, torch.Tensor | None], message: str, data: Path, tmp_path: Path
+    about: dict[str, Any],
+    state: dict[str, torch.Tensor | None],
+    message: str,
+    data: Path,
+    tmp_path: Path,
 ) -> None:
     def stop(progress: Progress) -> None:
         if progress.step == 10:
@@ -431,7 +535,9 @@ def test_a_finished_run_is_only_opened(finished: Path) -> None:
     files = {file: file.stat().st_mtime_ns for file in finished.iterdir()}
     network = resume(finished, report=never)
     assert {file: file.stat().st_mtime_ns for file in finished.iterdir()} == files
-    assert all(torch.equal(value, weights(finished)[name]) for name, value in network.state_dict().items())
+    assert all(
+        torch.equal(value, weights(finished)[name]) for name, value in network.state_dict().items()
+    )
 
 
 def test_other_data_than_the_run_began_with_are_refused(data: Path, tmp_path: Path) -> None:
@@ -449,8 +555,12 @@ def test_other_data_than_the_run_began_with_are_refused(data: Path, tmp_path: Pa
         resume(tmp_path / "run")
 
 
-@pytest.mark.parametrize(("count", "message"), [(1, "there is only one image"), (20, "all 20 images are the same")])
-def test_images_from_which_nothing_can_be_learned_are_refused(count: int, message: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("count", "message"), [(1, "there is only one image"), (20, "all 20 images are the same")]
+)
+def test_images_from_which_nothing_can_be_learned_are_refused(
+    count: int, message: str, tmp_path: Path
+) -> None:
     np.save(tmp_path / "same.npy", np.full((count, 20, 19), 7, np.uint8))
     with pytest.raises(DataError, match=message):
         train(config_for(tmp_path / "same.npy"), tmp_path / "run")
@@ -481,7 +591,9 @@ def test_a_finished_run_whose_model_is_lost_makes_it_anew(finished: Path, tmp_pa
     assert_same_weights(tmp_path / "run", finished)
 
 
-def test_what_a_run_left_that_never_began_is_in_nobodys_way(data: Path, finished: Path, tmp_path: Path) -> None:
+def test_what_a_run_left_that_never_began_is_in_nobodys_way(
+    data: Path, finished: Path, tmp_path: Path
+) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / f".{CHECKPOINT}-x7").write_bytes(b"half")
     train(config_for(data), tmp_path / "run")
@@ -506,10 +618,16 @@ def test_a_folder_that_cannot_be_written_is_one_clear_error(data: Path) -> None:
         ({"encoder": EncoderStage(rate=float("nan"))}, r"encoder.rate must be a finite number"),
         ({"encoder": EncoderStage(k=0)}, r"encoder.k must be"),
         ({"decoder": DecoderStage(momentum=1.0)}, r"decoder.momentum must be below 1"),
-        ({"encoder": EncoderStage(firing=1.0)}, r"encoder.firing must be between 0 and 1"),
-        ({"decoder": DecoderStage(alone=1.1)}, r"decoder.alone must be at most 1"),
-        ({"encoder": EncoderStage(winners=4)}, r"encoder.winners must be at most 3, the number of experts, but is 4"),
-        ({"model": ModelOptions(components=0)}, r"model.components must be a whole number of at least 1"),
+        ({"encoder": EncoderStage(target_firing=1.0)}, r"encoder.firing must be between 0 and 1"),
+        ({"decoder": DecoderStage(single_expert_share=1.1)}, r"decoder.alone must be at most 1"),
+        (
+            {"encoder": EncoderStage(winners=4)},
+            r"encoder.winners must be at most 3, the number of experts, but is 4",
+        ),
+        (
+            {"model": ModelOptions(joint_components=0)},
+            r"model.components must be a whole number of at least 1",
+        ),
         ({"model": ModelOptions(capsule_dim=0)}, r"model.capsule_dim must be"),
         ({"model": ModelOptions(experts=())}, r"model.experts must be one pair or more"),
         ({"model": ModelOptions(scale=0.0)}, r"model.scale must be above 0"),
@@ -546,23 +664,31 @@ def test_what_does_not_fit_into_memory_lies_in_mapped_files(
 
     def temporary() -> set[str]:
         maps = Path("/proc/self/maps").read_text().splitlines()
-        return {line for line in maps if tempfile.gettempdir() in line and line.endswith("(deleted)")}
+        return {
+            line for line in maps if tempfile.gettempdir() in line and line.endswith("(deleted)")
+        }
 
     before = temporary()  # what others in this process left
 
     def look(progress: Progress) -> None:
         maps = Path("/proc/self/maps").read_text().splitlines()
-        mapped[progress.stage] = sum(line.endswith(str(data)) for line in maps), len(temporary() - before)
+        mapped[progress.stage] = (
+            sum(line.endswith(str(data)) for line in maps),
+            len(temporary() - before),
+        )
 
     train(config_for(data), tmp_path / "run", report=look)
-    assert mapped == {  # the images; their features, then the experts of one layer, then those of the other
-        "autoencoder": (1, 0),
-        "encoder 1": (1, 1),
-        "encoder 2": (1, 2),
-        "decoder 1": (1, 2),
-        "decoder 2": (1, 3),
-        "painter": (1, 3),
-    }
+    assert (
+        mapped
+        == {  # the images; their features, then the experts of one layer, then those of the other
+            "autoencoder": (1, 0),
+            "encoder 1": (1, 1),
+            "encoder 2": (1, 2),
+            "decoder 1": (1, 2),
+            "decoder 2": (1, 3),
+            "pixel_decoder": (1, 3),
+        }
+    )
     assert_same_weights(tmp_path / "run", finished)
 
 
@@ -573,29 +699,43 @@ def test_effective_rank_counts_directions(generator: torch.Generator) -> None:
     assert effective_rank(torch.ones(10, 4)) == 0
 
 
-def test_weights_that_run_away_stop_the_run_before_they_are_saved(data: Path, tmp_path: Path) -> None:
+def test_weights_that_run_away_stop_the_run_before_they_are_saved(
+    data: Path, tmp_path: Path
+) -> None:
     """Finite all along, but no model any more."""
-    wild = config_for(data, decoder=DecoderStage(epochs=6, optimizer="sgd", rate=1e8, momentum=0.0))
-    with pytest.raises(TrainingError, match=r"decoder 1 diverged at step \d+ with a learning rate of"):
+    wild = config_for(
+        data, decoder=DecoderStage(epochs=6, optimizer="sgd", learning_rate=1e8, momentum=0.0)
+    )
+    with pytest.raises(
+        TrainingError, match=r"decoder 1 diverged at step \d+ with a learning rate of"
+    ):
         train(wild, tmp_path / "run")
     tensors, about = read_tensors(tmp_path / "run" / CHECKPOINT)
-    assert all(tensor.isfinite().all() and tensor.float().abs().mean() < 1e3 for tensor in tensors.values())
+    assert all(
+        tensor.isfinite().all() and tensor.float().abs().mean() < 1e3 for tensor in tensors.values()
+    )
     assert about["task"] <= 3
 
 
 def test_the_paper_preset_trains(data: Path, tmp_path: Path) -> None:
     config = PRESETS["paper"]()
-    stages = {name: replace(getattr(config, name), epochs=2) for name in ("autoencoder", "encoder", "decoder")}
+    stages = {
+        name: replace(getattr(config, name), epochs=2)
+        for name in ("autoencoder", "encoder", "decoder")
+    }
     model = replace(config.model, features=8)
     network = train(
-        replace(config, data=str(data), batch_size=16, device="cpu", model=model, **stages), tmp_path / "run"
+        replace(config, data=str(data), batch_size=16, device="cpu", model=model, **stages),
+        tmp_path / "run",
     )
     assert network.autoencoder.up_1 is None
-    assert not network.scaling.mean.any()
-    assert torch.equal(network.scaling.matrix, torch.eye(8).expand(4, 8, 8))
+    assert not network.preprocessing.mean.any()
+    assert torch.equal(network.preprocessing.matrix, torch.eye(8).expand(4, 8, 8))
 
 
-def test_experts_compete_while_they_learn_and_all_speak_afterwards(data: Path, finished: Path) -> None:
+def test_experts_compete_while_they_learn_and_all_speak_afterwards(
+    data: Path, finished: Path
+) -> None:
     """In the finished run two experts won at a time; now all fire, and the winner is the one that fires most."""
     network = CapsuleNetwork.load(finished)
     images = torch.from_numpy(np.load(data) / 255).float().unsqueeze(1)
@@ -605,10 +745,17 @@ def test_experts_compete_while_they_learn_and_all_speak_afterwards(data: Path, f
     assert all(not layer.balance.any() and layer.winners is None for layer in network.encoders)  # type: ignore[operator]
 
 
-def test_the_strongest_expert_fires_as_much_as_was_asked_for(data: Path, finished: Path, tmp_path: Path) -> None:
-    encoder = EncoderStage(epochs=4, rate=0.05, mixing="bernoulli", winners=2, firing=0.4)
+def test_the_strongest_expert_fires_as_much_as_was_asked_for(
+    data: Path, finished: Path, tmp_path: Path
+) -> None:
+    encoder = EncoderStage(
+        epochs=4, learning_rate=0.05, mixing="bernoulli", winners=2, target_firing=0.4
+    )
     model = replace(config_for(data).model, experts=((4, 5),))
-    plain = train(config_for(data, model=model, encoder=replace(encoder, firing=None)), tmp_path / "plain")
+    plain = train(
+        config_for(data, model=model, encoder=replace(encoder, target_firing=None)),
+        tmp_path / "plain",
+    )
     tempered = train(config_for(data, model=model, encoder=encoder), tmp_path / "tempered")
     images = torch.from_numpy(np.load(data) / 255).float().unsqueeze(1)
     with torch.no_grad():
@@ -619,24 +766,32 @@ def test_the_strongest_expert_fires_as_much_as_was_asked_for(data: Path, finishe
 
 
 @pytest.mark.parametrize("target", [0.01, 0.5, 0.99])
-def test_the_factor_for_a_firing_probability_is_found(target: float, generator: torch.Generator) -> None:
+def test_the_factor_for_a_firing_probability_is_found(
+    target: float, generator: torch.Generator
+) -> None:
     norm = torch.rand(100, generator=generator) * 50
     square = (norm * factor_for_firing(norm, target)).square()
     assert (square / (1 + square)).mean().item() == pytest.approx(target, rel=1e-4)
     assert factor_for_firing(torch.zeros(5), target) == 1
 
 
-def test_some_images_are_drawn_from_their_strongest_expert_alone(generator: torch.Generator) -> None:
-    network = CapsuleNetwork(Architecture(image_shape=(1, 20, 19), features=8, experts=((3, 5),)), generator=generator)
+def test_some_images_are_drawn_from_their_strongest_expert_alone(
+    generator: torch.Generator,
+) -> None:
+    network = CapsuleNetwork(
+        Architecture(image_shape=(1, 20, 19), features=8, experts=((3, 5),)), generator=generator
+    )
     y, x = (squash(torch.randn(4, *shape, generator=generator)) for shape in ((3, 5), (4, 8)))
-    material = SimpleNamespace(network=network, codes=lambda layer, indices: y, inputs=lambda layer, indices: x)
-    task = DecoderTask(0, DecoderStage(alone=0.5), material)  # type: ignore[arg-type]
+    material = SimpleNamespace(
+        network=network, codes=lambda layer, indices: y, inputs=lambda layer, indices: x
+    )
+    task = DecoderTask(0, DecoderStage(single_expert_share=0.5), material)  # type: ignore[arg-type]
     drawn = torch.tensor([0.1, 0.6, 0.4999, 0.5]).view(4, 1, 1)
     loss = task.loss(torch.arange(4), lambda like: drawn.expand_as(like))
     for image in (0, 2):
         for expert in set(range(3)) - {int(y[image].norm(dim=-1).argmax())}:
             y[image, expert] = 0
-    torch.testing.assert_close(loss, network.decoders[0].decoding_loss(y, x))  # type: ignore[operator]
+    torch.testing.assert_close(loss, network.decoders[0].contrastive_divergence(y, x))  # type: ignore[operator]
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -649,7 +804,7 @@ def no_epochs(data: Path, **changes: Any) -> Config:
         "autoencoder": Stage(epochs=0),
         "encoder": EncoderStage(epochs=0),
         "decoder": DecoderStage(epochs=0),
-        "painter": PainterStage(epochs=0),
+        "pixel_decoder": PixelDecoderStage(epochs=0),
     }
     return config_for(data, **stages | changes)
 
@@ -665,7 +820,9 @@ def test_the_network_is_ready_for_use(data: Path, finished: Path, tmp_path: Path
         z = unsquash(network.encode(images))
     strongest = z.norm(dim=-1).argmax(1)
     own = next(j for j in range(3) if (strongest == j).sum() > 4)  # the density has seen all images
-    torch.testing.assert_close(network.density.mean[own], z[strongest == own, own].mean(0), rtol=0.1, atol=0.02)
+    torch.testing.assert_close(
+        network.code_density.mean[own], z[strongest == own, own].mean(0), rtol=0.1, atol=0.02
+    )
 
 
 def test_each_seed_has_its_own_weights_orders_and_draws(
@@ -685,17 +842,26 @@ def test_each_seed_has_its_own_weights_orders_and_draws(
     monkeypatch.setattr(AutoencoderTask, "loss", watched)
     first = []
     for seed in (0, 1):
-        network = train(no_epochs(data, seed=seed, autoencoder=Stage(epochs=2, rate=0.0)), tmp_path / str(seed))
-        first.append(network.autoencoder.first.detach())  # at a rate of 0 still as it was drawn
+        network = train(
+            no_epochs(data, seed=seed, autoencoder=Stage(epochs=2, learning_rate=0.0)),
+            tmp_path / str(seed),
+        )
+        first.append(network.autoencoder.conv1_weight.detach())  # at a rate of 0 still as it was drawn
     assert not torch.equal(*first)
-    orders = [torch.cat([indices for indices, _ in seen[start : start + 6]]) for start in (0, 6, 12, 18)]
+    orders = [
+        torch.cat([indices for indices, _ in seen[start : start + 6]]) for start in (0, 6, 12, 18)
+    ]
     assert all(torch.equal(order.sort().values, torch.arange(96)) for order in orders)
     assert len({tuple(order.tolist()) for order in orders}) == 4  # two epochs of two seeds
     assert len({float(drawn.sum()) for _, drawn in seen}) == 24
 
 
 def test_layers_start_from_different_weights_of_the_given_size(data: Path, tmp_path: Path) -> None:
-    config = no_epochs(data, encoder=EncoderStage(epochs=0, std=0.3), decoder=DecoderStage(epochs=0, std=0.05))
+    config = no_epochs(
+        data,
+        encoder=EncoderStage(epochs=0, init_std=0.3),
+        decoder=DecoderStage(epochs=0, init_std=0.05),
+    )
     network: Any = train(config, tmp_path / "run")
     up, down = network.encoders[0].weight.detach(), network.decoders[0].weight.detach()
     assert up.std().item() == pytest.approx(0.3, rel=0.1)
@@ -720,8 +886,12 @@ def test_sgd_has_momentum_decay_and_l2(data: Path, tmp_path: Path) -> None:
     shrunk = after("l2", epochs=1, l2=0.25)
     torch.testing.assert_close(shrunk, one - 0.25 * start)  # w − rate · (gradient + l2 · w)
     pushed = after("momentum", epochs=2, momentum=0.5)
-    torch.testing.assert_close(pushed, two + 0.5 * (one - start))  # the second step repeats half of the first
-    slowed = after("decay", epochs=2, final_rate=0.0)  # the cosine is 1 at the first of two steps, 1/2 at the second
+    torch.testing.assert_close(
+        pushed, two + 0.5 * (one - start)
+    )  # the second step repeats half of the first
+    slowed = after(
+        "decay", epochs=2, final_rate=0.0
+    )  # the cosine is 1 at the first of two steps, 1/2 at the second
     torch.testing.assert_close(slowed, one + 0.5 * (two - one))
 
 
@@ -735,7 +905,9 @@ def test_precision_is_bfloat16_where_wanted_or_fast(monkeypatch: pytest.MonkeyPa
         assert not _wants_bfloat16("float32", cpu)
 
 
-def test_images_in_memory_are_learned_like_those_of_a_file(data: Path, finished: Path, tmp_path: Path) -> None:
+def test_images_in_memory_are_learned_like_those_of_a_file(
+    data: Path, finished: Path, tmp_path: Path
+) -> None:
     images = ImageSet(np.load(data))
     config = config_for(Path("not looked at"))
 

@@ -29,7 +29,12 @@ def at(step: int, stage: str = "encoder 1", **changes: Any) -> Progress:
         "total_step": 100 + step,
         "images_per_second": 1234.5,
         "seconds_left": 3725.0,
-        "numbers": {"loss": 1.0, "reconstruction_error": 0.25, "firing": 0.5, "effective_rank": 12.34},
+        "numbers": {
+            "loss": 1.0,
+            "reconstruction_error": 0.25,
+            "firing": 0.5,
+            "effective_rank": 12.34,
+        },
         "measured": step % 5 == 0,
     }
     return Progress(**values | changes)
@@ -45,7 +50,9 @@ class Terminal(io.StringIO):
 def test_the_summary_has_what_tells_whether_it_learns() -> None:
     expected = "epoch 1.5/2  1,234 images/s  error 0.250  firing 0.50  rank 12.3  1:02:05 left"
     assert at(15).summary() == expected
-    assert at(15, numbers={}, seconds_left=59.6).summary() == "epoch 1.5/2  1,234 images/s  1:00 left"
+    assert (
+        at(15, numbers={}, seconds_left=59.6).summary() == "epoch 1.5/2  1,234 images/s  1:00 left"
+    )
 
 
 def test_before_the_first_step_there_is_nothing_to_sum_up() -> None:
@@ -88,7 +95,11 @@ def test_on_a_terminal_one_line_is_drawn_again_and_again(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize(
     ("columns", "shown"),
-    [(120, ["━", "error 0.250", "rank 12.3", "left"]), (90, ["error 0.250", "left"]), (68, ["left"])],
+    [
+        (120, ["━", "error 0.250", "rank 12.3", "left"]),
+        (90, ["error 0.250", "left"]),
+        (68, ["left"]),
+    ],
 )
 def test_a_narrow_terminal_shows_less_but_the_time_left(
     columns: int, shown: list[str], monkeypatch: pytest.MonkeyPatch
@@ -120,16 +131,22 @@ def test_every_step_is_reported_and_every_number_is_written(data: Path, tmp_path
     train(config_for(data), tmp_path / "run", report=seen.append)
     assert [each.step for each in seen if each.stage == "autoencoder"] == list(range(37))
     assert [each.total_step for each in seen if each.step][-1] == 6 * (6 + 4 + 4 + 6 + 6 + 3)
-    written = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    written = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     told = [each for each in seen if each.measured]
     assert [line["stage"] for line in written] == [each.stage for each in told]
-    assert all(each.numbers.items() <= line.items() for line, each in zip(written, told, strict=True))
+    assert all(
+        each.numbers.items() <= line.items() for line, each in zip(written, told, strict=True)
+    )
     assert all(line["images_per_second"] > 0 for line in written)
     assert seen[-1].seconds_left == 0
 
 
 @pytest.mark.parametrize("at", [13, 0])  # between two checkpoints, or between two stages
-def test_tensorboard_has_the_curves_of_the_metrics_without_gaps_or_doubles(at: int, data: Path, tmp_path: Path) -> None:
+def test_tensorboard_has_the_curves_of_the_metrics_without_gaps_or_doubles(
+    at: int, data: Path, tmp_path: Path
+) -> None:
     board = TensorBoard(tmp_path / "run")
 
     def stop(progress: Progress) -> None:
@@ -145,7 +162,9 @@ def test_tensorboard_has_the_curves_of_the_metrics_without_gaps_or_doubles(at: i
     second.close()
     events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
     events.Reload()
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     for stage, name in (
         ("autoencoder", "loss"),
         ("encoder 1", "effective_rank"),

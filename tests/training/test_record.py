@@ -45,7 +45,9 @@ def test_fingerprints_tell_data_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fingerprint(images) == fingerprint(images.copy())
     assert fingerprint(images) != fingerprint(other)
     assert fingerprint(images) != fingerprint(images.reshape(50, 4, 6))
-    monkeypatch.setattr(record, "HASHED", 300)  # bytes: 12 of 50 images fit, so every 4th is looked at, and 20 is one
+    monkeypatch.setattr(
+        record, "HASHED", 300
+    )  # bytes: 12 of 50 images fit, so every 4th is looked at, and 20 is one
     assert record.describe_data(ImageSet(images))["sha256_of"] == "every 4th image"
     assert fingerprint(images) != fingerprint(other)
 
@@ -57,6 +59,8 @@ def test_the_record_holds_the_config_as_json(data: Path) -> None:
 
 
 @pytest.mark.parametrize(("threads", "said"), [(1, "cpu (1 thread)"), (8, "cpu (8 threads)")])
-def test_a_cpu_is_told_with_its_threads(threads: int, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_is_told_with_its_threads(
+    threads: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     assert record.describe_device(torch.device("cpu")) == said

@@ -27,7 +27,14 @@ EXACT = ["--precision", "float32"]  # because bfloat16 rounds each share by itse
 
 def torchrun(data: Path, folder: Path, *options: str, restarts: int = 0) -> subprocess.Popen[str]:
     loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
     launcher += ["--max-restarts", str(restarts), "--local-addr", "127.0.0.1"]
     arguments = [
         *launcher,
@@ -49,7 +56,9 @@ def torchrun(data: Path, folder: Path, *options: str, restarts: int = 0) -> subp
         stderr=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # even if the tests ignore it
+        preexec_fn=lambda: signal.signal(
+            signal.SIGINT, signal.default_int_handler
+        ),  # even if the tests ignore it
     )
 
 
@@ -75,12 +84,17 @@ def test_two_processes_learn_what_one_learns(data: Path, pair: Path, tmp_path: P
     for name in theirs:
         if not name.startswith("density."):  # clusters may be numbered otherwise
             assert (ours[name] - theirs[name]).norm() <= 1e-3 * theirs[name].norm() + 1e-6, name
-    assert [line["stage"] for line in metrics(pair)] == [line["stage"] for line in metrics(tmp_path / "one")]
+    assert [line["stage"] for line in metrics(pair)] == [
+        line["stage"] for line in metrics(tmp_path / "one")
+    ]
     assert json.loads((pair / "run.json").read_text())["starts"][0]["processes"] == 2
 
 
 def children(process: subprocess.Popen[str]) -> list[int]:
-    return [int(each) for each in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+    return [
+        int(each)
+        for each in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    ]
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the processes in /proc")
@@ -101,15 +115,21 @@ def test_a_killed_worker_costs_at_most_the_steps_since_the_last_checkpoint(
     first, second = json.loads((folder / "run.json").read_text())["starts"]
     assert first["stage"] == "autoencoder"
     assert second["stage"] != "autoencoder"  # it did not begin anew
-    assert second["stage"] != "encoder 1" or second["step"] >= before["step"]  # but where the last checkpoint was
+    assert (
+        second["stage"] != "encoder 1" or second["step"] >= before["step"]
+    )  # but where the last checkpoint was
     assert_same_weights(folder, pair)
     assert metrics(folder) == metrics(pair)
 
 
-def test_an_interrupt_of_one_process_stops_all_between_two_steps(data: Path, pair: Path, tmp_path: Path) -> None:
+def test_an_interrupt_of_one_process_stops_all_between_two_steps(
+    data: Path, pair: Path, tmp_path: Path
+) -> None:
     """The process that is not interrupted saves, and what it saved is a whole step of both."""
     folder = tmp_path / "run"
-    process = torchrun(data, folder, *EXACT, "--checkpoint-every", "100000", "--autoencoder.epochs", "60")
+    process = torchrun(
+        data, folder, *EXACT, "--checkpoint-every", "100000", "--autoencoder.epochs", "60"
+    )
     while not (folder / "metrics.jsonl").exists():
         assert process.poll() is None, process.communicate()
         time.sleep(0.01)
@@ -123,7 +143,9 @@ def test_an_interrupt_of_one_process_stops_all_between_two_steps(data: Path, pai
     assert about["step"] % 10 == 0  # where they ask each other
 
 
-def test_a_restart_does_not_go_on_with_the_run_of_another(data: Path, pair: Path, tmp_path: Path) -> None:
+def test_a_restart_does_not_go_on_with_the_run_of_another(
+    data: Path, pair: Path, tmp_path: Path
+) -> None:
     shutil.copytree(pair, tmp_path / "other")
     before = {file.name: file.read_bytes() for file in (tmp_path / "other").iterdir()}
     process = torchrun(data, tmp_path / "other", *EXACT, restarts=1)
@@ -144,6 +166,8 @@ def test_the_shares_of_all_processes_are_the_whole(generator: torch.Generator) -
     batch = torch.arange(12)
     assert torch.equal(torch.cat([Workers(rank, 3).share(batch) for rank in range(3)]), batch)
     whole = Workers().uniform(torch.zeros(12, 5), generator.manual_seed(1))
-    parts = [Workers(rank, 3).uniform(torch.zeros(4, 5), generator.manual_seed(1)) for rank in range(3)]
+    parts = [
+        Workers(rank, 3).uniform(torch.zeros(4, 5), generator.manual_seed(1)) for rank in range(3)
+    ]
     assert torch.equal(torch.cat(parts), whole)
     assert ((whole >= 0) & (whole < 1)).all()

@@ -65,7 +65,9 @@ def load(
     checks.require_choice("split", split, get_args(Split))
     if not isinstance(source, (str, os.PathLike)) or not os.fspath(source):
         given = "empty" if isinstance(source, str) else f"of type {type(source).__name__}"
-        raise TypeError(f"source must be a name or a path, but is {given}; wrap an array with ImageSet(array)")
+        raise TypeError(
+            f"source must be a name or a path, but is {given}; wrap an array with ImageSet(array)"
+        )
     if os.fspath(source) in named.NAMES:
         _refuse("size and channels are", "folders of images", source, size, channels)
         return named.load_named(os.fspath(source), split, path, download)
@@ -92,7 +94,9 @@ def _read_arrays(where: Path, split: Split) -> tuple[Array, Array | None]:
     if where.is_dir():
         found = find_images(where, split)
         if found is None:
-            raise DataError(f"{where} has no {split} split: there is no {PREFIX[split]}-images-idx3-ubyte in it")
+            raise DataError(
+                f"{where} has no {split} split: there is no {PREFIX[split]}-images-idx3-ubyte in it"
+            )
         return _read_idx_pair(found)
     if suffix == ".npz":
         plain = split == "train"
@@ -106,7 +110,9 @@ def _read_arrays(where: Path, split: Split) -> tuple[Array, Array | None]:
         assert images is not None  # noqa: S101 (read_npz insists on the first)
         return images, labels
     if split == "test":
-        raise DataError(f"{where} is one set of images, with no test split; name the file of the test images instead")
+        raise DataError(
+            f"{where} is one set of images, with no test split; name the file of the test images instead"
+        )
     if suffix == ".npy":
         return read_npy(where), None
     if suffix in SUFFIXES:
@@ -135,7 +141,9 @@ def _load_folder(where: Path, split: Split, **how: Any) -> ImageSet:
             f"name {parts[0]} itself, or make both 'train' and 'test'"
         )
     if split == "test":
-        raise DataError(f"{where} has no subfolder 'test'; make one, or name the folder of the test images instead")
+        raise DataError(
+            f"{where} has no subfolder 'test'; make one, or name the folder of the test images instead"
+        )
     return read_folder(where, **how)
 
 

@@ -35,7 +35,9 @@ def allocate(shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]
         return np.empty(shape, dtype)
     try:
         with tempfile.TemporaryFile(prefix="poecaps-") as file:
-            if hasattr(os, "posix_fallocate"):  # so that a full disk is an error here and no crash later
+            if hasattr(
+                os, "posix_fallocate"
+            ):  # so that a full disk is an error here and no crash later
                 os.posix_fallocate(file.fileno(), 0, size)
             else:
                 file.truncate(size)
@@ -47,7 +49,9 @@ def allocate(shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]
         ) from error
 
 
-def read_stream(stream: SupportsRead, shape: Sequence[int], dtype: np.dtype[Any], what: str) -> np.ndarray[Any, Any]:
+def read_stream(
+    stream: SupportsRead, shape: Sequence[int], dtype: np.dtype[Any], what: str
+) -> np.ndarray[Any, Any]:
     """Read exactly one array of this shape from a stream of unknown length.
 
     Raises
@@ -61,9 +65,13 @@ def read_stream(stream: SupportsRead, shape: Sequence[int], dtype: np.dtype[Any]
     while filled < len(target):
         chunk = stream.read(min(len(target) - filled, 2**20))
         if not chunk:
-            raise DataError(f"{what} is cut short: its header promises {len(target)} bytes of data, {filled} are there")
+            raise DataError(
+                f"{what} is cut short: its header promises {len(target)} bytes of data, {filled} are there"
+            )
         target[filled : filled + len(chunk)] = np.frombuffer(chunk, np.uint8)
         filled += len(chunk)
     if stream.read(1):
-        raise DataError(f"{what} is too long: more data follow the {len(target)} bytes its header promises")
+        raise DataError(
+            f"{what} is too long: more data follow the {len(target)} bytes its header promises"
+        )
     return array

@@ -120,7 +120,9 @@ def read_folder(
         raise DataError(f"{root} holds no image to learn from; {of}: {faults[0]}")
 
     labels, names = _labels(root, kept, label_names)
-    found = ImageSet(images[: len(kept)], labels, label_names=names, source=str(root), skipped=skipped)
+    found = ImageSet(
+        images[: len(kept)], labels, label_names=names, source=str(root), skipped=skipped
+    )
     if skipped:
         warnings.warn(f"found {found.describe()}", SkippedWarning, stacklevel=_level_of_caller())
     return found
@@ -138,7 +140,10 @@ def _level_of_caller() -> int:
     """Count the calls from the function that asks up to the line that called poecaps, as a warning counts them."""
     frame = inspect.currentframe()
     for level in itertools.count():
-        if frame is None or frame.f_globals.get("__name__", "").split(".")[0] not in ("poecaps", "contextlib"):
+        if frame is None or frame.f_globals.get("__name__", "").split(".")[0] not in (
+            "poecaps",
+            "contextlib",
+        ):
             return level
         frame = frame.f_back
     raise AssertionError
@@ -191,7 +196,9 @@ def flatten(stored: Image, channels: int) -> Image:
 
     image = ImageOps.exif_transpose(stored)
     if image.mode.startswith("I"):  # 16 bits: Pillow's own conversion would clip, not scale
-        image = Image.fromarray((np.asarray(image).astype(np.int64).clip(0, 65535) // 257).astype(np.uint8))
+        image = Image.fromarray(
+            (np.asarray(image).astype(np.int64).clip(0, 65535) // 257).astype(np.uint8)
+        )
     if "A" in image.getbands() or "transparency" in image.info:
         rgba = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", rgba.size, "black"), rgba)
@@ -200,7 +207,9 @@ def flatten(stored: Image, channels: int) -> Image:
 
 def subfolders(root: Path) -> set[str]:
     """Names of the first-level folders in which there are images."""
-    parents = {file.relative_to(root).parts[0] for file in _walk(root) if file.suffix.lower() in SUFFIXES}
+    parents = {
+        file.relative_to(root).parts[0] for file in _walk(root) if file.suffix.lower() in SUFFIXES
+    }
     return {name for name in parents if (root / name).is_dir()}
 
 
@@ -229,7 +238,11 @@ def _labels(
     root: Path, pictures: list[Path], label_names: Sequence[str] | None
 ) -> tuple[np.ndarray[Any, Any] | None, tuple[str, ...]]:
     parents = [file.relative_to(root).parts[:-1] for file in pictures]
-    names = sorted({parts[0] for parts in parents if parts}) if label_names is None else list(label_names)
+    names = (
+        sorted({parts[0] for parts in parents if parts})
+        if label_names is None
+        else list(label_names)
+    )
     if len(names) < 2 or not all(parents):
         return None, ()
     return np.array([names.index(parts[0]) for parts in parents]), tuple(names)

@@ -49,7 +49,9 @@ def read_idx(path: str | os.PathLike[str]) -> np.ndarray[Any, Any]:
             start, length = file.tell(), math.prod(shape) * dtype.itemsize
             if size != start + length:
                 fault = "is cut short" if size < start + length else "is too long"
-                raise DataError(f"{path} {fault}: its header promises {length} bytes of data, {size - start} are there")
+                raise DataError(
+                    f"{path} {fault}: its header promises {length} bytes of data, {size - start} are there"
+                )
             return np.memmap(path, dtype, mode="r", offset=start, shape=shape)
         try:
             with gzip.GzipFile(fileobj=file) as stream:
@@ -79,7 +81,9 @@ def find_labels(images: Path) -> Path | None:
 def _first_file(folder: Path, name: str) -> Path | None:
     """Find a file plain or gzipped, as published (`-idx3`) or as some copies are named (`.idx3`)."""
     spellings = (name, name.replace(".idx", "-idx"), name.replace("-idx", ".idx"))
-    candidates: Iterator[Path] = (folder / f"{each}{end}" for each in spellings for end in ("", ".gz"))
+    candidates: Iterator[Path] = (
+        folder / f"{each}{end}" for each in spellings for end in ("", ".gz")
+    )
     return next((file for file in candidates if file.is_file()), None)
 
 
@@ -91,7 +95,12 @@ def may_be_idx(path: Path) -> bool:
 
 def _read_header(file: SupportsRead, path: Path) -> tuple[tuple[int, ...], np.dtype[Any]]:
     magic = file.read(4)
-    if len(magic) < 4 or magic[:2] != b"\0\0" or magic[2] not in TYPES or not 1 <= magic[3] <= MAX_RANK:
+    if (
+        len(magic) < 4
+        or magic[:2] != b"\0\0"
+        or magic[2] not in TYPES
+        or not 1 <= magic[3] <= MAX_RANK
+    ):
         hint = ""
         if magic.lstrip()[:1] == b"<":
             hint = "; it looks like a web page saved under this name, so download it again"

@@ -51,7 +51,9 @@ class ImageSet:
     def __post_init__(self) -> None:
         object.__setattr__(self, "images", _as_nhwc(self.images, self.source))
         if self.labels is not None:
-            object.__setattr__(self, "labels", _as_labels(self.labels, len(self.images), self.source))
+            object.__setattr__(
+                self, "labels", _as_labels(self.labels, len(self.images), self.source)
+            )
 
     def __repr__(self) -> str:
         labelled = "unlabelled" if self.labels is None else f"{len(np.unique(self.labels))} labels"
@@ -63,14 +65,21 @@ class ImageSet:
         line = f"{self._count_images()} in {self.source}"
         if self.labels is not None:
             count = len(np.unique(self.labels))
-            names = f" ({', '.join(self.label_names)})" if count == len(self.label_names) <= NAMED else ""
+            names = (
+                f" ({', '.join(self.label_names)})"
+                if count == len(self.label_names) <= NAMED
+                else ""
+            )
             line += f", {count} {'class' if count == 1 else 'classes'}{names}"
         if not self.skipped:
             return line
         files = defaultdict(list)
         for file, reason in self.skipped.items():
             files[reason].append(Path(file).name)
-        parts = (f"{len(each)} {why} ({each[0]}{', …' if len(each) > 1 else ''})" for why, each in files.items())
+        parts = (
+            f"{len(each)} {why} ({each[0]}{', …' if len(each) > 1 else ''})"
+            for why, each in files.items()
+        )
         return f"{line}; {self._count_skipped()}: {', '.join(parts)}"
 
     def _count_images(self) -> str:
@@ -129,14 +138,20 @@ class ImageSet:
         checks.require_int("size", size, 1)
         order = np.arange(len(self))
         if generator is not None:
-            order = torch.randperm(len(self), generator=generator, device=generator.device).cpu().numpy()
+            order = (
+                torch.randperm(len(self), generator=generator, device=generator.device)
+                .cpu()
+                .numpy()
+            )
         stop = len(self) - len(self) % size if drop_last else len(self)
         return (self.batch(order[start : start + size]) for start in range(0, stop, size))
 
     def __getitem__(self, index: int) -> Tensor | tuple[Tensor, int]:
         """Return an image (C, H, W), with its label where there are labels."""
         if not isinstance(index, numbers.Integral):
-            raise TypeError(f"index must be one whole number, but is {index!r}; for several images use batch(…)")
+            raise TypeError(
+                f"index must be one whole number, but is {index!r}; for several images use batch(…)"
+            )
         image = self.batch([int(index)])[0]
         return image if self.labels is None else (image, int(self.labels[index]))
 
@@ -181,7 +196,11 @@ def _as_nhwc(images: Any, source: str) -> Any:
         bad = ~((part >= 0) & (part <= 1))
         if bad.any():
             where = tuple(int(index) for index in np.argwhere(bad)[0])
-            remedy = "divide by the largest value they can have, such as 255" if part[where] > 1 else "mend them"
+            remedy = (
+                "divide by the largest value they can have, such as 255"
+                if part[where] > 1
+                else "mend them"
+            )
             raise DataError(
                 f"the images of {source} must be floats from 0 to 1, but image {start + where[0]} has the value "
                 f"{part[where]}; {remedy}"
@@ -197,5 +216,7 @@ def _as_labels(labels: Any, count: int, source: str) -> Any:
             f"there must be one whole number for each of the {count} images"
         )
     if labels.max() > np.iinfo(np.int64).max:
-        raise DataError(f"the labels of {source} go up to {labels.max()}, which does not fit into 64 bits with a sign")
+        raise DataError(
+            f"the labels of {source} go up to {labels.max()}, which does not fit into 64 bits with a sign"
+        )
     return labels.astype(np.int64)

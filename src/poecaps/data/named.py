@@ -29,7 +29,12 @@ BUNDLED = Path(__file__).parent / "bundled"
 SYSTEM = Path("/usr/share/datasets")
 ATTEMPTS = 3  # at each mirror
 TIMEOUT = 15.0  # seconds without an answer
-TRANSIENT = (urllib.error.URLError, HTTPException, TimeoutError, ConnectionError)  # faults that may pass
+TRANSIENT = (
+    urllib.error.URLError,
+    HTTPException,
+    TimeoutError,
+    ConnectionError,
+)  # faults that may pass
 
 
 class DatasetNotFoundError(FileNotFoundError):
@@ -84,7 +89,9 @@ PUBLISHED: Mapping[str, Published] = {
 NAMES = (*PUBLISHED, *(f"{name}-sample" for name in PUBLISHED))
 
 
-def load_named(name: str, split: Split, path: str | os.PathLike[str] | None, download: bool) -> ImageSet:
+def load_named(
+    name: str, split: Split, path: str | os.PathLike[str] | None, download: bool
+) -> ImageSet:
     """Load a bundled sample, or a full set from the first place that has it."""
     full = name.removesuffix("-sample")
     if name == full:
@@ -92,16 +99,24 @@ def load_named(name: str, split: Split, path: str | os.PathLike[str] | None, dow
     elif path is None:
         files = _find(BUNDLED / full, split)
     else:
-        raise ValueError(f"path is for the full sets, and {name} is part of the package; leave it out")
+        raise ValueError(
+            f"path is for the full sets, and {name} is part of the package; leave it out"
+        )
     if files is None:
-        raise DatasetNotFoundError(f"{name} is missing from this installation ({BUNDLED / full}); reinstall poecaps")
+        raise DatasetNotFoundError(
+            f"{name} is missing from this installation ({BUNDLED / full}); reinstall poecaps"
+        )
     images, labels = (read_idx(file) for file in files)
     if name == full:
         _refuse_another_set(name, labels, files[1])
-    return ImageSet(images, labels, label_names=PUBLISHED[full].label_names, source=f"{name} ({split})")
+    return ImageSet(
+        images, labels, label_names=PUBLISHED[full].label_names, source=f"{name} ({split})"
+    )
 
 
-def find_full(name: str, split: Split, path: str | os.PathLike[str] | None, download: bool) -> tuple[Path, Path] | None:
+def find_full(
+    name: str, split: Split, path: str | os.PathLike[str] | None, download: bool
+) -> tuple[Path, Path] | None:
     """Find the images and labels of a full set: at `path` and nowhere else if given, or else in each place in turn.
 
     Raises
@@ -143,7 +158,9 @@ def _refuse_another_set(name: str, labels: np.ndarray[Any, Any], file: Path) -> 
     found = hashlib.sha256(header + labels.tobytes()).hexdigest()
     for other, published in PUBLISHED.items():
         if other != name and found in published.sha256.values():
-            raise DataError(f"{file} holds the labels of {other}, not of {name}; name the right folder")
+            raise DataError(
+                f"{file} holds the labels of {other}, not of {name}; name the right folder"
+            )
 
 
 def cache() -> Path:

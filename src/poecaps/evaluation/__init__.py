@@ -1,6 +1,6 @@
 """One fixed protocol that measures codes and samples, of a network and of anything it is compared with."""
 
-from poecaps.evaluation.classifier import CLASSIFIERS, Classifier, Judgement, load_classifier
+from poecaps.evaluation.classifier import CLASSIFIERS, Classifier, Predictions, load_classifier
 from poecaps.evaluation.measures import (
     Background,
     Diversity,
@@ -27,11 +27,11 @@ from poecaps.evaluation.probe import LinearProbe, linear_probe
 from poecaps.evaluation.protocol import (
     Encoder,
     Evaluation,
+    ExpertMetrics,
     Fires,
     NetworkEncoder,
-    OfExperts,
-    OfSamples,
     Reconstructs,
+    SampleMetrics,
     Samples,
     SamplesExperts,
     evaluate,
@@ -46,18 +46,18 @@ __all__ = [
     "Diversity",
     "Encoder",
     "Evaluation",
+    "ExpertMetrics",
     "Fires",
     "FrechetDistance",
-    "Judgement",
     "LinearProbe",
     "Negatives",
     "NetworkEncoder",
-    "OfExperts",
-    "OfSamples",
+    "Predictions",
     "Purity",
     "Recognisability",
     "Reconstruction",
     "Reconstructs",
+    "SampleMetrics",
     "Samples",
     "SamplesExperts",
     "Specialisation",

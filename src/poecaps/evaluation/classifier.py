@@ -25,7 +25,7 @@ BATCH = 100  # images judged together; more do not fit into the caches of a CPU
 
 
 @dataclass(frozen=True, eq=False)
-class Judgement:
+class Predictions:
     """What a classifier sees in images."""
 
     probabilities: Tensor
@@ -81,7 +81,9 @@ class Classifier(nn.Module):
         """Compute the last hidden layer: (B, C, H, W) from 0 to 1 → (B, F)."""
         checks.require_floating("images", images, pixels=True)
         sizes = (None, self.channels, None, None)
-        checks.require_shape("images", images, "BCHW", sizes, "give the images that the classifier was trained for")
+        checks.require_shape(
+            "images", images, "BCHW", sizes, "give the images that the classifier was trained for"
+        )
         return torch.relu(self.hidden(self.trunk(images)))
 
     def forward(self, images: Tensor) -> Tensor:
@@ -90,10 +92,10 @@ class Classifier(nn.Module):
         return logits
 
     @torch.no_grad()
-    def judge(self, images: Tensor) -> Judgement:
+    def judge(self, images: Tensor) -> Predictions:
         """Judge images (N, C, H, W), a few hundred at a time."""
         features = torch.cat([self.features(part) for part in images.split(BATCH)])
-        return Judgement(self.head(features).softmax(1), features)
+        return Predictions(self.head(features).softmax(1), features)
 
     def save(self, path: str | os.PathLike[str], about: dict[str, Any]) -> None:
         """Write weights and what is known about them into one safetensors file."""
@@ -103,12 +105,18 @@ class Classifier(nn.Module):
             "features": self.hidden.out_features,
         }
         write_tensors(
-            Path(path), self.state_dict(), {"format": FORMAT, "version": VERSION, "classifier": sizes} | about
+            Path(path),
+            self.state_dict(),
+            {"format": FORMAT, "version": VERSION, "classifier": sizes} | about,
         )
 
 
 def _convolution(below: int, above: int) -> tuple[nn.Module, ...]:
-    return nn.Conv2d(below, above, 3, padding=1, bias=False), nn.BatchNorm2d(above), nn.ReLU(inplace=True)
+    return (
+        nn.Conv2d(below, above, 3, padding=1, bias=False),
+        nn.BatchNorm2d(above),
+        nn.ReLU(inplace=True),
+    )
 
 
 def load_classifier(name: str | os.PathLike[str], device: torch.device | str = "cpu") -> Classifier:

@@ -49,9 +49,13 @@ def frechet_distance(first: Tensor, second: Tensor) -> FrechetDistance:
         At least two rows each.
     """
     for name, features in {"first": first, "second": second}.items():
-        checks.require_shape(name, features, "NF", (None, first.shape[-1]), "use the same features for both")
+        checks.require_shape(
+            name, features, "NF", (None, first.shape[-1]), "use the same features for both"
+        )
         if len(features) < 2:
-            raise ValueError(f"{name} must hold at least 2 rows to have a covariance, but holds {len(features)}")
+            raise ValueError(
+                f"{name} must hold at least 2 rows to have a covariance, but holds {len(features)}"
+            )
     mean_1, covariance_1 = _moments(first)
     mean_2, covariance_2 = _moments(second)
     values, vectors = torch.linalg.eigh(covariance_1)
@@ -215,7 +219,9 @@ def purity(verdicts: Tensor) -> Purity:
     """
     most = [row.unique(return_counts=True) for row in verdicts]
     each = tuple(counts.max().item() / verdicts.shape[1] for _, counts in most)
-    return Purity(sum(each) / len(each), each, tuple(int(values[counts.argmax()]) for values, counts in most))
+    return Purity(
+        sum(each) / len(each), each, tuple(int(values[counts.argmax()]) for values, counts in most)
+    )
 
 
 @dataclass(frozen=True)
@@ -255,7 +261,11 @@ def variety(draws: Iterable[Tensor], verdicts: Tensor, images: Tensor, labels: T
     for drawn, said, verdict in zip(draws, verdicts, purity(verdicts).verdicts, strict=True):
         if verdict not in real:
             real[verdict] = _mean_distance(images[(labels == verdict).to(images.device)])
-        each.append(_mean_distance(drawn[said == verdict]) / real[verdict] if real[verdict] else float("nan"))
+        each.append(
+            _mean_distance(drawn[said == verdict]) / real[verdict]
+            if real[verdict]
+            else float("nan")
+        )
     known = [value for value in each if value == value]
     return Variety(sum(known) / len(known) if known else float("nan"), tuple(each))
 
@@ -276,7 +286,9 @@ class Variation:
     height: float
 
 
-def variation(draws: Iterable[Tensor], verdicts: Tensor, images: Tensor, labels: Tensor) -> Variation:
+def variation(
+    draws: Iterable[Tensor], verdicts: Tensor, images: Tensor, labels: Tensor
+) -> Variation:
     """Measure in what the draws of one expert differ from each other, as images of one class do.
 
     Where `variety` compares pixels, this compares the `properties` that a person would name: for expert j and each of
@@ -323,7 +335,9 @@ def properties(images: Tensor) -> Tensor:
     u = columns.view(1, 1, -1) - (mass.sum(1) @ columns).view(-1, 1, 1)
     tall, wide, tilt = ((mass * each).sum((1, 2)) for each in (v * v, u * u, u * v))
     slant = tilt / tall.clamp(min=1e-9)
-    return torch.stack([thickness, slant, (wide - slant * tilt).clamp(min=0).sqrt(), tall.sqrt()], 1)
+    return torch.stack(
+        [thickness, slant, (wide - slant * tilt).clamp(min=0).sqrt(), tall.sqrt()], 1
+    )
 
 
 @dataclass(frozen=True)

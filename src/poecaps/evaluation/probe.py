@@ -34,7 +34,12 @@ class LinearProbe:
 
 
 def linear_probe(
-    train_codes: Tensor, train_labels: Tensor, test_codes: Tensor, test_labels: Tensor, *, l2: float = L2
+    train_codes: Tensor,
+    train_labels: Tensor,
+    test_codes: Tensor,
+    test_labels: Tensor,
+    *,
+    l2: float = L2,
 ) -> LinearProbe:
     """Fit a multinomial logistic regression to training codes and measure its accuracy on test codes.
 
@@ -82,7 +87,10 @@ def linear_probe(
 
     def objective() -> Tensor:
         optimizer.zero_grad()
-        value = nn.functional.cross_entropy((weight @ x + bias).T, targets) + l2 / 2 * weight.square().sum()
+        value = (
+            nn.functional.cross_entropy((weight @ x + bias).T, targets)
+            + l2 / 2 * weight.square().sum()
+        )
         value.backward()
         return value
 
@@ -130,4 +138,6 @@ def check_rows(name: str, codes: Tensor, labels_name: str, labels: Tensor) -> No
             f"but has shape {tuple(labels.shape)} and dtype {labels.dtype}"
         )
     if not bool(codes.isfinite().all()):
-        raise ValueError(f"{name} must be finite, but holds NaN or infinity; look for a diverged model")
+        raise ValueError(
+            f"{name} must be finite, but holds NaN or infinity; look for a diverged model"
+        )

@@ -15,7 +15,9 @@ from poecaps import _checks as checks
 from poecaps.evaluation import measures
 from poecaps.evaluation.probe import LinearProbe, linear_probe
 from poecaps.network import DOMAINS, CapsuleNetwork, Domain
-from poecaps.training.stages import effective_rank  # one definition for running numbers and for results
+from poecaps.training.stages import (
+    effective_rank,
+)  # one definition for running numbers and for results
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -119,7 +121,9 @@ class NetworkEncoder:
 
     def sample_expert(self, count: int, expert: int, generator: torch.Generator) -> Tensor:
         """Draw images from the learned domain of one expert."""
-        return self._decode(self.network.sample(count, "learned", expert=expert, generator=generator))
+        return self._decode(
+            self.network.sample(count, "learned", expert=expert, generator=generator)
+        )
 
     def _decode(self, codes: Tensor) -> Tensor:
         return torch.cat([self.network.decode(part) for part in _cached(codes)])
@@ -132,7 +136,7 @@ def _cached(batch: Tensor) -> Sequence[Tensor]:
 
 
 @dataclass(frozen=True)
-class OfSamples:
+class SampleMetrics:
     """What is measured on images drawn in one way. What a classifier is needed for is None without one."""
 
     frechet: measures.FrechetDistance | None
@@ -143,7 +147,7 @@ class OfSamples:
 
 
 @dataclass(frozen=True)
-class OfExperts:
+class ExpertMetrics:
     """What is measured on equally many draws of each expert."""
 
     draws: int
@@ -178,9 +182,9 @@ class Evaluation:
     """Participation ratio (Σλ)²/Σλ² of the covariance of the test images' codes."""
     reconstruction: measures.Reconstruction | None
     """On test images."""
-    domains: dict[str, OfSamples]
-    experts: OfExperts | None
-    training: OfSamples
+    domains: dict[str, SampleMetrics]
+    experts: ExpertMetrics | None
+    training: SampleMetrics
     """Training images in place of samples: what a perfect model would get."""
     notes: tuple[str, ...]
     classifier: dict[str, Any] | None = None
@@ -263,7 +267,9 @@ def evaluate(
                 f"labels must be the classes of the classifier, from 0 to {classifier.head.out_features - 1}, but go "
                 f"from {least} to {most}; evaluate with the classifier of this set, or with none"
             )
-    return _Measurement(network, data_train, data_test, classifier, seed, samples, torch.device(device or "cpu")).take()
+    return _Measurement(
+        network, data_train, data_test, classifier, seed, samples, torch.device(device or "cpu")
+    ).take()
 
 
 class _Measurement:
@@ -291,7 +297,9 @@ class _Measurement:
         """Measure everything that can be measured."""
         encoder = self.encoder
         if self.classifier is None:
-            self.notes.append("no classifier for this set: samples are judged by their background alone")
+            self.notes.append(
+                "no classifier for this set: samples are judged by their background alone"
+            )
         elif self.samples < FEW:
             self.notes.append(
                 f"Fréchet distances of {self.samples:,} samples, fewer than {FEW:,}, are too large; compare them only "
@@ -304,7 +312,9 @@ class _Measurement:
             )
         codes = torch.cat([encoder.encode(part) for part in self.test.split(BATCH)])
         if not bool(codes.isfinite().all()):
-            raise ValueError(f"codes of {encoder.name} must be finite, but hold NaN or infinity; has it diverged?")
+            raise ValueError(
+                f"codes of {encoder.name} must be finite, but hold NaN or infinity; has it diverged?"
+            )
         probe, probe_of_firing, specialisation = self._read_labels(codes)
         reconstruction = None
         if isinstance(encoder, Reconstructs):
@@ -312,7 +322,10 @@ class _Measurement:
             reconstruction = measures.reconstruction(pairs, self.background.mean)
         domains = {}
         if isinstance(encoder, Samples):
-            domains = {domain: self._measure_samples(self._draw(encoder, domain)) for domain in encoder.domains}
+            domains = {
+                domain: self._measure_samples(self._draw(encoder, domain))
+                for domain in encoder.domains
+            }
         about = None if self.classifier is None else dict(self.classifier.about)
         return Evaluation(
             name=encoder.name,
@@ -347,35 +360,41 @@ class _Measurement:
         if not isinstance(self.encoder, Fires):
             return probe, None, None
         firing = self.encoder.firing(codes)
-        of_firing = self._probe("firing", self.encoder.firing(train_codes), labels[0], firing, labels[1])
+        of_firing = self._probe(
+            "firing", self.encoder.firing(train_codes), labels[0], firing, labels[1]
+        )
         return probe, of_firing, measures.specialisation(firing, labels[1])
 
     def _probe(self, what: str, *codes_and_labels: Tensor) -> LinearProbe:
         probe = linear_probe(*codes_and_labels)
         if not probe.converged:
-            self.notes.append(f"the linear probe on {what} had not converged after {probe.steps} steps")
+            self.notes.append(
+                f"the linear probe on {what} had not converged after {probe.steps} steps"
+            )
         return probe
 
-    def _measure_samples(self, images: Tensor) -> OfSamples:
+    def _measure_samples(self, images: Tensor) -> SampleMetrics:
         negatives = measures.negatives(images, self.background)
         if self.classifier is None or self.judged is None:
-            return OfSamples(None, None, None, negatives)
+            return SampleMetrics(None, None, None, negatives)
         judged = self.classifier.judge(images)
-        return OfSamples(
+        return SampleMetrics(
             measures.frechet_distance(judged.features, self.judged.features),
             measures.recognisability(judged.probabilities),
             measures.diversity(judged.verdicts),
             negatives,
         )
 
-    def _measure_experts(self) -> OfExperts | None:
+    def _measure_experts(self) -> ExpertMetrics | None:
         encoder = self.encoder
         if self.classifier is None or not isinstance(encoder, SamplesExperts):
             return None
         each = max(2, self.samples // encoder.experts)
         generator = self._generator("one expert")
         draws = [
-            self._checked(torch.cat([encoder.sample_expert(part, expert, generator) for part in _parts(each)]))
+            self._checked(
+                torch.cat([encoder.sample_expert(part, expert, generator) for part in _parts(each)])
+            )
             for expert in range(encoder.experts)
         ]
         judged = self.classifier.judge(torch.cat(draws))
@@ -385,7 +404,7 @@ class _Measurement:
             labels = torch.from_numpy(self.data_test.labels)
             variety = measures.variety(draws, verdicts, self.test, labels)
             variation = measures.variation(draws, verdicts, self.test, labels)
-        return OfExperts(
+        return ExpertMetrics(
             each,
             measures.recognisability(judged.probabilities),
             measures.diversity(judged.verdicts),
@@ -398,16 +417,22 @@ class _Measurement:
         return (part.to(self.device) for part in self.data_train.batches(BATCH))
 
     def _some_training_images(self) -> Tensor:
-        order = torch.randperm(len(self.data_train), generator=torch.Generator().manual_seed(self.seed))
+        order = torch.randperm(
+            len(self.data_train), generator=torch.Generator().manual_seed(self.seed)
+        )
         return self.data_train.batch(order[: self.samples]).to(self.device)
 
     def _draw(self, encoder: Samples, domain: str) -> Tensor:
         generator = self._generator(domain)
-        return self._checked(torch.cat([encoder.sample(part, domain, generator) for part in _parts(self.samples)]))
+        return self._checked(
+            torch.cat([encoder.sample(part, domain, generator) for part in _parts(self.samples)])
+        )
 
     def _checked(self, images: Tensor) -> Tensor:
         """Refuse what no measure of images means anything for; NaN would even pass as no negative."""
-        if images.shape[1:] != self.data_test.shape or not bool(((images >= 0) & (images <= 1)).all()):
+        if images.shape[1:] != self.data_test.shape or not bool(
+            ((images >= 0) & (images <= 1)).all()
+        ):
             raise ValueError(
                 f"samples of {self.encoder.name} must be images of shape {self.data_test.shape} from 0 to 1, but are "
                 f"of {tuple(images.shape[1:])} from {images.min().item():.3g} to {images.max().item():.3g}"
@@ -473,18 +498,24 @@ def side_by_side(evaluations: Sequence[Evaluation]) -> str:
     if not evaluations:
         raise ValueError("evaluations must hold at least one, but are empty")
     sections: dict[str, dict[str, list[str]]] = {}
-    domains = list(dict.fromkeys(domain for evaluation in evaluations for domain in evaluation.domains))
+    domains = list(
+        dict.fromkeys(domain for evaluation in evaluations for domain in evaluation.domains)
+    )
     for evaluation in evaluations:
         for section, rows in _rows(evaluation, domains):
             for label, text in rows:
                 sections.setdefault(section, {}).setdefault(label, []).append(text)
     sections = {
-        section: {label: cells for label, cells in rows.items() if any(cell != NOTHING for cell in cells)}
+        section: {
+            label: cells for label, cells in rows.items() if any(cell != NOTHING for cell in cells)
+        }
         for section, rows in sections.items()
     }
     names = [evaluation.name for evaluation in evaluations]
     cells_of = [cells for labelled in sections.values() for cells in labelled.values()]
-    widths = [max(len(name), *(len(cells[i]) for cells in cells_of)) for i, name in enumerate(names)]
+    widths = [
+        max(len(name), *(len(cells[i]) for cells in cells_of)) for i, name in enumerate(names)
+    ]
     left = max(len(label) for labelled in sections.values() for label in labelled) + 2
     first = evaluations[0]
     lines = [
@@ -495,7 +526,10 @@ def side_by_side(evaluations: Sequence[Evaluation]) -> str:
     ]
     for section, labelled in sections.items():
         if labelled:
-            lines += [section, *(_line(f"  {label}", cells, left, widths) for label, cells in labelled.items())]
+            lines += [
+                section,
+                *(_line(f"  {label}", cells, left, widths) for label, cells in labelled.items()),
+            ]
     notes = dict.fromkeys(f"{each.name}: {note}" for each in evaluations for note in each.notes)
     return "\n".join([*lines, *([""] if notes else []), *notes])
 
@@ -521,6 +555,10 @@ def _cells(of: object, rows: Sequence[tuple[str, str, str]]) -> list[tuple[str, 
         value: Any = of
         for name in path.split("."):
             value = None if value is None else getattr(value, name)
-        shown = NOTHING if value is None or math.isnan(value) else format(value, form).replace("%", " %")
+        shown = (
+            NOTHING
+            if value is None or math.isnan(value)
+            else format(value, form).replace("%", " %")
+        )
         cells.append((label, shown))
     return cells

@@ -85,16 +85,25 @@ class Guard:
             if message["type"] == "http.response.start":
                 started = True
                 known = {name.lower() for name, _ in message["headers"]}
-                added = [(n.encode(), v.encode()) for n, v in HEADERS.items() if n.encode() not in known]
+                added = [
+                    (n.encode(), v.encode()) for n, v in HEADERS.items() if n.encode() not in known
+                ]
                 message = {**message, "headers": [*message["headers"], *added]}
             await send(message)
 
         try:
             self._check_sender(
-                {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}, scope
+                {
+                    name.decode("latin-1"): value.decode("latin-1")
+                    for name, value in scope["headers"]
+                },
+                scope,
             )
             if self.under_way >= self.most_at_once:
-                raise Refusal(429, f"{self.most_at_once} requests are under way already; try again in a second")
+                raise Refusal(
+                    429,
+                    f"{self.most_at_once} requests are under way already; try again in a second",
+                )
             self.under_way += 1
             counted = True
             body = await self._read(receive)
@@ -107,7 +116,10 @@ class Guard:
             logging.getLogger(__name__).exception("%s %s failed", scope["method"], scope["path"])
             if started:
                 raise
-            await _answer(send_guarded, Refusal(500, "this is a fault of the explorer; its terminal tells more"))
+            await _answer(
+                send_guarded,
+                Refusal(500, "this is a fault of the explorer; its terminal tells more"),
+            )
         finally:
             self.under_way -= counted
 
@@ -137,9 +149,13 @@ class Guard:
         deadline = asyncio.get_running_loop().time() + self.patience
         while more:
             try:
-                message = await asyncio.wait_for(receive(), deadline - asyncio.get_running_loop().time())
+                message = await asyncio.wait_for(
+                    receive(), deadline - asyncio.get_running_loop().time()
+                )
             except asyncio.TimeoutError:
-                raise Refusal(408, f"the request was not complete after {self.patience:.0f} seconds") from None
+                raise Refusal(
+                    408, f"the request was not complete after {self.patience:.0f} seconds"
+                ) from None
             part = message.get("body", b"")
             size += len(part)
             if keep and size <= self.largest_body:
@@ -148,7 +164,9 @@ class Guard:
                 parts.clear()
             more = message["type"] == "http.request" and message.get("more_body", False)
         if size > self.largest_body:
-            raise Refusal(413, f"the request has {size:,} bytes; at most {self.largest_body:,} are read")
+            raise Refusal(
+                413, f"the request has {size:,} bytes; at most {self.largest_body:,} are read"
+            )
         return b"".join(parts)
 
     async def _discard(self, receive: Receive) -> None:

@@ -23,7 +23,9 @@ class PictureError(ValueError):
     """Bytes that are no picture we read."""
 
 
-def read(data: bytes, shape: tuple[int, int, int], *, centre: bool = False, invert: bool = False) -> Array:
+def read(
+    data: bytes, shape: tuple[int, int, int], *, centre: bool = False, invert: bool = False
+) -> Array:
     """Read a PNG, JPEG or WebP and bring it to (C, H, W): scaled to cover the size, the rest of it cut off.
 
     Parameters
@@ -53,7 +55,9 @@ def read(data: bytes, shape: tuple[int, int, int], *, centre: bool = False, inve
     if invert:
         image = ImageOps.invert(image)
     image = (
-        _centred(image, (width, height)) if centre else ImageOps.fit(image, (width, height), Image.Resampling.LANCZOS)
+        _centred(image, (width, height))
+        if centre
+        else ImageOps.fit(image, (width, height), Image.Resampling.LANCZOS)
     )
     return np.asarray(image).reshape(height, width, channels)
 
@@ -63,11 +67,15 @@ def _open(data: bytes, channels: int) -> Image.Image:
         raise PictureError("the file is empty; give a PNG, JPEG or WebP")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Pillow's remarks about odd files; size is looked at below
+            warnings.simplefilter(
+                "ignore"
+            )  # Pillow's remarks about odd files; size is looked at below
             with Image.open(io.BytesIO(data), formats=FORMATS) as stored:
                 width, height = stored.size
                 if width * height > LARGEST:
-                    raise PictureError(f"the picture has {width}×{height} pixels; at most {LARGEST:,} are read")
+                    raise PictureError(
+                        f"the picture has {width}×{height} pixels; at most {LARGEST:,} are read"
+                    )
                 return flatten(stored, channels)
     except (MemoryError, PictureError):
         raise
@@ -86,7 +94,8 @@ def _centred(image: Image.Image, size: tuple[int, int]) -> Image.Image:
     part = image.crop(found)
     scale = BOX * min(size) / max(part.size)
     part = part.resize(
-        (max(1, round(part.width * scale)), max(1, round(part.height * scale))), Image.Resampling.LANCZOS
+        (max(1, round(part.width * scale)), max(1, round(part.height * scale))),
+        Image.Resampling.LANCZOS,
     )
     mass = np.asarray(part.convert("L"), dtype=np.float64) + 1e-9
     x = (mass.sum(0) @ np.arange(part.width) + mass.sum() / 2) / mass.sum()
@@ -108,7 +117,9 @@ def write(pixels: Array, scale: int = 1) -> bytes:
 def sheet(pixels: Array, scale: int = 1, line: int = 1) -> bytes:
     """Write (rows, columns, H, W, C) as one PNG, with grey lines between the pictures."""
     rows, columns, height, width, channels = pixels.shape
-    page = np.full((rows * (height + line) - line, columns * (width + line) - line, channels), 128, np.uint8)
+    page = np.full(
+        (rows * (height + line) - line, columns * (width + line) - line, channels), 128, np.uint8
+    )
     for row in range(rows):
         for column in range(columns):
             top, left = row * (height + line), column * (width + line)

@@ -110,17 +110,17 @@ class Explored:
     @property
     def field(self) -> int:
         """Side of the square of pixels that one position sees; neighbours see squares `STRIDE` pixels apart."""
-        return 2 * self.network.architecture.kernel - 1
+        return 2 * self.network.architecture.kernel_size - 1
 
     @property
     def mean(self) -> Tensor:
         """Where all sliders of an expert are 0: (J, D)."""
-        return self.network.density.mean
+        return self.network.code_density.mean
 
     @cached_property
     def unit(self) -> Tensor:
         """How far a slider goes by 1: (J, D)."""
-        return self.network.density.deviation.clamp(min=SMALLEST_UNIT)
+        return self.network.code_density.std.clamp(min=SMALLEST_UNIT)
 
     @torch.inference_mode()
     def preactivation(self, settings: Sequence[Setting]) -> Tensor:
@@ -147,7 +147,9 @@ class Explored:
         magnitude = min(max(round(length, DECIMALS), 10**-DECIMALS), LOUDEST)
         negative = bool(z @ mean < 0)
         offsets = (z / (-magnitude if negative else magnitude) - mean) / self.unit[expert]
-        rounded = (offsets.double().numpy().round(DECIMALS) + 0.0).clip(-FARTHEST, FARTHEST)  # no −0
+        rounded = (offsets.double().numpy().round(DECIMALS) + 0.0).clip(
+            -FARTHEST, FARTHEST
+        )  # no −0
         return Setting(expert, tuple(rounded.tolist()), magnitude, negative)
 
     def decode(self, settings: Sequence[Setting]) -> Array:
@@ -159,7 +161,9 @@ class Explored:
         """Draw a code from a domain, as `CapsuleNetwork.sample` does."""
         generator = torch.Generator().manual_seed(seed)
         with torch.inference_mode():
-            z = self.network.density.sample(1, domain, None if domain == "joint" else expert, generator)
+            z = self.network.code_density.sample(
+                1, domain, None if domain == "joint" else expert, generator
+            )
         return self.settings(z[0])
 
     @cached_property
@@ -178,7 +182,10 @@ class Explored:
         base = own.offsets + (0.0,) * (self.parameters - len(own.offsets))
         varied = [
             self.preactivation(
-                [*others, Setting(expert, (*base[:d], step, *base[d + 1 :]), own.magnitude, own.negative)]
+                [
+                    *others,
+                    Setting(expert, (*base[:d], step, *base[d + 1 :]), own.magnitude, own.negative),
+                ]
             )
             for d in range(self.parameters)
             for step in STEPS
@@ -214,7 +221,9 @@ class Explored:
         on = z.any(dim=1).nonzero().flatten().tolist()
         make = f"z = torch.zeros(1, {self.experts}, {self.parameters})"
         if on:
-            rows = ", ".join(f"[{', '.join(map(str, row))}]" for row in z[on].numpy())  # the shortest exact float32
+            rows = ", ".join(
+                f"[{', '.join(map(str, row))}]" for row in z[on].numpy()
+            )  # the shortest exact float32
             make += f"; z[0, {on}] = torch.tensor([{rows}])"
         return "\n".join(
             (
@@ -227,7 +236,9 @@ class Explored:
     @torch.inference_mode()
     def _draw(self, z: Tensor) -> Array:
         """Images of vectors before squashing: (B, J, D) → (B, H, W, C), uint8."""
-        return np.concatenate([as_pixels(self.network.decode(F.squash(part))) for part in z.split(TOGETHER)])
+        return np.concatenate(
+            [as_pixels(self.network.decode(F.squash(part))) for part in z.split(TOGETHER)]
+        )
 
 
 def as_pixels(images: Tensor) -> Array:

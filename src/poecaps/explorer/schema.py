@@ -25,7 +25,9 @@ class ExpertSetting(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     expert: Annotated[
-        int, Field(ge=0, le=2**31 - 1, description="Which expert, counted from 0."), BeforeValidator(_whole)
+        int,
+        Field(ge=0, le=2**31 - 1, description="Which expert, counted from 0."),
+        BeforeValidator(_whole),
     ]
     offsets: Annotated[
         list[Offset],
@@ -36,28 +38,38 @@ class ExpertSetting(BaseModel):
             "those not given are 0.",
         ),
     ]
-    magnitude: Annotated[float, Field(ge=0, le=LOUDEST, allow_inf_nan=False, description="Factor of the vector.")] = 1.0
-    negative: Annotated[bool, Field(description="Whether the vector is turned round: the paper's negatives.")] = False
+    magnitude: Annotated[
+        float, Field(ge=0, le=LOUDEST, allow_inf_nan=False, description="Factor of the vector.")
+    ] = 1.0
+    negative: Annotated[
+        bool, Field(description="Whether the vector is turned round: the paper's negatives.")
+    ] = False
 
 
 class Picture(BaseModel):
     """A code, as the sliders of the experts that are on; an expert given twice adds up, all others are 0."""
 
     model_config = ConfigDict(
-        extra="forbid", strict=True, json_schema_extra={"example": {"experts": [{"expert": 3, "offsets": [0.5, -1.0]}]}}
+        extra="forbid",
+        strict=True,
+        json_schema_extra={"example": {"experts": [{"expert": 3, "offsets": [0.5, -1.0]}]}},
     )
 
     experts: Annotated[list[ExpertSetting], Field(max_length=MOST_SETTINGS)]
 
     def settings(self) -> tuple[Setting, ...]:
         """Give the settings as the model takes them."""
-        return tuple(Setting(e.expert, tuple(e.offsets), e.magnitude, e.negative) for e in self.experts)
+        return tuple(
+            Setting(e.expert, tuple(e.offsets), e.magnitude, e.negative) for e in self.experts
+        )
 
     @classmethod
     def of(cls, settings: tuple[Setting, ...]) -> Picture:
         """Make a picture of settings."""
         experts = [
-            ExpertSetting(expert=s.expert, offsets=list(s.offsets), magnitude=s.magnitude, negative=s.negative)
+            ExpertSetting(
+                expert=s.expert, offsets=list(s.offsets), magnitude=s.magnitude, negative=s.negative
+            )
             for s in settings
         ]
         return cls(experts=experts)
@@ -72,26 +84,43 @@ class Model(BaseModel):
     parameters: Annotated[int, Field(description="Instantiation parameters of each, D.")]
     grid: Annotated[
         list[int],
-        Field(min_length=2, max_length=2, description="Rows and columns of the positions of capsules."),
+        Field(
+            min_length=2, max_length=2, description="Rows and columns of the positions of capsules."
+        ),
     ]
     field: Annotated[int, Field(description="Side of the square of pixels that a position sees.")]
-    stride: Annotated[int, Field(description="How many pixels the squares of neighbours lie apart.")]
+    stride: Annotated[
+        int, Field(description="How many pixels the squares of neighbours lie apart.")
+    ]
     test_images: Annotated[int, Field(description="How many test images there are.")]
-    mean: Annotated[list[list[float]], Field(description="Vector before squashing where all offsets are 0: (J, D).")]
-    deviation: Annotated[list[list[float]], Field(description="What an offset of 1 adds to it: (J, D).")]
+    mean: Annotated[
+        list[list[float]],
+        Field(description="Vector before squashing where all offsets are 0: (J, D)."),
+    ]
+    deviation: Annotated[
+        list[list[float]], Field(description="What an offset of 1 adds to it: (J, D).")
+    ]
 
 
 class Code(BaseModel):
     """What a model sees in an image."""
 
     firing: Annotated[list[float], Field(description="Firing probability of each expert: (J,).")]
-    free_energy: Annotated[float, Field(description="F of the input capsules under the first layer.")]
+    free_energy: Annotated[
+        float, Field(description="F of the input capsules under the first layer.")
+    ]
     picture: Annotated[Picture, Field(description="The code, to be decoded or changed.")]
-    image: Annotated[list[list[list[int]]], Field(description="What was seen: (H, W, C), from 0 to 255.")]
-    reconstruction: Annotated[list[list[list[int]]], Field(description="What its code decodes to: (H, W, C).")]
+    image: Annotated[
+        list[list[list[int]]], Field(description="What was seen: (H, W, C), from 0 to 255.")
+    ]
+    reconstruction: Annotated[
+        list[list[list[int]]], Field(description="What its code decodes to: (H, W, C).")
+    ]
     routing: Annotated[
         list[list[list[float]]],
-        Field(description="Routing coefficients of each expert, summed at each position: (J, rows, columns)."),
+        Field(
+            description="Routing coefficients of each expert, summed at each position: (J, rows, columns)."
+        ),
     ]
 
 

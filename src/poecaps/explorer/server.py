@@ -32,8 +32,15 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 STATIC = FilePath(__file__).parent / "static"
-TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
-WORKERS = 2  # images computed side by side, each on one core: a long answer does not hold up a short one
+TYPES = {
+    ".html": "text/html",
+    ".js": "text/javascript",
+    ".css": "text/css",
+    ".svg": "image/svg+xml",
+}
+WORKERS = (
+    2  # images computed side by side, each on one core: a long answer does not hold up a short one
+)
 EVERYWHERE = ("0.0.0.0", "::")  # noqa: S104 (an address to be told from others)
 LARGEST_SCALE = 20
 LARGEST_INT = 2**31 - 1
@@ -46,12 +53,20 @@ Format = Annotated[
     Literal["png", "pixels"],
     Query(alias="as", description="A PNG, or the plain H·W·C bytes of the pixels, row by row."),
 ]
-Scale = Annotated[int, Query(ge=1, le=LARGEST_SCALE, description="Side of the square that a PNG has for each pixel.")]
+Scale = Annotated[
+    int,
+    Query(ge=1, le=LARGEST_SCALE, description="Side of the square that a PNG has for each pixel."),
+]
 Sent = Annotated[Picture, Body(description="The code to draw.")]
 
 PNG: dict[str, Any] = {"content": {"image/png": {"schema": {"type": "string", "format": "binary"}}}}
 BYTES = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
-TAKES = {"requestBody": {"required": True, "content": dict.fromkeys(KINDS, BYTES["application/octet-stream"])}}
+TAKES = {
+    "requestBody": {
+        "required": True,
+        "content": dict.fromkeys(KINDS, BYTES["application/octet-stream"]),
+    }
+}
 PIXELS: dict[str, Any] = {"content": {**PNG["content"], **BYTES}}
 
 
@@ -78,13 +93,17 @@ class Library:
     def __init__(self, models: Sequence[Explored]) -> None:
         self.models = {each.name: each for each in models}
         if not models or len(self.models) != len(models):
-            raise ValueError(f"models must be one or more of different names, but are {[each.name for each in models]}")
+            raise ValueError(
+                f"models must be one or more of different names, but are {[each.name for each in models]}"
+            )
         self.threads = ThreadPoolExecutor(WORKERS, "explorer")
 
     def find(self, name: str) -> Explored:
         """Find a model by its name."""
         if name not in self.models:
-            raise HTTPException(404, f"there is no model of this name, but {', '.join(self.models)}")
+            raise HTTPException(
+                404, f"there is no model of this name, but {', '.join(self.models)}"
+            )
         return self.models[name]
 
     async def ask(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
@@ -149,22 +168,34 @@ def _add_models(app: FastAPI, library: Library) -> None:
         )
 
     @app.get(
-        "/api/models/{model}/experts/{expert}/typical", response_class=Response, responses={**_errors(), 200: PIXELS}
+        "/api/models/{model}/experts/{expert}/typical",
+        response_class=Response,
+        responses={**_errors(), 200: PIXELS},
     )
-    async def typical(model: Name, expert: Number, as_: Format = "png", scale: Scale = 1) -> Response:
+    async def typical(
+        model: Name, expert: Number, as_: Format = "png", scale: Scale = 1
+    ) -> Response:
         """Draw an expert alone, at the mean of its codes."""
         found = library.find(model)
         _require_expert(found, expert)
         shelf = await library.ask(lambda: found.shelf)
         return _picture(shelf[expert], as_, scale)
 
-    @app.get("/api/models/{model}/images/{index}", response_class=Response, responses={**_errors(), 200: PIXELS})
+    @app.get(
+        "/api/models/{model}/images/{index}",
+        response_class=Response,
+        responses={**_errors(), 200: PIXELS},
+    )
     async def image(model: Name, index: Number, as_: Format = "png", scale: Scale = 1) -> Response:
         """Take a test image."""
         found = library.find(model)
         if found.images is None or index >= len(found.images):
-            raise HTTPException(404, f"there are {0 if found.images is None else len(found.images):,} test images")
-        pixels = (found.images.batch([index])[0] * 255).round().to(torch.uint8).permute(1, 2, 0).numpy()
+            raise HTTPException(
+                404, f"there are {0 if found.images is None else len(found.images):,} test images"
+            )
+        pixels = (
+            (found.images.batch([index])[0] * 255).round().to(torch.uint8).permute(1, 2, 0).numpy()
+        )
         return _picture(pixels, as_, scale)
 
 
@@ -182,7 +213,9 @@ def _add_pictures(app: FastAPI, library: Library) -> None:
                 "Not looked at in the domain joint, where all are drawn together.",
             ),
         ] = None,
-        seed: Annotated[int, Query(ge=0, le=LARGEST_SEED, description="The same seed gives the same code.")] = 0,
+        seed: Annotated[
+            int, Query(ge=0, le=LARGEST_SEED, description="The same seed gives the same code.")
+        ] = 0,
     ) -> Picture:
         """Draw a new code, which `decode` turns into an image."""
         found = library.find(model)
@@ -190,7 +223,9 @@ def _add_pictures(app: FastAPI, library: Library) -> None:
             _require_expert(found, expert)
         return Picture.of(await library.ask(found.draw, domain, expert, seed))
 
-    @app.post("/api/models/{model}/decode", response_class=Response, responses={**_errors(), 200: PIXELS})
+    @app.post(
+        "/api/models/{model}/decode", response_class=Response, responses={**_errors(), 200: PIXELS}
+    )
     async def decode(model: Name, picture: Sent, as_: Format = "png", scale: Scale = 1) -> Response:
         """Draw the image of a code."""
         found, settings = _checked(library, model, picture)
@@ -203,10 +238,16 @@ def _add_pictures(app: FastAPI, library: Library) -> None:
         return Python(lines=found.python(settings))
 
     @app.post(
-        "/api/models/{model}/experts/{expert}/traversal", response_class=Response, responses={**_errors(), 200: PIXELS}
+        "/api/models/{model}/experts/{expert}/traversal",
+        response_class=Response,
+        responses={**_errors(), 200: PIXELS},
     )
     async def traversal(
-        model: Name, expert: Number, picture: Sent, as_: Format = "png", scale: Annotated[int, Query(ge=1, le=4)] = 1
+        model: Name,
+        expert: Number,
+        picture: Sent,
+        as_: Format = "png",
+        scale: Annotated[int, Query(ge=1, le=4)] = 1,
     ) -> Response:
         """Draw what each parameter of an expert does to a picture: a row for each, a column for each of -3, …, 3.
 
@@ -217,14 +258,25 @@ def _add_pictures(app: FastAPI, library: Library) -> None:
         sheet = await library.ask(found.traverse, settings, expert)
         if as_ == "pixels":
             return _picture(sheet, as_, scale)
-        return Response(await library.ask(pictures.sheet, sheet, scale), media_type="image/png", headers=_FRESH)
+        return Response(
+            await library.ask(pictures.sheet, sheet, scale), media_type="image/png", headers=_FRESH
+        )
 
-    @app.post("/api/models/{model}/encode", response_model=Code, responses=_errors(415), openapi_extra=TAKES)
+    @app.post(
+        "/api/models/{model}/encode",
+        response_model=Code,
+        responses=_errors(415),
+        openapi_extra=TAKES,
+    )
     async def encode(
         model: Name,
         request: Request,
-        centre: Annotated[bool, Query(description="Whether to centre and scale what is bright, as MNIST was.")] = False,
-        invert: Annotated[bool, Query(description="Whether dark is to be bright: for ink on paper.")] = False,
+        centre: Annotated[
+            bool, Query(description="Whether to centre and scale what is bright, as MNIST was.")
+        ] = False,
+        invert: Annotated[
+            bool, Query(description="Whether dark is to be bright: for ink on paper.")
+        ] = False,
     ) -> JSONResponse:
         """See what a model makes of an image: a PNG, JPEG or WebP of any size, as the body of the request."""
         found = library.find(model)
@@ -235,7 +287,9 @@ def _add_pictures(app: FastAPI, library: Library) -> None:
 
 def _encoded(model: Explored, data: bytes, centre: bool, invert: bool) -> JSONResponse:
     try:
-        pixels = pictures.read(data, model.network.architecture.image_shape, centre=centre, invert=invert)
+        pixels = pictures.read(
+            data, model.network.architecture.image_shape, centre=centre, invert=invert
+        )
     except pictures.PictureError as error:
         raise HTTPException(422, str(error)) from error
     seen = model.encode(pixels)
@@ -265,13 +319,18 @@ def _checked(library: Library, name: str, picture: Picture) -> tuple[Explored, t
     for each in picture.experts:
         _require_expert(model, each.expert)
         if len(each.offsets) > model.parameters:
-            raise HTTPException(404, f"an expert of {name} has {model.parameters} parameters, not {len(each.offsets)}")
+            raise HTTPException(
+                404,
+                f"an expert of {name} has {model.parameters} parameters, not {len(each.offsets)}",
+            )
     return model, picture.settings()
 
 
 def _require_expert(model: Explored, expert: int) -> None:
     if expert >= model.experts:
-        raise HTTPException(404, f"there is no expert {expert}; {model.name} has {model.experts}, counted from 0")
+        raise HTTPException(
+            404, f"there is no expert {expert}; {model.name} has {model.experts}, counted from 0"
+        )
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -309,17 +368,31 @@ def _serving(content: bytes, kind: str) -> Callable[[], Any]:
     return serve_file
 
 
-def serve(models: Sequence[Explored], *, host: str = "127.0.0.1", port: int = 0, ready: Callable[[str], None]) -> None:
+def serve(
+    models: Sequence[Explored],
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    ready: Callable[[str], None],
+) -> None:
     """Serve the explorer until Ctrl-C; port 0 takes a free one, and `ready` is given the address."""
     torch.set_num_threads(1)  # the threads of the library share the cores
     beyond = host not in LOCAL
-    app = create_app(models, hosts=(*LOCAL, host, socket.gethostname()) if beyond else LOCAL, any_address=beyond)
+    app = create_app(
+        models, hosts=(*LOCAL, host, socket.gethostname()) if beyond else LOCAL, any_address=beyond
+    )
     config = uvicorn.Config(
-        app, log_level="warning", server_header=False, proxy_headers=False, timeout_graceful_shutdown=2
+        app,
+        log_level="warning",
+        server_header=False,
+        proxy_headers=False,
+        timeout_graceful_shutdown=2,
     )
     with listen(host, port) as listener:
         shown = "127.0.0.1" if host in EVERYWHERE else f"[{host}]" if ":" in host else host
-        ready(f"http://{shown}:{listener.getsockname()[1]}/")  # the listener keeps who comes now waiting
+        ready(
+            f"http://{shown}:{listener.getsockname()[1]}/"
+        )  # the listener keeps who comes now waiting
         try:
             uvicorn.Server(config).run(sockets=[listener])
         except KeyboardInterrupt:  # how it is meant to end
@@ -335,7 +408,9 @@ def listen(host: str, port: int = 0) -> socket.socket:
         raise ValueError(f"--host must be an address of this machine, but is {host!r}") from error
     except OSError as error:
         why = error.strerror or str(error)
-        raise OSError(f"cannot listen at port {port} of {host} ({why}); leave out --port for a free one") from error
+        raise OSError(
+            f"cannot listen at port {port} of {host} ({why}); leave out --port for a free one"
+        ) from error
     # Without it an answer's body waits for the receipt of its head: 40 ms.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener

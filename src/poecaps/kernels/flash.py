@@ -20,7 +20,16 @@ from torch.autograd.function import once_differentiable
 
 from poecaps import functional as F
 from poecaps.kernels.common import Options, with_slope
-from poecaps.kernels.launch import padded, pitch, rows_in_block, rows_of, run, run_rows, stripped, tiled
+from poecaps.kernels.launch import (
+    padded,
+    pitch,
+    rows_in_block,
+    rows_of,
+    run,
+    run_rows,
+    stripped,
+    tiled,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

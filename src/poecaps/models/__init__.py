@@ -40,7 +40,11 @@ def find(model: str | os.PathLike[str]) -> Path:
         known = names()
         close = difflib.get_close_matches(os.fspath(model).lower(), known, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else "."
-        which = f"Models that come with it: {', '.join(known)}" if known else "This installation has no models"
+        which = (
+            f"Models that come with it: {', '.join(known)}"
+            if known
+            else "This installation has no models"
+        )
         raise FileNotFoundError(
             f"there is no folder {model}, and no model of that name comes with poecaps{hint} {which}"
         )

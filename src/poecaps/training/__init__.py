@@ -1,6 +1,15 @@
 """Train the stages, from Python."""
 
-from poecaps.training.config import PRESETS, Config, DecoderStage, EncoderStage, PainterStage, Stage, default, paper
+from poecaps.training.config import (
+    PRESETS,
+    Config,
+    DecoderStage,
+    EncoderStage,
+    PixelDecoderStage,
+    Stage,
+    default,
+    paper,
+)
 from poecaps.training.errors import TrainingError
 from poecaps.training.loop import resume, train
 from poecaps.training.progress import Progress
@@ -10,7 +19,7 @@ __all__ = [
     "Config",
     "DecoderStage",
     "EncoderStage",
-    "PainterStage",
+    "PixelDecoderStage",
     "Progress",
     "Stage",
     "TrainingError",

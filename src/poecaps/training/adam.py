@@ -99,7 +99,13 @@ class FusedAdam:
                 self._logs,
                 count,
             ),
-            {"BETA_1": self.betas[0], "BETA_2": self.betas[1], "L2": self.l2, "EPS": EPSILON, "BN": BLOCK},
+            {
+                "BETA_1": self.betas[0],
+                "BETA_2": self.betas[1],
+                "L2": self.l2,
+                "EPS": EPSILON,
+                "BN": BLOCK,
+            },
         )
 
     def _move_together(self, moved: dict[nn.Parameter, Tensor]) -> None:
@@ -123,7 +129,11 @@ class FusedAdam:
 
 def _laid(gradient: Tensor, parameter: Tensor) -> Tensor:
     """Lay a gradient out as its parameter is."""
-    return gradient if gradient.stride() == parameter.stride() else torch.empty_like(parameter).copy_(gradient)
+    return (
+        gradient
+        if gradient.stride() == parameter.stride()
+        else torch.empty_like(parameter).copy_(gradient)
+    )
 
 
 def _is_large(parameter: nn.Parameter) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_type_hints
 
 from poecaps import _checks as checks
-from poecaps.layer import MIXINGS, Mixing
+from poecaps.functional import MIXINGS, Mixing
 from poecaps.network import ModelOptions
 
 if TYPE_CHECKING:
@@ -28,41 +28,48 @@ class Stage:
     """Passes over the training images."""
     optimizer: Optimizer = "adam"
     """Adam, or SGD with momentum."""
-    rate: float = 1e-3
+    learning_rate: float = 1e-3
     """Learning rate at the start."""
-    final_rate: float = 0.01
+    final_learning_rate_ratio: float = 0.01
     """Learning rate at the end, as a share of that at the start; it falls along a cosine."""
     momentum: float = 0.9
     """Share of the last step that SGD takes again; for Adam, the decay of its first moment."""
-    l2: float = 0.0
+    weight_decay: float = 0.0
     """Weight of the ℓ2 penalty."""
 
     def check(self, name: str) -> None:
         """Refuse values that cannot be meant, naming the stage they belong to."""
         checks.require_int(f"{name}.epochs", self.epochs, 0)
         checks.require_choice(f"{name}.optimizer", self.optimizer, OPTIMIZERS)
-        for field_name in ("rate", "final_rate", "momentum", "l2"):
+        for field_name in (
+            "learning_rate",
+            "final_learning_rate_ratio",
+            "momentum",
+            "weight_decay",
+        ):
             checks.require_nonnegative(f"{name}.{field_name}", getattr(self, field_name))
         if self.momentum >= 1:
             raise ValueError(f"{name}.momentum must be below 1, but is {self.momentum}")
 
-    def rate_at(self, progress: float) -> float:
+    def learning_rate_at(self, progress: float) -> float:
         """Learning rate when this share of the stage is done."""
         fall = 0.5 * (1 + math.cos(math.pi * progress))
-        return self.rate * (self.final_rate + (1 - self.final_rate) * fall)
+        return self.learning_rate * (
+            self.final_learning_rate_ratio + (1 - self.final_learning_rate_ratio) * fall
+        )
 
 
 @dataclass(frozen=True)
 class CapsuleStage(Stage):
     """A stage that trains a capsule layer from the beginning."""
 
-    std: float = 0.01
+    init_std: float = 0.01
     """Standard deviation of the initial weights."""
 
     def check(self, name: str) -> None:
         """Refuse values that cannot be meant, naming the stage they belong to."""
         super().check(name)
-        checks.require_nonnegative(f"{name}.std", self.std)
+        checks.require_nonnegative(f"{name}.init_std", self.init_std)
 
 
 @dataclass(frozen=True)
@@ -75,7 +82,7 @@ class EncoderStage(CapsuleStage):
     """Whether experts send their mean or a Bernoulli draw down."""
     winners: int | None = None
     """How many experts may fire for an image while they learn, whatever the model lets fire later; None: as many."""
-    firing: float | None = None
+    target_firing: float | None = None
     """Mean firing probability of the strongest expert that all weights are scaled to in the end; None: not scaled."""
 
     def check(self, name: str) -> None:
@@ -85,30 +92,32 @@ class EncoderStage(CapsuleStage):
         checks.require_choice(f"{name}.mixing", self.mixing, MIXINGS)
         if self.winners is not None:
             checks.require_int(f"{name}.winners", self.winners, 1)
-        if self.firing is not None:
-            checks.require_nonnegative(f"{name}.firing", self.firing)
-            if not 0 < self.firing < 1:
-                raise ValueError(f"{name}.firing must be between 0 and 1, but is {self.firing}")
+        if self.target_firing is not None:
+            checks.require_nonnegative(f"{name}.target_firing", self.target_firing)
+            if not 0 < self.target_firing < 1:
+                raise ValueError(
+                    f"{name}.target_firing must be between 0 and 1, but is {self.target_firing}"
+                )
 
 
 @dataclass(frozen=True)
 class DecoderStage(CapsuleStage):
     """Learning of the capsule decoder."""
 
-    alone: float = 0.0
+    single_expert_share: float = 0.0
     """Share of images drawn from their strongest expert alone, so that each expert learns to draw by itself."""
 
     def check(self, name: str) -> None:
         """Refuse values that cannot be meant, naming the stage they belong to."""
         super().check(name)
-        checks.require_share(f"{name}.alone", self.alone)
+        checks.require_share(f"{name}.single_expert_share", self.single_expert_share)
 
 
 @dataclass(frozen=True)
-class PainterStage(Stage):
-    """Tuning of all that draws: the filters of the painter, and the capsule decoder they draw from."""
+class PixelDecoderStage(Stage):
+    """Tuning of all that draws: the filters of the pixel_decoder, and the capsule decoder they draw from."""
 
-    alone: float = 0.0
+    single_expert_share: float = 0.0
     """Share of images drawn from their strongest expert alone."""
     cross_entropy: float = 0.05
     """Weight of the pixels' cross-entropy beside their absolute difference: the larger, the softer what is drawn."""
@@ -116,7 +125,7 @@ class PainterStage(Stage):
     def check(self, name: str) -> None:
         """Refuse values that cannot be meant, naming the stage they belong to."""
         super().check(name)
-        checks.require_share(f"{name}.alone", self.alone)
+        checks.require_share(f"{name}.single_expert_share", self.single_expert_share)
         checks.require_nonnegative(f"{name}.cross_entropy", self.cross_entropy)
 
 
@@ -140,8 +149,8 @@ class Config:
     """Stage 2, for each capsule layer."""
     decoder: DecoderStage = field(default_factory=DecoderStage)
     """Stage 3, for each capsule layer."""
-    painter: PainterStage = field(default_factory=lambda: PainterStage(epochs=0))
-    """Stage 4, for a model with a painter."""
+    pixel_decoder: PixelDecoderStage = field(default_factory=lambda: PixelDecoderStage(epochs=0))
+    """Stage 4, for a model with a pixel_decoder."""
     batch_size: int = 128
     """Images in a step, of all processes together."""
     seed: int = 0
@@ -161,23 +170,34 @@ class Config:
         ValueError, TypeError
             Naming the field, what it is and what it may be.
         """
-        stages = {"autoencoder": Stage, "encoder": EncoderStage, "decoder": DecoderStage, "painter": PainterStage}
+        stages = {
+            "autoencoder": Stage,
+            "encoder": EncoderStage,
+            "decoder": DecoderStage,
+            "pixel_decoder": PixelDecoderStage,
+        }
         kinds = {**stages, "model": ModelOptions}
         for name, kind in kinds.items():
             if not isinstance(getattr(self, name), kind):
-                raise TypeError(f"{name} must be a {kind.__name__}, but is a {type(getattr(self, name)).__name__}")
+                raise TypeError(
+                    f"{name} must be a {kind.__name__}, but is a {type(getattr(self, name)).__name__}"
+                )
         for name in stages:
             getattr(self, name).check(name)
         self.model.check("model.")
-        if self.painter.epochs > 0 and not self.model.painter:
-            raise ValueError("painter.epochs must be 0 for a model without a painter; set model.painter")
+        if self.pixel_decoder.epochs > 0 and not self.model.pixel_decoder:
+            raise ValueError(
+                "pixel_decoder.epochs must be 0 for a model without a pixel_decoder; set model.pixel_decoder"
+            )
         fewest = min(count for count, _ in self.model.experts)
         if self.encoder.winners is not None and self.encoder.winners > fewest:
             raise ValueError(
                 f"encoder.winners must be at most {fewest}, the number of experts, but is {self.encoder.winners}"
             )
         if self.encoder.winners is not None and self.model.agreement != "cosine":
-            raise ValueError("encoder.winners needs model.agreement cosine; set model.winners instead")
+            raise ValueError(
+                "encoder.winners needs model.agreement cosine; set model.winners instead"
+            )
         checks.require_int("batch_size", self.batch_size, 1)
         checks.require_nonnegative("checkpoint_every", self.checkpoint_every)
         checks.require_int("seed", self.seed, 0, 2**63 - 1)
@@ -220,22 +240,29 @@ def default() -> Config:
     At last, filters of their own learn to draw sharply what the experts say.
     """
     return Config(
-        model=ModelOptions(normalize="outputs", sharpness=1.0, scale=0.15, whiten=True, level=16, painter=True),
-        autoencoder=Stage(epochs=5, rate=3e-3),
-        encoder=EncoderStage(epochs=10, rate=0.1, winners=1, firing=0.5),
-        decoder=DecoderStage(epochs=3, rate=0.03, alone=0.3),
-        painter=PainterStage(epochs=10, rate=1e-3, alone=0.3),
+        model=ModelOptions(
+            normalize="outputs",
+            sharpness=1.0,
+            scale=0.15,
+            whiten=True,
+            equalized_components=16,
+            pixel_decoder=True,
+        ),
+        autoencoder=Stage(epochs=5, learning_rate=3e-3),
+        encoder=EncoderStage(epochs=10, learning_rate=0.1, winners=1, target_firing=0.5),
+        decoder=DecoderStage(epochs=3, learning_rate=0.03, single_expert_share=0.3),
+        pixel_decoder=PixelDecoderStage(epochs=10, learning_rate=1e-3, single_expert_share=0.3),
     )
 
 
 def paper() -> Config:
     """Return the paper's recipe as literally as it can be read."""
-    sgd = {"optimizer": "sgd", "l2": 1e-7, "momentum": 0.9}
+    sgd = {"optimizer": "sgd", "weight_decay": 1e-7, "momentum": 0.9}
     return Config(
         model=ModelOptions(bias=False, sharpness=1.0, centre=False, scale=None, whiten=False),
-        autoencoder=Stage(epochs=10, rate=3e-3),
-        encoder=EncoderStage(epochs=10, rate=100.0, **sgd),  # type: ignore[arg-type]
-        decoder=DecoderStage(epochs=10, rate=0.1, **sgd),  # type: ignore[arg-type]
+        autoencoder=Stage(epochs=10, learning_rate=3e-3),
+        encoder=EncoderStage(epochs=10, learning_rate=100.0, **sgd),  # type: ignore[arg-type]
+        decoder=DecoderStage(epochs=10, learning_rate=0.1, **sgd),  # type: ignore[arg-type]
     )
 
 
@@ -251,7 +278,11 @@ def nearest_preset(config: Config) -> str:
 def changes(config: Config, preset: str) -> dict[str, Any]:
     """Options that are not those of a preset, by their names."""
     usual = dict(_flat(asdict(PRESETS[preset]())))
-    return {name: value for name, value in _flat(asdict(config)) if value != usual[name] and name not in OF_THE_MACHINE}
+    return {
+        name: value
+        for name, value in _flat(asdict(config))
+        if value != usual[name] and name not in OF_THE_MACHINE
+    }
 
 
 def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
@@ -276,4 +307,8 @@ def command(config: Config) -> str:
 
 
 def _words(value: Any) -> list[str]:
-    return [word for each in value for word in _words(each)] if isinstance(value, tuple) else [str(value)]
+    return (
+        [word for each in value for word in _words(each)]
+        if isinstance(value, tuple)
+        else [str(value)]
+    )

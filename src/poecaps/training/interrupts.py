@@ -23,7 +23,9 @@ class Interrupts:
 
     def note(self, number: int, frame: Any) -> None:  # noqa: ARG002 (the signature of a signal handler)
         """Remember the signal, or act on it."""
-        twice = self.asked and expected().size == 1  # torchrun passes on a signal that its processes have had already
+        twice = (
+            self.asked and expected().size == 1
+        )  # torchrun passes on a signal that its processes have had already
         if twice or not self.stepping:
             raise KeyboardInterrupt
         self.asked = True

@@ -105,12 +105,16 @@ def train(
 
 def _was_launched_here(folder: Path) -> bool:
     """Tell whether the run in a folder was begun by the same call of `torchrun`."""
-    return (folder / CHECKPOINT).is_file() and read_tensors(folder / CHECKPOINT)[1].get("launch") == processes.launch()
+    return (folder / CHECKPOINT).is_file() and read_tensors(folder / CHECKPOINT)[1].get(
+        "launch"
+    ) == processes.launch()
 
 
 def _is_free(folder: Path) -> bool:
     """Tell whether there is nothing in a folder but what a run left that was killed before it could begin."""
-    return not folder.exists() or all(file.name.startswith(f".{CHECKPOINT}-") for file in folder.iterdir())
+    return not folder.exists() or all(
+        file.name.startswith(f".{CHECKPOINT}-") for file in folder.iterdir()
+    )
 
 
 def resume(
@@ -151,7 +155,9 @@ def resume(
     folder = Path(folder)
     source = folder / CHECKPOINT
     if not source.is_file():
-        raise FileNotFoundError(f"{folder} holds no run to go on with: there is no {CHECKPOINT} in it")
+        raise FileNotFoundError(
+            f"{folder} holds no run to go on with: there is no {CHECKPOINT} in it"
+        )
     tensors, about = read_tensors(source)
     check_version(about, source)
     try:
@@ -165,10 +171,16 @@ def resume(
         return CapsuleNetwork.load(folder, find_device(config.device))
     with _started(config, folder, report, found, data) as run:
         if not 0 <= task <= len(run.tasks) or not 0 <= step <= run.steps_of(task):
-            raise ModelError(f"{source} is damaged: it stands at step {step} of stage {task + 1} of {len(run.tasks)}")
+            raise ModelError(
+                f"{source} is damaged: it stands at step {step} of stage {task + 1} of {len(run.tasks)}"
+            )
         if (task, step) == (0, 0):  # nothing is learned yet, and nothing was saved
             return run.go(task, step)
-        model = {name.removeprefix("model."): value for name, value in tensors.items() if name.startswith("model.")}
+        model = {
+            name.removeprefix("model."): value
+            for name, value in tensors.items()
+            if name.startswith("model.")
+        }
         run.network.load_tensors(model, source)
         run.network.to(run.device)
         state = {name: value for name, value in tensors.items() if name.startswith("optimizer.")}
@@ -177,7 +189,9 @@ def resume(
 
 def is_finished(folder: Path) -> bool:
     """Tell whether the run in a folder is done and its network there."""
-    whole = all((folder / name).is_file() for name in (records.RECORD, "config.json", "model.safetensors"))
+    whole = all(
+        (folder / name).is_file() for name in (records.RECORD, "config.json", "model.safetensors")
+    )
     return whole and bool(records.read(folder).get("finished"))
 
 
@@ -194,12 +208,18 @@ def _started(
     device, interrupts = find_device(config.device), Interrupts()
     with interrupts.watched(), processes.joined(device) as workers:
         if new and workers.any(workers.first and not _is_free(folder), device):
-            raise FileExistsError(f"{folder} is not empty; name a new folder, or go on with the run in it by resume")
+            raise FileExistsError(
+                f"{folder} is not empty; name a new folder, or go on with the run in it by resume"
+            )
         if data is None:
-            smallest = least_side(config.model.kernel)
+            smallest = least_side(config.model.kernel_size)
             with nullcontext() if found is None and workers.first else without_warning():
                 data = load(
-                    config.data, path=config.data_path, size=config.size, channels=config.channels, smallest=smallest
+                    config.data,
+                    path=config.data_path,
+                    size=config.size,
+                    channels=config.channels,
+                    smallest=smallest,
                 )
         if found is not None:
             found(data)
@@ -223,7 +243,8 @@ class _Run:
         self.device, self.workers, self.interrupts = device, workers, interrupts
         _require_variety(data)
         architecture = Architecture(
-            **{each.name: getattr(config.model, each.name) for each in fields(config.model)}, image_shape=data.shape
+            **{each.name: getattr(config.model, each.name) for each in fields(config.model)},
+            image_shape=data.shape,
         )
         self.network = CapsuleNetwork(architecture, generator=_generator(config.seed, 0)).to(device)
         if config.batch_size % workers.size:
@@ -238,7 +259,9 @@ class _Run:
         self.order: tuple[tuple[int, int], Tensor] | None = None
         self.saved = time.monotonic()
 
-    def go(self, task: int, step: int, optimizer_state: dict[str, Tensor] | None = None) -> CapsuleNetwork:
+    def go(
+        self, task: int, step: int, optimizer_state: dict[str, Tensor] | None = None
+    ) -> CapsuleNetwork:
         """Run the tasks from this position on, then fit the density of codes and save the network."""
         record = self._begin(task, step) if self.workers.first else {}
         self._lay_filters(torch.channels_last)  # faster
@@ -255,7 +278,7 @@ class _Run:
         return self.network.requires_grad_(False)
 
     def _lay_filters(self, memory_format: torch.memory_format) -> None:
-        for part in (self.network.autoencoder, self.network.painter):
+        for part in (self.network.autoencoder, self.network.pixel_decoder):
             if part is not None:
                 part.to(memory_format=memory_format)  # type: ignore[call-overload]
 
@@ -309,12 +332,14 @@ class _Run:
             steps = Steps(task, optimizer, self.workers, draws, recorded=recorded)
         self.interrupts.stepping = True
         for step in range(first_step, total):
-            _set_rate(optimizer, task.stage.rate_at(step / total))
+            _set_rate(optimizer, task.stage.learning_rate_at(step / total))
             # What is drawn at random is a function of the position, so that a resumed run draws the same.
             draws.manual_seed(_seed(self.config.seed, 2, index, step))
             loss = steps.take(self._batch(index, step))
             done = step + 1
-            seen = self._measure(task, done, total, loss) if done % every == 0 or done == total else {}
+            seen = (
+                self._measure(task, done, total, loss) if done % every == 0 or done == total else {}
+            )
             pace.tell(done, seen)
             stop = self._is_interrupted(done)
             if done < total and (stop or self._is_time()):
@@ -338,7 +363,9 @@ class _Run:
         alone = self.device.type == "cuda" and self.workers.size == 1
         layers = [each for each in task.part.modules() if isinstance(each, CapsuleExperts)]
         # What routes without Triton looks at its numbers, and that cannot be recorded.
-        quick = all(kernels.choose(each.weight, each.weight, each.backend) == "triton" for each in layers)
+        quick = all(
+            kernels.choose(each.weight, each.weight, each.backend) == "triton" for each in layers
+        )
         enough = steps >= PLAIN + FEWEST
         return alone and quick and enough and task.stage.optimizer == "adam" and task.is_resident()
 
@@ -346,7 +373,9 @@ class _Run:
         """Choose the images of a step: each epoch sees every image once, in an order of its own."""
         epoch, position = divmod(step, self.steps_per_epoch)
         if self.order is None or self.order[0] != (index, epoch):
-            order = torch.randperm(len(self.material), generator=_generator(self.config.seed, 3, index, epoch))
+            order = torch.randperm(
+                len(self.material), generator=_generator(self.config.seed, 3, index, epoch)
+            )
             self.order = (index, epoch), order.to(self.device)
         return self.order[1][position * self.batch_size : (position + 1) * self.batch_size]
 
@@ -362,10 +391,16 @@ class _Run:
         self.material.make_codes(top)
         if self.workers.first:
             chosen = (
-                torch.randperm(len(self.material), generator=_generator(self.config.seed, 5))[:FITTED].sort().values
+                torch.randperm(len(self.material), generator=_generator(self.config.seed, 5))[
+                    :FITTED
+                ]
+                .sort()
+                .values
             )
-            self.network.density.fit(self.material.codes(top, chosen), _generator(self.config.seed, 1))
-        self.workers.follow_first(list(self.network.density.buffers()))
+            self.network.code_density.fit(
+                self.material.codes(top, chosen), _generator(self.config.seed, 1)
+            )
+        self.workers.follow_first(list(self.network.code_density.buffers()))
 
     # Results, which only the first process has
 
@@ -377,7 +412,11 @@ class _Run:
         with torch.no_grad():
             seen = task.measure()
         task.part.train()
-        numbers = {"loss": loss.item(), "learning_rate": task.stage.rate_at((step - 1) / total), **seen}
+        numbers = {
+            "loss": loss.item(),
+            "learning_rate": task.stage.learning_rate_at((step - 1) / total),
+            **seen,
+        }
         if not all(map(math.isfinite, numbers.values())):
             raise self._diverged(task, step)
         return numbers
@@ -417,12 +456,20 @@ class _Run:
             except (ValueError, TypeError, KeyError):  # cut by a crash
                 return False
 
-        kept = [text for text in path.read_text(encoding="utf-8", errors="replace").splitlines() if counts(text)]
+        kept = [
+            text
+            for text in path.read_text(encoding="utf-8", errors="replace").splitlines()
+            if counts(text)
+        ]
         write_atomically(path, "".join(f"{text}\n" for text in kept).encode())
 
     def _diverged(self, task: Task, step: int) -> TrainingError:
-        rate = task.stage.rate_at(step / max(1, task.stage.epochs * self.steps_per_epoch))
-        kept = f"; the last checkpoint is kept in {self.folder}" if (self.folder / CHECKPOINT).exists() else ""
+        rate = task.stage.learning_rate_at(step / max(1, task.stage.epochs * self.steps_per_epoch))
+        kept = (
+            f"; the last checkpoint is kept in {self.folder}"
+            if (self.folder / CHECKPOINT).exists()
+            else ""
+        )
         return TrainingError(
             f"{task.name} diverged at step {step} with a learning rate of {rate:.3g}; lower the rate of the stage{kept}"
         )
@@ -433,7 +480,9 @@ class _Run:
 
     def _require_sane(self, task: Task, step: int) -> None:
         """Fail if the weights of a part have run away."""
-        means = torch.stack([parameter.detach().abs().mean() for parameter in task.part.parameters()])
+        means = torch.stack(
+            [parameter.detach().abs().mean() for parameter in task.part.parameters()]
+        )
         if not bool((means < EXPLODED).all()):
             raise self._diverged(task, step)
 
@@ -476,7 +525,11 @@ class _Run:
             write()
         except OSError as error:
             saved = (self.folder / CHECKPOINT).is_file()
-            remedy = "make room and go on from the last checkpoint with resume" if saved else "name another folder"
+            remedy = (
+                "make room and go on from the last checkpoint with resume"
+                if saved
+                else "name another folder"
+            )
             raise TrainingError(f"cannot write into {self.folder} ({error}); {remedy}") from error
 
 
@@ -497,7 +550,9 @@ class _Pace:
     def tell(self, done: int, seen: dict[str, float]) -> None:
         """Tell where the task stands after a step, with numbers if some were measured."""
         run, steps = self.run, self.epochs * self.run.steps_per_epoch
-        pace = (done - self.first_step) / max(time.perf_counter() - self.began, 1e-9)  # steps a second
+        pace = (done - self.first_step) / max(
+            time.perf_counter() - self.began, 1e-9
+        )  # steps a second
         self.numbers = seen or self.numbers
         run.note(
             Progress(
@@ -519,8 +574,13 @@ class _Pace:
 
 def _require_variety(data: ImageSet) -> None:
     """Refuse images from which nothing can be learned."""
-    if all((data.images[start : start + 1024] == data.images[:1]).all() for start in range(0, len(data), 1024)):
-        what = "there is only one image" if len(data) == 1 else f"all {len(data)} images are the same"
+    if all(
+        (data.images[start : start + 1024] == data.images[:1]).all()
+        for start in range(0, len(data), 1024)
+    ):
+        what = (
+            "there is only one image" if len(data) == 1 else f"all {len(data)} images are the same"
+        )
         raise DataError(f"{what} in {data.source}; there is nothing to learn from it")
 
 
@@ -534,10 +594,17 @@ def _settled(path: Any) -> Any:
 def _optimizer(stage: Stage, parameters: list[nn.Parameter]) -> Optimizer:
     betas = (stage.momentum, 0.999)
     if stage.optimizer == "sgd":
-        return torch.optim.SGD(parameters, lr=stage.rate, momentum=stage.momentum, weight_decay=stage.l2)
+        return torch.optim.SGD(
+            parameters,
+            lr=stage.learning_rate,
+            momentum=stage.momentum,
+            weight_decay=stage.weight_decay,
+        )
     if parameters[0].device.type == "cuda":
-        return FusedAdam(parameters, stage.rate, betas, stage.l2)
-    return torch.optim.Adam(parameters, lr=stage.rate, betas=betas, weight_decay=stage.l2)
+        return FusedAdam(parameters, stage.learning_rate, betas, stage.weight_decay)
+    return torch.optim.Adam(
+        parameters, lr=stage.learning_rate, betas=betas, weight_decay=stage.weight_decay
+    )
 
 
 def _set_rate(optimizer: Optimizer, rate: float) -> None:
@@ -548,11 +615,17 @@ def _set_rate(optimizer: Optimizer, rate: float) -> None:
             group["lr"] = rate
 
 
-def _restore(optimizer: Optimizer, parameters: list[nn.Parameter], state: dict[str, Tensor], source: Path) -> None:
+def _restore(
+    optimizer: Optimizer, parameters: list[nn.Parameter], state: dict[str, Tensor], source: Path
+) -> None:
     """Give an optimiser its memory back: for each parameter, what the optimiser keeps, in the parameter's shape."""
     if not state:
         return
-    names = {"momentum_buffer"} if isinstance(optimizer, torch.optim.SGD) else {"step", "exp_avg", "exp_avg_sq"}
+    names = (
+        {"momentum_buffer"}
+        if isinstance(optimizer, torch.optim.SGD)
+        else {"step", "exp_avg", "exp_avg_sq"}
+    )
     if isinstance(optimizer, torch.optim.SGD) and not optimizer.defaults["momentum"]:
         names = set()
     shapes = {
@@ -561,14 +634,22 @@ def _restore(optimizer: Optimizer, parameters: list[nn.Parameter], state: dict[s
         for name in names
     }
     found = {name: tuple(value.shape) for name, value in state.items()}
-    wrong = sorted(name for name in shapes.keys() | found.keys() if shapes.get(name) != found.get(name))
-    if wrong or not all(value.is_floating_point() and value.isfinite().all() for value in state.values()):
-        raise ModelError(f"{source} is damaged: {' and '.join(wrong[:1]) or 'a number'} is no state of this optimiser")
+    wrong = sorted(
+        name for name in shapes.keys() | found.keys() if shapes.get(name) != found.get(name)
+    )
+    if wrong or not all(
+        value.is_floating_point() and value.isfinite().all() for value in state.values()
+    ):
+        raise ModelError(
+            f"{source} is damaged: {' and '.join(wrong[:1]) or 'a number'} is no state of this optimiser"
+        )
     for number, parameter in enumerate(parameters):
         for name in names:
             value = state[f"optimizer.{number}.{name}"]
             if name == "step":  # torch's own Adam counts on the host
-                kept = value.to(parameter.device if isinstance(optimizer, FusedAdam) else "cpu", torch.float32)
+                kept = value.to(
+                    parameter.device if isinstance(optimizer, FusedAdam) else "cpu", torch.float32
+                )
             else:
                 kept = torch.empty_like(parameter).copy_(value)  # laid out as the parameter is
             optimizer.state[parameter][name] = kept
@@ -596,7 +677,9 @@ def find_device(name: str) -> torch.device:
         torch.zeros(1, device=device).item()
     except Exception as error:  # torch raises almost anything here
         reason = str(error).splitlines()[0]
-        raise ValueError(f"device must be auto, cpu, or a GPU such as cuda:0, but is {name!r} ({reason})") from error
+        raise ValueError(
+            f"device must be auto, cpu, or a GPU such as cuda:0, but is {name!r} ({reason})"
+        ) from error
     return device
 
 

@@ -12,7 +12,11 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-SHOWN = (("reconstruction_error", "error", 3), ("firing", "firing", 2), ("effective_rank", "rank", 1))
+SHOWN = (
+    ("reconstruction_error", "error", 3),
+    ("firing", "firing", 2),
+    ("effective_rank", "rank", 1),
+)
 REFRESH = 0.1  # seconds between two drawings of the live line
 BAR = 16
 
@@ -51,7 +55,11 @@ class Progress:
         if not self.images_per_second:  # no step was taken yet, here or since the run was resumed
             return f"goes on from epoch {self.epoch:.1f}" if self.step else "starts"
         begin = [f"epoch {self.epoch:.1f}/{self.epochs}", f"{self.images_per_second:,.0f} images/s"]
-        numbers = [f"{short} {self.numbers[name]:.{digits}f}" for name, short, digits in SHOWN if name in self.numbers]
+        numbers = [
+            f"{short} {self.numbers[name]:.{digits}f}"
+            for name, short, digits in SHOWN
+            if name in self.numbers
+        ]
         left = f"{_clock(self.seconds_left)} left"
         while numbers and len("  ".join([*begin, *numbers, left])) > room:
             numbers.pop()
@@ -60,7 +68,9 @@ class Progress:
 
 def _clock(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}" if minutes >= 60 else f"{minutes}:{rest:02}"
+    return (
+        f"{minutes // 60}:{minutes % 60:02}:{rest:02}" if minutes >= 60 else f"{minutes}:{rest:02}"
+    )
 
 
 class PlainLines:
@@ -74,7 +84,9 @@ class PlainLines:
         """Print a line if an epoch has ended."""
         whole = int(progress.epoch + 1e-9)
         now = (progress.stage, whole)
-        if not progress.images_per_second or (progress.measured and whole > 0 and now != self.shown):
+        if not progress.images_per_second or (
+            progress.measured and whole > 0 and now != self.shown
+        ):
             print(f"{_name(progress)}  {progress.summary()}", file=self.out, flush=True)
             self.shown = now
 
@@ -146,7 +158,9 @@ class TensorBoard:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
-            raise ValueError("TensorBoard is not installed; pip install 'poecaps[tensorboard]'") from error
+            raise ValueError(
+                "TensorBoard is not installed; pip install 'poecaps[tensorboard]'"
+            ) from error
         self.folder = folder / "tensorboard"
         self.open: type[Any] = SummaryWriter
         self.writer: Any = None

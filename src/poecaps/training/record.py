@@ -25,7 +25,14 @@ if TYPE_CHECKING:
     from poecaps.data import ImageSet
 
 RECORD = "run.json"
-SHARED = ("time", "stage", "step", "device", "precision", "processes")  # of each start, what anybody may know
+SHARED = (
+    "time",
+    "stage",
+    "step",
+    "device",
+    "precision",
+    "processes",
+)  # of each start, what anybody may know
 HASHED = 2**30  # bytes; of a larger set, images at equal distances stand for all
 
 
@@ -63,23 +70,35 @@ def describe_device(device: torch.device) -> str:
     if device.type == "cuda":
         return f"{device} ({torch.cuda.get_device_name(device)})"
     threads = torch.get_num_threads()
-    return f"{device} ({threads} thread{'s' * (threads > 1)})" if device.type == "cpu" else str(device)
+    return (
+        f"{device} ({threads} thread{'s' * (threads > 1)})" if device.type == "cpu" else str(device)
+    )
 
 
 def command() -> str:
     """Return the command line of this program, as a shell would take it."""
-    words = sys.orig_argv if Path(sys.argv[0]).name == "__main__.py" else sys.argv  # python -m …, or a script
+    words = (
+        sys.orig_argv if Path(sys.argv[0]).name == "__main__.py" else sys.argv
+    )  # python -m …, or a script
     return shlex.join([Path(words[0]).name, *words[1:]])
 
 
 def begin(config: Config, data: dict[str, Any]) -> dict[str, Any]:
     """Make the record of a new run."""
-    return {"config": asdict(config), "seed": config.seed, "data": data, "starts": [], "finished": None}
+    return {
+        "config": asdict(config),
+        "seed": config.seed,
+        "data": data,
+        "starts": [],
+        "finished": None,
+    }
 
 
 def start(record: dict[str, Any], **about: Any) -> None:
     """Note that a run is started, or started again."""
-    record["starts"].append({"time": now(), "command": command(), "versions": describe_machine(), **about})
+    record["starts"].append(
+        {"time": now(), "command": command(), "versions": describe_machine(), **about}
+    )
 
 
 def now() -> str:
@@ -101,7 +120,9 @@ def read(folder: Path) -> dict[str, Any]:
             raise ModelError(f"{folder / RECORD} is no record of a run: it has no {name}")
     starts, images = record["starts"], record["data"].get("images")
     if not all(isinstance(start, dict) for start in starts) or not isinstance(images, int):
-        raise ModelError(f"{folder / RECORD} is no record of a run: its starts or its data are not told")
+        raise ModelError(
+            f"{folder / RECORD} is no record of a run: its starts or its data are not told"
+        )
     return record
 
 
@@ -126,7 +147,11 @@ def without_machine(record: Mapping[str, Any]) -> dict[str, Any]:
         {
             "command": training_command(shared),
             **{name: start[name] for name in SHARED if name in start},
-            "versions": {name: value for name, value in start.get("versions", {}).items() if name != "platform"},
+            "versions": {
+                name: value
+                for name, value in start.get("versions", {}).items()
+                if name != "platform"
+            },
         }
         for start in record["starts"]
     ]

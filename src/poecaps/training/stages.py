@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from poecaps.autoencoder import ConvAutoencoder, Painter
+    from poecaps.autoencoder import ConvAutoencoder, PixelDecoder
     from poecaps.data import ImageSet
-    from poecaps.layer import CapsuleExperts
-    from poecaps.network import CapsuleDecoder, CapsuleNetwork
-    from poecaps.training.config import Config, DecoderStage, EncoderStage, PainterStage, Stage
+    from poecaps.layer import CapsuleDecoder, CapsuleExperts
+    from poecaps.network import CapsuleNetwork
+    from poecaps.training.config import Config, DecoderStage, EncoderStage, PixelDecoderStage, Stage
     from poecaps.training.workers import Workers
 
     Draw = Callable[[Tensor], Tensor]
@@ -39,9 +39,21 @@ class Material:
     """
 
     def __init__(
-        self, data: ImageSet, network: CapsuleNetwork, device: torch.device, workers: Workers, *, half: bool
+        self,
+        data: ImageSet,
+        network: CapsuleNetwork,
+        device: torch.device,
+        workers: Workers,
+        *,
+        half: bool,
     ) -> None:
-        self.data, self.network, self.device, self.workers, self.half = data, network, device, workers, half
+        self.data, self.network, self.device, self.workers, self.half = (
+            data,
+            network,
+            device,
+            workers,
+            half,
+        )
         self.chunk = CHUNK if device.type == "cpu" else WIDE
         self.features: Tensor | None = None
         self.capsules: Tensor | None = None
@@ -49,7 +61,9 @@ class Material:
         self.pixels: Tensor | None = None
         if data.images.dtype == np.uint8 and self._has_room(data.images.nbytes):
             self.pixels = torch.empty(len(data), *data.shape, dtype=torch.uint8, device=device)
-            for start in range(0, len(data), WIDE):  # in chunks, for the images may be a mapped file
+            for start in range(
+                0, len(data), WIDE
+            ):  # in chunks, for the images may be a mapped file
                 part = np.array(data.images[start : start + WIDE])
                 self.pixels[start : start + WIDE] = torch.from_numpy(part).permute(0, 3, 1, 2)
 
@@ -77,7 +91,7 @@ class Material:
             self.make_codes(layer)
         elif self.features is None:
             self.network.autoencoder.eval()
-            rows = self.network.scaling.mean.shape
+            rows = self.network.preprocessing.mean.shape
 
             def see(indices: Tensor) -> Tensor:
                 with self.autocast():
@@ -87,9 +101,11 @@ class Material:
 
     def keep_inputs(self) -> None:
         """Keep the `inputs` of the first layer, once it is known how they are scaled, where there is room for them."""
-        size = len(self) * self.network.scaling.mean.numel() * torch.float32.itemsize
+        size = len(self) * self.network.preprocessing.mean.numel() * torch.float32.itemsize
         if self.capsules is None and self._has_room(size):
-            self.capsules = torch.cat([self.inputs(0, part) for part in torch.arange(len(self)).split(self.chunk)])
+            self.capsules = torch.cat(
+                [self.inputs(0, part) for part in torch.arange(len(self)).split(self.chunk)]
+            )
 
     def make_codes(self, layer: int) -> None:
         """Make the `codes` of this layer, counted from 1; every process must call it."""
@@ -106,8 +122,8 @@ class Material:
         """Fit the scaling of the input capsules to the features."""
         features = self.features
         assert features is not None  # noqa: S101 (make_inputs(0) comes first)
-        self.network.scaling.fit(_Parts(features, self.device, self.chunk))
-        self.workers.follow_first(list(self.network.scaling.buffers()))
+        self.network.preprocessing.fit(_Parts(features, self.device, self.chunk))
+        self.workers.follow_first(list(self.network.preprocessing.buffers()))
 
     def inputs(self, layer: int, indices: Tensor) -> Tensor:
         """Squashed capsules that a layer sees: (B,) → (B, I, K)."""
@@ -117,7 +133,9 @@ class Material:
             return _take(self.capsules, indices, self.device)
         assert self.features is not None  # noqa: S101 (make_inputs(0) comes first)
         with torch.no_grad():
-            return self.network.scaling.to_capsules(_take(self.features, indices, self.device).float())
+            return self.network.preprocessing.to_capsules(
+                _take(self.features, indices, self.device).float()
+            )
 
     def codes(self, layer: int, indices: Tensor) -> Tensor:
         """Experts of a trained layer, counted from 1: (B,) → (B, J, D)."""
@@ -129,16 +147,22 @@ class Material:
 
     def autocast(self) -> Any:
         """Let convolutions run in bfloat16 where that is wanted."""
-        return torch.autocast(self.device.type, dtype=torch.bfloat16) if self.half else nullcontext()
+        return (
+            torch.autocast(self.device.type, dtype=torch.bfloat16) if self.half else nullcontext()
+        )
 
     @torch.no_grad()
-    def _for_all(self, make: Callable[[Tensor], Tensor], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    def _for_all(
+        self, make: Callable[[Tensor], Tensor], shape: Sequence[int], dtype: torch.dtype
+    ) -> Tensor:
         """Make something of every image, each process its share: → (N, *shape)."""
         count, size = len(self), self.workers.size
         kept = self._room(count, *shape, dtype=dtype)
         for start in range(0, count, self.chunk * size):
             stop = min(start + self.chunk * size, count)
-            length = size * math.ceil((stop - start) / size)  # shares are equally long; the last image may come twice
+            length = size * math.ceil(
+                (stop - start) / size
+            )  # shares are equally long; the last image may come twice
             indices = torch.arange(start, start + length).clamp(max=count - 1)
             made = self.workers.gather(make(self.workers.share(indices)).to(dtype))
             kept[start:stop] = made[: stop - start]
@@ -242,7 +266,7 @@ class EncoderTask(Task):
         if fresh:
             if self.layer == 0:
                 self.material.fit_scaling()
-            self._reset(self.stage.std, generator)
+            self._reset(self.stage.init_std, generator)
         self.material.keep_inputs()
         if self.stage.winners is not None:
             self.part.winners = self.stage.winners
@@ -256,10 +280,14 @@ class EncoderTask(Task):
         if self.stage.winners is not None:
             self.part.winners = self.later
             self.part.fold_balance()
-        if self.stage.firing is not None:
+        if self.stage.target_firing is not None:
             with torch.no_grad():
-                z = self.part.route(self.material.inputs(self.layer, self.material.probe())).preactivation
-                self.part.weight.mul_(factor_for_firing(z.norm(dim=-1).amax(1), self.stage.firing))
+                z = self.part.route(
+                    self.material.inputs(self.layer, self.material.probe())
+                ).preactivation
+                self.part.weight.mul_(
+                    factor_for_firing(z.norm(dim=-1).amax(1), self.stage.target_firing)
+                )
 
     def is_resident(self) -> bool:
         """Tell whether all that the steps learn from lies in the memory of the device."""
@@ -268,7 +296,13 @@ class EncoderTask(Task):
     def loss(self, indices: Tensor, draw: Draw) -> Tensor:
         """Compute the loss of contrastive divergence."""
         x = self.material.inputs(self.layer, indices)
-        return self.part.contrastive_divergence(x, self.stage.k, mixing=self.stage.mixing, draw=draw)
+        uniform = None
+        if self.stage.mixing == "bernoulli":
+            like = x.new_empty(len(x), self.part.out_capsules)
+            uniform = torch.stack([draw(like) for _ in range(self.stage.k)])
+        return self.part.contrastive_divergence(
+            x, self.stage.k, mixing=self.stage.mixing, uniform=uniform
+        )
 
     def measure(self) -> dict[str, float]:
         """Measure the share of the capsules that is lost and the mean firing probability, as the layer learns.
@@ -281,7 +315,11 @@ class EncoderTask(Task):
         winners, self.part.winners = self.part.winners, self.later
         rank = effective_rank(self.part(x).flatten(1))
         self.part.winners = winners
-        return {"reconstruction_error": error.item(), "firing": firing.item(), "effective_rank": rank}
+        return {
+            "reconstruction_error": error.item(),
+            "firing": firing.item(),
+            "effective_rank": rank,
+        }
 
 
 class DecoderTask(Task):
@@ -298,7 +336,7 @@ class DecoderTask(Task):
         """Make the capsules below and the experts above."""
         self.material.make_codes(self.layer + 1)
         if fresh:
-            self._reset(self.stage.std, generator)
+            self._reset(self.stage.init_std, generator)
 
     def is_resident(self) -> bool:
         """Tell whether all that the steps learn from lies in the memory of the device."""
@@ -306,8 +344,10 @@ class DecoderTask(Task):
 
     def loss(self, indices: Tensor, draw: Draw) -> Tensor:
         """Compute the loss of the decoder's rule, for some images from their strongest expert alone."""
-        y = _some_alone(self.material.codes(self.layer + 1, indices), self.stage.alone, draw)
-        return self.part.decoding_loss(y, self.material.inputs(self.layer, indices))
+        y = _some_alone(
+            self.material.codes(self.layer + 1, indices), self.stage.single_expert_share, draw
+        )
+        return self.part.contrastive_divergence(y, self.material.inputs(self.layer, indices))
 
     def measure(self) -> dict[str, float]:
         """Measure the share of the variance below that is lost."""
@@ -317,25 +357,31 @@ class DecoderTask(Task):
         return {"reconstruction_error": (error.square().sum() / _variance(z)).item()}
 
 
-class PainterTask(Task):
-    """Stage 4: the painter, and the capsule decoder it draws from, learn to reconstruct images from codes."""
+class PixelDecoderTask(Task):
+    """Stage 4: the pixel_decoder, and the capsule decoder it draws from, learn to reconstruct images from codes."""
 
-    stage: PainterStage
+    stage: PixelDecoderStage
 
-    def __init__(self, stage: PainterStage, painter: Painter, material: Material) -> None:
-        self.painter = painter
+    def __init__(
+        self, stage: PixelDecoderStage, pixel_decoder: PixelDecoder, material: Material
+    ) -> None:
+        self.pixel_decoder = pixel_decoder
         self.lowest, *self.higher = cast("list[CapsuleDecoder]", list(material.network.decoders))
-        super().__init__("painter", stage, nn.ModuleList([painter, self.lowest]), material)
+        super().__init__(
+            "pixel decoder", stage, nn.ModuleList([pixel_decoder, self.lowest]), material
+        )
 
     def prepare(self, fresh: bool, generator: torch.Generator) -> None:  # noqa: ARG002 (nothing is drawn)
-        """Make the experts; the painter begins with the filters of the autoencoder."""
+        """Make the experts; the pixel_decoder begins with the filters of the autoencoder."""
         self.material.make_codes(len(self.material.network.encoders))
         if fresh:
-            self.painter.follow(self.material.network.autoencoder)
+            self.pixel_decoder.follow(self.material.network.autoencoder)
 
     def is_resident(self) -> bool:
         """Tell whether all that the steps learn from lies in the memory of the device."""
-        return self.material.has_images() and self.material.has_inputs(len(self.material.network.encoders))
+        return self.material.has_images() and self.material.has_inputs(
+            len(self.material.network.encoders)
+        )
 
     def loss(self, indices: Tensor, draw: Draw) -> Tensor:
         """Compute how far images are from what is drawn, for some of them from their strongest expert alone.
@@ -345,15 +391,25 @@ class PainterTask(Task):
         the absolute difference alone, and stays off for ever; a little cross-entropy wakes it.
         """
         y = self.material.codes(len(self.material.network.encoders), indices)
-        logits, images = self._paint(_some_alone(y, self.stage.alone, draw)), self.material.images(indices)
+        logits, images = (
+            self._paint(_some_alone(y, self.stage.single_expert_share, draw)),
+            self.material.images(indices),
+        )
         sharp = (torch.sigmoid(logits) - images).abs().mean()
-        return sharp + self.stage.cross_entropy * nn.functional.binary_cross_entropy_with_logits(logits, images)
+        return sharp + self.stage.cross_entropy * nn.functional.binary_cross_entropy_with_logits(
+            logits, images
+        )
 
     def measure(self) -> dict[str, float]:
         """Measure the share of the images' variance that is lost on the way to the experts and back."""
         probe = self.material.probe()
         images = self.material.images(probe)
-        error = torch.sigmoid(self._paint(self.material.codes(len(self.material.network.encoders), probe))) - images
+        error = (
+            torch.sigmoid(
+                self._paint(self.material.codes(len(self.material.network.encoders), probe))
+            )
+            - images
+        )
         return {"reconstruction_error": (error.square().sum() / _variance(images)).item()}
 
     def _paint(self, y: Tensor) -> Tensor:
@@ -361,7 +417,7 @@ class PainterTask(Task):
         with torch.no_grad():
             for decoder in reversed(self.higher):
                 y = decoder(y)
-        activations = self.material.network.scaling.undo(self.lowest.preactivation(y))
+        activations = self.material.network.preprocessing.undo(self.lowest.held_preactivation(y))
         with self.material.autocast():
             return self.material.network.logits(activations).float()
 
@@ -383,11 +439,17 @@ def _variance(points: Tensor) -> Tensor:
 def plan(config: Config, material: Material) -> list[Task]:
     """List the tasks of a run, in order."""
     layers = range(len(material.network.encoders))
-    first = AutoencoderTask("autoencoder", config.autoencoder, material.network.autoencoder, material)
+    first = AutoencoderTask(
+        "autoencoder", config.autoencoder, material.network.autoencoder, material
+    )
     encoders = [EncoderTask(layer, config.encoder, material) for layer in layers]
     decoders = [DecoderTask(layer, config.decoder, material) for layer in layers]
-    painter = material.network.painter
-    last = [] if painter is None else [PainterTask(config.painter, painter, material)]
+    pixel_decoder = material.network.pixel_decoder
+    last = (
+        []
+        if pixel_decoder is None
+        else [PixelDecoderTask(config.pixel_decoder, pixel_decoder, material)]
+    )
     return [first, *encoders, *decoders, *last]
 
 
@@ -399,7 +461,9 @@ def factor_for_firing(norm: Tensor, target: float) -> float:
     for _ in range(60):
         middle = (low + high) / 2
         square = (norm.double() * math.exp(middle)).square()
-        low, high = (middle, high) if (square / (1 + square)).mean().item() < target else (low, middle)
+        low, high = (
+            (middle, high) if (square / (1 + square)).mean().item() < target else (low, middle)
+        )
     return math.exp(low)
 
 

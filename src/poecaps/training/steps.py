@@ -66,7 +66,9 @@ class Steps:
 
     def _step(self, indices: Tensor) -> Tensor:
         self.optimizer.zero_grad()
-        loss = self.task.loss(self.workers.share(indices), lambda like: self.workers.uniform(like, self.draws))
+        loss = self.task.loss(
+            self.workers.share(indices), lambda like: self.workers.uniform(like, self.draws)
+        )
         loss.backward()
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         self.workers.average([*gradients, *self.buffers])

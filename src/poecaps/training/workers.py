@@ -45,7 +45,9 @@ class Workers:
     def uniform(self, like: Tensor, generator: torch.Generator) -> Tensor:
         """Draw numbers from 0 to 1 in the shape of `like`, this process's part of those of the whole batch."""
         each = len(like)
-        drawn = torch.rand(self.size * each, *like.shape[1:], generator=generator, device=like.device)
+        drawn = torch.rand(
+            self.size * each, *like.shape[1:], generator=generator, device=like.device
+        )
         return drawn[self.rank * each : (self.rank + 1) * each]
 
     def average(self, tensors: Sequence[Tensor]) -> None:
@@ -56,7 +58,9 @@ class Workers:
         with _in_touch():
             dist.all_reduce(flat)
         flat /= self.size
-        for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+        for tensor, part in zip(
+            tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True
+        ):
             tensor.copy_(part.view_as(tensor))
 
     def gather(self, part: Tensor) -> Tensor:
@@ -91,7 +95,9 @@ def _in_touch() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise TrainingError(f"another process has stopped ({str(error).splitlines()[0]})") from error
+        raise TrainingError(
+            f"another process has stopped ({str(error).splitlines()[0]})"
+        ) from error
 
 
 def expected() -> Workers:

@@ -20,7 +20,15 @@ if TYPE_CHECKING:
 
     from poecaps.network import CapsuleNetwork
 
-__all__ = ["Neighbours", "encode", "fill_in", "free_energy", "interpolate", "nearest", "unusualness"]
+__all__ = [
+    "Neighbours",
+    "encode",
+    "free_energy",
+    "inpaint",
+    "interpolate",
+    "nearest",
+    "novelty_score",
+]
 CHUNK = 250  # images that go through the network together
 QUERIES = 1000  # codes whose distances to all others are held at a time
 
@@ -35,7 +43,7 @@ def free_energy(network: CapsuleNetwork, images: Tensor) -> Tensor:
     return _in_parts(network.free_energy, images)
 
 
-def unusualness(network: CapsuleNetwork, images: Tensor, usual: Tensor | None = None) -> Tensor:
+def novelty_score(network: CapsuleNetwork, images: Tensor, usual: Tensor | None = None) -> Tensor:
     """Score how unlike the training images others are; larger is more unlike.
 
     The obvious score is F itself, for P(x) = e^(−F(x))/Z. It is also the one that fails where it is least expected, as
@@ -67,7 +75,7 @@ def unusualness(network: CapsuleNetwork, images: Tensor, usual: Tensor | None = 
     return (found - middle).abs() / spread.clamp(min=torch.finfo(spread.dtype).tiny)
 
 
-def fill_in(
+def inpaint(
     network: CapsuleNetwork,
     images: Tensor,
     known: Tensor,
@@ -110,11 +118,21 @@ def fill_in(
     if noise == 0:
         raise ValueError("noise must be above 0")
     checks.require_floating("images", images, pixels=True)
-    checks.require_shape("images", images, "BCHW", (None, *network.architecture.image_shape), "as the model draws them")
+    checks.require_shape(
+        "images",
+        images,
+        "BCHW",
+        (None, *network.architecture.image_shape),
+        "as the model draws them",
+    )
     checks.require_tensor("known", known)
-    checks.require_shape("known", known, "HW", network.architecture.image_shape[1:], "as the model draws images")
+    checks.require_shape(
+        "known", known, "HW", network.architecture.image_shape[1:], "as the model draws images"
+    )
     if known.dtype != torch.bool:
-        raise TypeError(f"known must hold truth values, but its dtype is {known.dtype}; compare with a number first")
+        raise TypeError(
+            f"known must hold truth values, but its dtype is {known.dtype}; compare with a number first"
+        )
     checks.check_pixels_on_cpu(images[:, :, known], "images")
     with torch.no_grad():
         drawn = _in_parts(network.decode, network.sample(draws, generator=generator))
@@ -185,7 +203,9 @@ def nearest(codes: Tensor, queries: Tensor, count: int = 1) -> Neighbours:
     checks.require_int("count", count, 1, len(codes))
     places, asked = F.direction(codes.flatten(1)), F.direction(queries.flatten(1))
     found = [(part @ places.T).topk(count) for part in asked.split(QUERIES)]
-    return Neighbours(torch.cat([each.indices for each in found]), 1 - torch.cat([each.values for each in found]))
+    return Neighbours(
+        torch.cat([each.indices for each in found]), 1 - torch.cat([each.values for each in found])
+    )
 
 
 @torch.no_grad()

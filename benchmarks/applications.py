@@ -1,6 +1,6 @@
 """What a trained network is good for besides drawing, each use measured beside a simpler way.
 
-`python -m benchmarks.uses --data mnist-sample --network RUN --against fashion-mnist-sample --json FILE` prints a table.
+`python -m benchmarks.applications --data mnist-sample --network RUN --against fashion-mnist-sample --json FILE` prints a table.
 
 unusual      AUROC of telling test images of the set from those of the other set, which no model has seen: by the free
              energy of the experts, by how unusual that is, and by the share of an image that is lost on the way to the
@@ -28,9 +28,9 @@ from torch import nn
 
 import poecaps
 from benchmarks.baselines import AllFeatures, BernoulliMachine, Budget, _limit
+from poecaps.applications import encode, free_energy, inpaint, interpolate, nearest
 from poecaps.data import ImageSet, load
 from poecaps.evaluation import CLASSIFIERS, load_classifier, recognisability
-from poecaps.uses import encode, fill_in, free_energy, interpolate, nearest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -56,7 +56,7 @@ class Uses:
     epochs: int
     """Passes of the RBM and of the autoencoder."""
     unusual: dict[str, float]
-    fill_in: dict[str, dict[str, float]]
+    inpaint: dict[str, dict[str, float]]
     between: dict[str, float] | None
     near: dict[str, float] | None
 
@@ -78,7 +78,9 @@ def typicality(usual: Tensor) -> Callable[[Tensor], Tensor]:
 def machine_energy(machine: BernoulliMachine, images: Tensor) -> Tensor:
     """F(v) = −b·v − Σ_j log(1 + e^(c_j + W_j·v)): (B, C, H, W) → (B,)."""
     v = images.flatten(1)
-    return -(v @ machine.visible) - nn.functional.softplus(v @ machine.weight.T + machine.hidden).sum(1)
+    return -(v @ machine.visible) - nn.functional.softplus(
+        v @ machine.weight.T + machine.hidden
+    ).sum(1)
 
 
 def lost(reconstruct: Callable[[Tensor], Tensor], images: Tensor) -> Tensor:
@@ -131,23 +133,37 @@ def measure_fill_in(
     for name, known in masks(*images.shape[2:]).items():
         known = known.to(images.device)
         generator = torch.Generator(images.device).manual_seed(seed)
-        filled = fill_in(network, images, known, draws=draws, generator=generator)
-        errors = [(each - images)[:, :, ~known].square().mean().item() for each in (filled, mean.expand_as(images))]
+        filled = inpaint(network, images, known, draws=draws, generator=generator)
+        errors = [
+            (each - images)[:, :, ~known].square().mean().item()
+            for each in (filled, mean.expand_as(images))
+        ]
         result[name] = dict(zip(("filled in", "mean image"), errors, strict=True))
     return result
 
 
-def measure_between(network: CapsuleNetwork, test: ImageSet, classifier: Classifier, device: Any) -> dict[str, float]:
+def measure_between(
+    network: CapsuleNetwork, test: ImageSet, classifier: Classifier, device: Any
+) -> dict[str, float]:
     """Share of images half-way that are recognisable, of pairs of neighbours in the set with different labels."""
     assert test.labels is not None  # noqa: S101 (asked before)
     pairs = np.arange(len(test) // 2) * 2
     pairs = pairs[test.labels[pairs] != test.labels[pairs + 1]]
     first, second = (test.batch(chosen).to(device) for chosen in (pairs, pairs + 1))
-    ways = {"experts": interpolate(network, first, second, 3)[:, 1], "pixels": (first + second) / 2, "ends": first}
-    return {name: recognisability(classifier.judge(images).probabilities).share for name, images in ways.items()}
+    ways = {
+        "experts": interpolate(network, first, second, 3)[:, 1],
+        "pixels": (first + second) / 2,
+        "ends": first,
+    }
+    return {
+        name: recognisability(classifier.judge(images).probabilities).share
+        for name, images in ways.items()
+    }
 
 
-def measure_near(network: CapsuleNetwork, train: ImageSet, test: ImageSet, device: Any) -> dict[str, float]:
+def measure_near(
+    network: CapsuleNetwork, train: ImageSet, test: ImageSet, device: Any
+) -> dict[str, float]:
     """Share of test images whose nearest training image has the same label."""
     labels = [torch.from_numpy(each.labels) for each in (train, test)]
     images = [each.batch(slice(None)).to(device) for each in (train, test)]
@@ -156,16 +172,21 @@ def measure_near(network: CapsuleNetwork, train: ImageSet, test: ImageSet, devic
         "pixels": [each.flatten(1) for each in images],
     }
     return {
-        name: (labels[0][nearest(places, asked).indices[:, 0].cpu()] == labels[1]).double().mean().item()
+        name: (labels[0][nearest(places, asked).indices[:, 0].cpu()] == labels[1])
+        .double()
+        .mean()
+        .item()
         for name, (places, asked) in ways.items()
     }
 
 
 def table(uses: Uses) -> str:
     """Lay the numbers out as text."""
-    lines = [f"{uses.network}, trained on {uses.data}; {uses.test_images} test images, seed {uses.seed}"]
+    lines = [
+        f"{uses.network}, trained on {uses.data}; {uses.test_images} test images, seed {uses.seed}"
+    ]
     lines += [f"unusual ({uses.against}), AUROC", *_lines(uses.unusual)]
-    for name, errors in uses.fill_in.items():
+    for name, errors in uses.inpaint.items():
         lines += [f"fill in the {name}, squared error", *_lines(errors)]
     if uses.between is not None:
         lines += ["between two images, share recognised", *_lines(uses.between)]
@@ -181,28 +202,46 @@ def _lines(numbers: dict[str, float]) -> list[str]:
 @torch.no_grad()
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print the table, write the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", default="mnist-sample", help="the set that the network was trained on")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--data", default="mnist-sample", help="the set that the network was trained on"
+    )
     parser.add_argument("--path", help="folder that holds it, if it is a full set known by name")
     parser.add_argument("--against", default="fashion-mnist-sample", help="the other set")
     parser.add_argument("--against-path", help="folder that holds that one")
-    parser.add_argument("--network", required=True, help="a trained model: its name, or the folder of a run")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(default: a GPU)")
-    parser.add_argument("--epochs", type=int, default=10, help="of the RBM and the autoencoder (default: 10)")
+    parser.add_argument(
+        "--network", required=True, help="a trained model: its name, or the folder of a run"
+    )
+    parser.add_argument(
+        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(default: a GPU)"
+    )
+    parser.add_argument(
+        "--epochs", type=int, default=10, help="of the RBM and the autoencoder (default: 10)"
+    )
     parser.add_argument("--draws", type=int, default=3000, help="to fill in from (default: 3000)")
-    parser.add_argument("--limit", type=int, help="use so many training and at most so many test images")
+    parser.add_argument(
+        "--limit", type=int, help="use so many training and at most so many test images"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="file for all the numbers")
     options = parser.parse_args(arguments)
 
     train, test = (
-        _limit(load(options.data, split=split, path=options.path), options.limit) for split in ("train", "test")
+        _limit(load(options.data, split=split, path=options.path), options.limit)
+        for split in ("train", "test")
     )
     other = _limit(load(options.against, split="test", path=options.against_path), options.limit)
     if train.shape != other.shape:
-        parser.error(f"--against must hold images of {train.shape} (C, H, W), but holds images of {other.shape}")
+        parser.error(
+            f"--against must hold images of {train.shape} (C, H, W), but holds images of {other.shape}"
+        )
     network = poecaps.load(options.network, options.device)
-    device, budget = options.device, Budget(options.epochs, 0, options.seed, torch.device(options.device))
+    device, budget = (
+        options.device,
+        Budget(options.epochs, 0, options.seed, torch.device(options.device)),
+    )
     inside, outside = (each.batch(slice(None)).to(device) for each in (test, other))
     mean = train.batch(slice(None)).mean(0).to(device)
     judged = options.data.removesuffix("-sample") in CLASSIFIERS
@@ -217,8 +256,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         seed=options.seed,
         epochs=options.epochs,
         unusual=unusual,
-        fill_in=measure_fill_in(network, mean, inside, options.draws, options.seed),
-        between=measure_between(network, test, load_classifier(options.data, device), device) if judged else None,
+        inpaint=measure_fill_in(network, mean, inside, options.draws, options.seed),
+        between=measure_between(network, test, load_classifier(options.data, device), device)
+        if judged
+        else None,
         near=measure_near(network, train, test, device) if labelled else None,
     )
     print(table(uses))

@@ -11,8 +11,8 @@ import torch
 from sklearn.metrics import roc_auc_score
 from sklearn.neural_network import BernoulliRBM
 
+from benchmarks.applications import auroc, machine_energy, main, masks
 from benchmarks.baselines import SIZE, BernoulliMachine, Budget
-from benchmarks.uses import auroc, machine_energy, main, masks
 from poecaps import Architecture, CapsuleNetwork
 from poecaps.data import ImageSet, load
 
@@ -34,7 +34,9 @@ def test_the_free_energy_of_the_machine_is_scikit_learns() -> None:
     pixels = data.batch(slice(None)).flatten(1).numpy()
     theirs.fit(pixels)
     expected = torch.from_numpy(theirs._free_energy(pixels)).float()
-    torch.testing.assert_close(machine_energy(ours, data.batch(slice(None))), expected, rtol=1e-4, atol=1e-2)
+    torch.testing.assert_close(
+        machine_energy(ours, data.batch(slice(None))), expected, rtol=1e-4, atol=1e-2
+    )
 
 
 def test_a_mask_hides_what_it_says() -> None:
@@ -49,18 +51,26 @@ def test_a_mask_hides_what_it_says() -> None:
 
 
 def test_the_script_measures_every_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    shape = Architecture(features=8, experts=((3, 4),), components=1, parts=1)
+    shape = Architecture(features=8, experts=((3, 4),), joint_components=1, expert_components=1)
     CapsuleNetwork(shape, generator=torch.Generator().manual_seed(0)).save(tmp_path / "run")
     size = ["--limit", "60", "--epochs", "1", "--draws", "20", "--device", "cpu"]
-    main(["--network", str(tmp_path / "run"), *size, "--json", str(tmp_path / "out" / "uses.json")])
-    found = json.loads((tmp_path / "out" / "uses.json").read_text())
+    main(
+        [
+            "--network",
+            str(tmp_path / "run"),
+            *size,
+            "--json",
+            str(tmp_path / "out" / "applications.json"),
+        ]
+    )
+    found = json.loads((tmp_path / "out" / "applications.json").read_text())
     printed = capsys.readouterr().out
     assert found["test_images"] == 60
     assert len(found["unusual"]) == 7
     assert all(0 <= value <= 1 for value in found["unusual"].values())
     assert found["between"]["ends"] > 0.9  # images of digits themselves
     assert 0.3 < found["near"]["pixels"] < 1  # chance is 0.1
-    assert all(each["mean image"] < 0.3 for each in found["fill_in"].values())
+    assert all(each["mean image"] < 0.3 for each in found["inpaint"].values())
     for value in found["near"].values():
         assert f"{value:.4f}" in printed
 
