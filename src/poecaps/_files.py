@@ -6,13 +6,14 @@ import hashlib
 import json
 import os
 import tempfile
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from torch import Tensor
 
@@ -23,18 +24,29 @@ class ModelError(ValueError):
     __module__ = "poecaps"
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file under another name and then rename it, so that a crash or a full disk leaves the old one whole."""
-    handle, part = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+@contextmanager
+def atomic_write(path: Path) -> Iterator[IO[bytes]]:
+    """Open a file for writing that replaces `path` when the block ends without an error.
+
+    The content goes to a temporary file with an unpredictable name in the same folder, which is
+    flushed to disk and then renamed. After a crash or on a full disk, the old file is intact.
+    """
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(content)
+            yield file
             file.flush()
             os.fsync(file.fileno())
-        Path(part).chmod(0o644)
-        Path(part).replace(path)
+        Path(temporary).chmod(0o644)
+        Path(temporary).replace(path)
     finally:
-        Path(part).unlink(missing_ok=True)
+        Path(temporary).unlink(missing_ok=True)
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write bytes to a file with `atomic_write`."""
+    with atomic_write(path) as file:
+        file.write(content)
 
 
 def write_json(path: Path, value: Any) -> None:
