@@ -435,7 +435,7 @@ class AllFeatures:
         self.model = ConvAutoencoder(
             data.shape[0],
             features=shape.features,
-            kernel=shape.kernel_size,
+            kernel_size=shape.kernel_size,
             dropout=shape.dropout,
             generator=generator,
         ).to(budget.device)

@@ -201,11 +201,11 @@ def test_a_painter_draws_in_place_of_the_autoencoder(generator: torch.Generator)
     network = CapsuleNetwork(replace(TINY, pixel_decoder=True)).eval()
     network.load_state_dict(plain.state_dict(), strict=False)
     assert network.pixel_decoder is not None
-    network.pixel_decoder.follow(network.autoencoder)
+    network.pixel_decoder.copy_from(network.autoencoder)
     code = plain.sample(5, "complete", generator=generator)
     torch.testing.assert_close(network.decode(code), plain.decode(code))
     with torch.no_grad():
-        network.pixel_decoder.second.mul_(2)
+        network.pixel_decoder.conv2_weight.mul_(2)
     assert not torch.allclose(network.decode(code), plain.decode(code), atol=1e-4)
     images = torch.rand(2, *TINY.image_shape, generator=generator)
     torch.testing.assert_close(network.encode(images), plain.encode(images))

@@ -29,10 +29,10 @@ from poecaps import __version__, card, evaluation, kernels, models, plotting
 from poecaps import _checks as checks
 from poecaps import data as datasets
 from poecaps._files import ModelError, write_json
-from poecaps.autoencoder import least_side
+from poecaps.autoencoder import minimum_image_size
 from poecaps.data.folder import without_warning
 from poecaps.data.idx import Split, find_images
-from poecaps.kernels import filters
+from poecaps.kernels import convolution
 from poecaps.network import DOMAINS, REACH, STEPS, CapsuleNetwork, Domain
 from poecaps.training import PRESETS, Config, Progress, TrainingError, record, resume, workers
 from poecaps.training import train as train_network
@@ -690,7 +690,7 @@ def _about_installation() -> Iterator[tuple[str, str]]:
     device = find_device("auto")
     yield "device", record.describe_device(device)
     yield "routing", kernels.describe(device)
-    yield "convolving", filters.describe(device)
+    yield "convolving", convolution.describe(device)
     absent = {name for name in datasets.named.PUBLISHED if not _is_here(name)}
     yield (
         "data",
@@ -865,7 +865,7 @@ def _load_images(
         and where.is_dir()
         and find_images(where, "train") is None
     ):
-        least = least_side(network.architecture.kernel_size)
+        least = minimum_image_size(network.architecture.kernel_size)
         shape = {"size": (height, width), "channels": channels, "smallest": least}
     with without_warning():
         if split is None:

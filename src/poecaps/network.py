@@ -475,7 +475,7 @@ class CapsuleNetwork(nn.Module):
         self.autoencoder = ConvAutoencoder(
             channels,
             features=a.features,
-            kernel=a.kernel_size,
+            kernel_size=a.kernel_size,
             dropout=a.dropout,
             bias=a.bias,
             generator=generator,

@@ -239,8 +239,11 @@ class AutoencoderTask(Task):
 
     def loss(self, indices: Tensor, draw: Draw) -> Tensor:
         """Compute the cross-entropy of the pixels."""
+        images = self.material.images(indices)
+        grid = self.part.grid((images.shape[2], images.shape[3]))
+        uniform = draw(images.new_empty(len(images), self.part.features, *grid))
         with self.material.autocast():
-            return self.part.loss(self.material.images(indices), draw=draw)
+            return self.part.loss(images, uniform=uniform)
 
     def measure(self) -> dict[str, float]:
         """Measure the share of the images' variance that is lost."""
@@ -375,7 +378,7 @@ class PixelDecoderTask(Task):
         """Make the experts; the pixel_decoder begins with the filters of the autoencoder."""
         self.material.make_codes(len(self.material.network.encoders))
         if fresh:
-            self.pixel_decoder.follow(self.material.network.autoencoder)
+            self.pixel_decoder.copy_from(self.material.network.autoencoder)
 
     def is_resident(self) -> bool:
         """Tell whether all that the steps learn from lies in the memory of the device."""

@@ -1,0 +1,220 @@
+"""Launch of Triton kernels, and the division of long sums among programs.
+
+This module does not import Triton.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+# Whether a compiled kernel is launched directly (see `_launch_reusing`) instead of by Triton, whose
+# search for the compiled kernel takes about ten times as long.
+REUSE_COMPILED = True
+
+# Releases of Triton whose compiled kernels `_launch_reusing` can call.
+REUSABLE_VERSIONS = ((3, 6), (3, 9))
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    """Launch options of Triton.
+
+    Attributes
+    ----------
+    num_warps
+        Warps of 32 threads in a program.
+    num_stages
+        Iterations of a loop whose loads are in flight at the same time.
+    maxnreg
+        Maximal number of registers of a thread; None: the compiler decides.
+    """
+
+    num_warps: int = 4
+    num_stages: int = 2
+    maxnreg: int | None = None
+
+
+DEFAULT = LaunchConfig()
+
+
+def launch(
+    kernel: Any,
+    grid: tuple[int, ...],
+    arguments: tuple[Any, ...],
+    constants: dict[str, Any],
+    config: LaunchConfig = DEFAULT,
+) -> None:
+    """Launch a kernel on the device of its first argument.
+
+    Parameters
+    ----------
+    kernel
+        A function with the decorator `poecaps.kernels.triton.jit.kernel`.
+    grid
+        Number of programs along each of at most three axes.
+    arguments
+        The first parameters of the kernel: tensors and numbers. A parameter must always have the
+        same Python type, int or float.
+    constants
+        All other parameters, by name.
+    config
+        Launch options.
+    """
+    device = arguments[0].device
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            launch(kernel, grid, arguments, constants, config)
+    elif device.type == "cuda" and REUSE_COMPILED and _can_reuse():
+        _launch_reusing(kernel, grid, arguments, constants, config)
+    else:
+        _launch_by_triton(kernel, grid, arguments, constants, config)
+
+
+def _launch_by_triton(
+    kernel: Any,
+    grid: tuple[int, ...],
+    arguments: tuple[Any, ...],
+    constants: dict[str, Any],
+    config: LaunchConfig,
+) -> Any:
+    """Launch by Triton's public interface: → the compiled kernel, None if it is interpreted."""
+    return kernel[grid](
+        *arguments,
+        **constants,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        maxnreg=config.maxnreg,
+    )
+
+
+# Compiled kernels with the values of their constants, by everything they were compiled for.
+_compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+
+
+def _launch_reusing(
+    kernel: Any,
+    grid: tuple[int, ...],
+    arguments: tuple[Any, ...],
+    constants: dict[str, Any],
+    config: LaunchConfig,
+) -> None:
+    """Launch a compiled kernel directly, after Triton has compiled and launched it once.
+
+    This goes around Triton's public interface. A compiled kernel has a method `run`, which
+    ``kernel[grid](…)`` calls after it found the kernel; it is called here without Triton's hooks
+    and with the stream from torch. Its parameters are those of `REUSABLE_VERSIONS`.
+
+    Triton compiles a kernel for its constants, the dtypes of its tensors, and for pointers that are
+    multiples of 16. Tensors with other addresses are rare, and are left to Triton.
+    """
+    index = arguments[0].device.index
+    # A JIT function is identified by its id: it lives as long as its module, and its own hash is
+    # slow.
+    key: list[Any] = [id(kernel), index, config.num_warps, config.num_stages, config.maxnreg]
+    key += [*constants, *constants.values()]
+    values, addresses = [], 0
+    for argument in arguments:
+        if isinstance(argument, torch.Tensor):
+            key.append(argument.dtype)
+            address = argument.data_ptr()
+            addresses |= address
+            values.append(address)
+        else:
+            values.append(argument)
+    if addresses % 16 != 0:
+        _launch_by_triton(kernel, grid, arguments, constants, config)
+        return
+    where = tuple(key)
+    found = _compiled.get(where)
+    if found is None:
+        compiled = _launch_by_triton(kernel, grid, arguments, constants, config)
+        _check_numbers(kernel, arguments)
+        names = kernel.arg_names[len(arguments) :]
+        _compiled[where] = (compiled, tuple(constants[name] for name in names))
+        return
+    compiled, rest = found
+    stream = torch._C._cuda_getCurrentRawStream(index)
+    x, y, z = (*grid, 1, 1)[:3]
+    code, metadata = compiled.function, compiled.packed_metadata
+    compiled.run(x, y, z, stream, code, metadata, None, None, None, *values, *rest)
+
+
+def _check_numbers(kernel: Any, arguments: tuple[Any, ...]) -> None:
+    """Raise TypeError if Triton compiled a kernel for the value of an int among its arguments."""
+    for parameter, argument in zip(kernel.params, arguments, strict=False):
+        if isinstance(argument, int) and not parameter.do_not_specialize:
+            raise TypeError(
+                f"the kernel is compiled for the value of {parameter.name!r}; "
+                "list it in do_not_specialize, or use poecaps.kernels.triton.jit.kernel"
+            )
+
+
+@cache
+def _can_reuse() -> bool:
+    """Return whether the installed Triton is one of `REUSABLE_VERSIONS`."""
+    major, minor = importlib.metadata.version("triton").split(".")[:2]
+    lowest, highest = REUSABLE_VERSIONS
+    return lowest <= (int(major), int(minor)) <= highest
+
+
+# --------------------------------------------------------------------------------------------------
+# Sizes
+
+
+def padded(size: int, least: int) -> int:
+    """Return the next power of two, at least `least`."""
+    return max(least, 1 << (size - 1).bit_length())
+
+
+def cdiv(size: int, block: int) -> int:
+    """Return the number of blocks that cover `size`."""
+    return -(-size // block)
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """Return the number of multiprocessors of a GPU.
+
+    Triton's interpreter has none; 2 are enough that sums are divided in its tests as well.
+    """
+    if device.type != "cuda":
+        return 2
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@cache
+def split_k(programs: int, steps: int, slots: int, reduce_cost: int = 0) -> tuple[int, int]:
+    """Divide a sum among more programs, so that all multiprocessors are busy ("split-K").
+
+    Parameters
+    ----------
+    programs
+        Programs without a division.
+    steps
+        Terms of the sum that each program computes, one after the other.
+    slots
+        Programs that the device runs at the same time.
+    reduce_cost
+        Steps that it costs to write partial sums and to add them.
+
+    Returns
+    -------
+    splits, steps_per_split
+    """
+
+    # Programs run in waves that fill the device. A program takes its steps, and the time of about
+    # two more for its prologue and epilogue.
+    def cost(splits: int) -> int:
+        waves = cdiv(programs * splits, slots)
+        return waves * (cdiv(steps, splits) + 2 + reduce_cost * (splits > 1))
+
+    # More than four waves leave nothing to gain.
+    most = min(steps, max(1, 4 * slots // programs))
+    best = min(range(1, most + 1), key=cost)
+    steps_per_split = cdiv(steps, best)
+    return cdiv(steps, steps_per_split), steps_per_split
