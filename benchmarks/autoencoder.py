@@ -24,6 +24,7 @@ from benchmarks import machine
 from poecaps.data import load
 from poecaps.network import Architecture, CapsuleNetwork
 from poecaps.training import PRESETS, loop
+from poecaps.training.optim import make_optimizer, set_learning_rate
 from poecaps.training.stages import AutoencoderTask, Material
 from poecaps.training.steps import FEWEST, PLAIN, Steps
 from poecaps.training.workers import Workers
@@ -62,7 +63,7 @@ def make_steps(data: ImageSet, batch: int, device: torch.device) -> tuple[Step, 
     task = AutoencoderTask("autoencoder", config.autoencoder, network.autoencoder, material)
     task.prepare(True, torch.Generator().manual_seed(0))
     recorded = device.type == "cuda" and task.is_resident()
-    optimizer = loop._optimizer(task.stage, list(task.part.parameters()))
+    optimizer = make_optimizer(task.stage, list(task.part.parameters()))
     draws = torch.Generator(device).manual_seed(0)
     network.eval()
     task.part.train()
@@ -74,7 +75,7 @@ def make_steps(data: ImageSet, batch: int, device: torch.device) -> tuple[Step, 
     def step() -> Any:
         nonlocal taken
         taken += 1
-        loop._set_rate(optimizer, task.stage.learning_rate_at(0))
+        set_learning_rate(optimizer, task.stage.learning_rate_at(0))
         draws.manual_seed(taken)
         return steps.take(parts[taken % len(parts)])
 
@@ -86,7 +87,9 @@ def make_steps(data: ImageSet, batch: int, device: torch.device) -> tuple[Step, 
     return step, about
 
 
-def measure(data: ImageSet, batches: Sequence[int], rounds: int, device: torch.device) -> dict[str, dict[str, Any]]:
+def measure(
+    data: ImageSet, batches: Sequence[int], rounds: int, device: torch.device
+) -> dict[str, dict[str, Any]]:
     """Time steps of each batch size, in turns."""
     steps, found = {}, {}
     for batch in batches:
@@ -96,34 +99,55 @@ def measure(data: ImageSet, batches: Sequence[int], rounds: int, device: torch.d
             steps[name]()
     for name, times in machine.in_turns(steps, rounds, device).items():
         rate = int(name) / times["median_s"]
-        found[name] |= times | {"images_per_s": rate, "flop_per_s": rate * found[name]["flop_per_image"]}
+        found[name] |= times | {
+            "images_per_s": rate,
+            "flop_per_s": rate * found[name]["flop_per_image"],
+        }
     return found
 
 
 def table(found: Mapping[str, Mapping[str, Any]], ceilings: Mapping[str, float]) -> str:
     """Lay out what `measure` found."""
-    lines = [f"{'batch':>6}{'median ms':>12}{'min':>9}{'max':>9}{'images/s':>13}{'TFLOP/s':>10}{'of ceiling':>12}"]
+    lines = [
+        f"{'batch':>6}{'median ms':>12}{'min':>9}{'max':>9}{'images/s':>13}{'TFLOP/s':>10}{'of ceiling':>12}"
+    ]
     for batch, each in found.items():
-        times = "{:12.3f}{:9.3f}{:9.3f}".format(*(1e3 * each[key] for key in ("median_s", "min_s", "max_s")))
+        times = "{:12.3f}{:9.3f}{:9.3f}".format(
+            *(1e3 * each[key] for key in ("median_s", "min_s", "max_s"))
+        )
         share = each["flop_per_s"] / ceilings[f"{each['precision']}_flop_per_s"]
-        lines.append(f"{batch:>6}{times}{each['images_per_s']:13,.0f}{each['flop_per_s'] / 1e12:10.2f}{share:12.1%}")
+        lines.append(
+            f"{batch:>6}{times}{each['images_per_s']:13,.0f}{each['flop_per_s'] / 1e12:10.2f}{share:12.1%}"
+        )
     return "\n".join(lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print, and write what is asked for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--data", default="mnist-sample", help="images to learn from (default: mnist-sample)")
-    parser.add_argument(
-        "--batch", type=int, nargs="+", default=[128, 512, 2048], help="batch sizes (default: 128 512 2048)"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=9, help="how often the batch sizes take turns (default: 9)")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument(
+        "--data", default="mnist-sample", help="images to learn from (default: mnist-sample)"
+    )
+    parser.add_argument(
+        "--batch",
+        type=int,
+        nargs="+",
+        default=[128, 512, 2048],
+        help="batch sizes (default: 128 512 2048)",
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=9, help="how often the batch sizes take turns (default: 9)"
+    )
     parser.add_argument("--json", type=Path, help="where to write the numbers")
     options = parser.parse_args(arguments)
     device, data = loop.find_device(options.device), load(options.data)
     if too_large := [batch for batch in options.batch if batch > len(data)]:
-        parser.error(f"--batch must be at most {len(data)}, the number of images, but is {too_large[0]}")
+        parser.error(
+            f"--batch must be at most {len(data)}, the number of images, but is {too_large[0]}"
+        )
     report: dict[str, Any] = {
         "command": machine.command("benchmarks.autoencoder", parser, options),
         "machine": machine.describe(device),

@@ -15,7 +15,7 @@ import torch
 
 from poecaps import kernels
 from poecaps._files import ModelError, read_tensors, write_atomically, write_tensors
-from poecaps.autoencoder import least_side
+from poecaps.autoencoder import minimum_image_size
 from poecaps.data import DataError, load
 from poecaps.data.folder import without_warning
 from poecaps.data.named import NAMES
@@ -23,10 +23,15 @@ from poecaps.layer import CapsuleExperts
 from poecaps.network import FORMAT, VERSION, Architecture, CapsuleNetwork, check_version
 from poecaps.training import record as records
 from poecaps.training import workers as processes
-from poecaps.training.adam import FusedAdam
-from poecaps.training.config import Config, Stage, from_json
+from poecaps.training.config import Config, from_json
 from poecaps.training.errors import TrainingError
 from poecaps.training.interrupts import Interrupts
+from poecaps.training.optim import (
+    load_optimizer_state,
+    make_optimizer,
+    optimizer_state,
+    set_learning_rate,
+)
 from poecaps.training.progress import Progress
 from poecaps.training.stages import Material, Task, plan
 from poecaps.training.steps import FEWEST, PLAIN, Steps
@@ -35,13 +40,13 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterator
 
-    from torch import Tensor, nn
+    from torch import Tensor
 
     from poecaps.data import ImageSet
+    from poecaps.training.optim import Optimizer
 
     Report = Callable[[Progress], None]
     Found = Callable[[ImageSet], None]
-    Optimizer = torch.optim.Optimizer | FusedAdam
 
 CHECKPOINT, METRICS = "checkpoint.safetensors", "metrics.jsonl"
 MEASURES_PER_EPOCH = 2
@@ -212,7 +217,7 @@ def _started(
                 f"{folder} is not empty; name a new folder, or go on with the run in it by resume"
             )
         if data is None:
-            smallest = least_side(config.model.kernel_size)
+            smallest = minimum_image_size(config.model.kernel_size)
             with nullcontext() if found is None and workers.first else without_warning():
                 data = load(
                     config.data,
@@ -259,15 +264,13 @@ class _Run:
         self.order: tuple[tuple[int, int], Tensor] | None = None
         self.saved = time.monotonic()
 
-    def go(
-        self, task: int, step: int, optimizer_state: dict[str, Tensor] | None = None
-    ) -> CapsuleNetwork:
+    def go(self, task: int, step: int, state: dict[str, Tensor] | None = None) -> CapsuleNetwork:
         """Run the tasks from this position on, then fit the density of codes and save the network."""
         record = self._begin(task, step) if self.workers.first else {}
         self._lay_filters(torch.channels_last)  # faster
         for index in range(task, len(self.tasks)):
-            self._do(index, step, optimizer_state or {})
-            step, optimizer_state = 0, None
+            self._do(index, step, state or {})
+            step, state = 0, None
         with self._kept_if_broken(len(self.tasks)):
             self._fit_density()
             self._lay_filters(torch.contiguous_format)
@@ -311,7 +314,7 @@ class _Run:
         self._write(lambda: self._forget_metrics_after(task, step))
         return record
 
-    def _do(self, index: int, first_step: int, optimizer_state: dict[str, Tensor]) -> None:
+    def _do(self, index: int, first_step: int, state: dict[str, Tensor]) -> None:
         """Take the steps of one task."""
         task, fresh = self.tasks[index], first_step == 0
         total = self.steps_of(index)
@@ -322,8 +325,8 @@ class _Run:
             parameters, buffers = list(task.part.parameters()), list(task.part.buffers())
             self.workers.follow_first([tensor.detach() for tensor in (*parameters, *buffers)])
             recorded = self._can_record(task, total - first_step)
-            optimizer = _optimizer(task.stage, parameters)
-            _restore(optimizer, parameters, optimizer_state, self.folder / CHECKPOINT)
+            optimizer = make_optimizer(task.stage, parameters)
+            load_optimizer_state(optimizer, parameters, state, self.folder / CHECKPOINT)
             draws = torch.Generator(self.device)
             every = max(1, self.steps_per_epoch // MEASURES_PER_EPOCH)
             self.network.eval()
@@ -332,7 +335,7 @@ class _Run:
             steps = Steps(task, optimizer, self.workers, draws, recorded=recorded)
         self.interrupts.stepping = True
         for step in range(first_step, total):
-            _set_rate(optimizer, task.stage.learning_rate_at(step / total))
+            set_learning_rate(optimizer, task.stage.learning_rate_at(step / total))
             # What is drawn at random is a function of the position, so that a resumed run draws the same.
             draws.manual_seed(_seed(self.config.seed, 2, index, step))
             loss = steps.take(self._batch(index, step))
@@ -492,9 +495,7 @@ class _Run:
             return
         tensors = {f"model.{name}": value for name, value in self.network.state_dict().items()}
         if optimizer is not None:
-            for number, parameter in enumerate(self.tasks[index].part.parameters()):
-                for name, value in optimizer.state[parameter].items():
-                    tensors[f"optimizer.{number}.{name}"] = torch.as_tensor(value)
+            tensors |= optimizer_state(optimizer, list(self.tasks[index].part.parameters()))
         self._save_checkpoint(index, step, tensors)
 
     @contextmanager
@@ -589,70 +590,6 @@ def _settled(path: Any) -> Any:
     if not path or path in NAMES or not Path(path).expanduser().exists():
         return path
     return str(Path(path).expanduser().resolve())
-
-
-def _optimizer(stage: Stage, parameters: list[nn.Parameter]) -> Optimizer:
-    betas = (stage.momentum, 0.999)
-    if stage.optimizer == "sgd":
-        return torch.optim.SGD(
-            parameters,
-            lr=stage.learning_rate,
-            momentum=stage.momentum,
-            weight_decay=stage.weight_decay,
-        )
-    if parameters[0].device.type == "cuda":
-        return FusedAdam(parameters, stage.learning_rate, betas, stage.weight_decay)
-    return torch.optim.Adam(
-        parameters, lr=stage.learning_rate, betas=betas, weight_decay=stage.weight_decay
-    )
-
-
-def _set_rate(optimizer: Optimizer, rate: float) -> None:
-    for group in optimizer.param_groups:
-        if isinstance(group["lr"], torch.Tensor):
-            group["lr"].fill_(rate)
-        else:
-            group["lr"] = rate
-
-
-def _restore(
-    optimizer: Optimizer, parameters: list[nn.Parameter], state: dict[str, Tensor], source: Path
-) -> None:
-    """Give an optimiser its memory back: for each parameter, what the optimiser keeps, in the parameter's shape."""
-    if not state:
-        return
-    names = (
-        {"momentum_buffer"}
-        if isinstance(optimizer, torch.optim.SGD)
-        else {"step", "exp_avg", "exp_avg_sq"}
-    )
-    if isinstance(optimizer, torch.optim.SGD) and not optimizer.defaults["momentum"]:
-        names = set()
-    shapes = {
-        f"optimizer.{number}.{name}": () if name == "step" else tuple(parameter.shape)
-        for number, parameter in enumerate(parameters)
-        for name in names
-    }
-    found = {name: tuple(value.shape) for name, value in state.items()}
-    wrong = sorted(
-        name for name in shapes.keys() | found.keys() if shapes.get(name) != found.get(name)
-    )
-    if wrong or not all(
-        value.is_floating_point() and value.isfinite().all() for value in state.values()
-    ):
-        raise ModelError(
-            f"{source} is damaged: {' and '.join(wrong[:1]) or 'a number'} is no state of this optimiser"
-        )
-    for number, parameter in enumerate(parameters):
-        for name in names:
-            value = state[f"optimizer.{number}.{name}"]
-            if name == "step":  # torch's own Adam counts on the host
-                kept = value.to(
-                    parameter.device if isinstance(optimizer, FusedAdam) else "cpu", torch.float32
-                )
-            else:
-                kept = torch.empty_like(parameter).copy_(value)  # laid out as the parameter is
-            optimizer.state[parameter][name] = kept
 
 
 def _seed(*numbers: int) -> int:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from poecaps.training.adam import FusedAdam
+    from poecaps.training.optim import Optimizer
     from poecaps.training.stages import Task
     from poecaps.training.workers import Workers
 
@@ -43,7 +43,7 @@ class Steps:
     def __init__(
         self,
         task: Task,
-        optimizer: torch.optim.Optimizer | FusedAdam,
+        optimizer: Optimizer,
         workers: Workers,
         draws: torch.Generator,
         *,
