@@ -1,0 +1,320 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+"""Both learning rules: contrastive divergence, and the rule of the decoder.
+
+Gradients are computed at once, not by autograd. They are accumulated in float32.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from poecaps import functional as F
+from poecaps.kernels.triton.coefficients import Coefficients
+from poecaps.kernels.triton.jit import kernel
+from poecaps.kernels.triton.launch import cdiv, launch
+from poecaps.kernels.triton.reconstruction import reconstruction, squash
+from poecaps.kernels.triton.routing_forward import preactivation, route
+from poecaps.kernels.triton.tiling import row_constants, rows_per_block
+from poecaps.kernels.triton.weight_gradient import gradient_term, weight_gradient
+
+# Largest size of the logits of the images that go through a learning step together. They fit into
+# the L2 cache of an H200 (50 MB), and the capsules of these images beside them.
+BLOCK_LOGITS_BYTES = 24 * 2**20
+
+# Fewest images that are worth a step of their own, one block of the kernels. Layers whose logits
+# would allow fewer images take the whole batch at once.
+MIN_BLOCK_IMAGES = 64
+
+
+# --------------------------------------------------------------------------------------------------
+# Free energies
+
+
+@kernel
+def _free_energy_gap_kernel(
+    z_ptr, z_model_ptr, on_ptr, on_model_ptr, grad_z_ptr, grad_z_model_ptr, part_ptr,
+    rows, rows_model, scale, scale_model,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    HAS_ON: tl.constexpr, HAS_ON_MODEL: tl.constexpr,
+):  # fmt: skip
+    """Sum −scale·log(1+‖z_j‖²) of data and model over blocks of rows, and write the derivatives.
+
+    z, grad_z (rows, D), on (rows), and the same of the model → part (2, blocks).
+    """
+    if tl.program_id(1) == 0:
+        term = _free_energy(z_ptr, on_ptr, grad_z_ptr, rows, scale, D, BLOCK_D, BLOCK_ROWS, HAS_ON)
+    else:
+        term = _free_energy(
+            z_model_ptr, on_model_ptr, grad_z_model_ptr, rows_model, scale_model,
+            D, BLOCK_D, BLOCK_ROWS, HAS_ON_MODEL,
+        )  # fmt: skip
+    tl.store(part_ptr + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), term)
+
+
+@triton.jit
+def _free_energy(
+    z_ptr, on_ptr, grad_z_ptr, rows, scale,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_ROWS: tl.constexpr, HAS_ON: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    offs_d = tl.arange(0, BLOCK_D)
+    is_row = row < rows
+    offsets = row.to(tl.int64)[:, None] * D + offs_d[None, :]
+    mask = is_row[:, None] & (offs_d < D)[None, :]
+    z = tl.load(z_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    square = tl.sum(z * z, 1)
+    # log1p: the part of s that rounding loses in 1 + s is added in first order.
+    one = 1.0 + square
+    term = tl.log(one) + (square - (one - 1.0)) / one
+    grad_z = -2.0 * scale * z / one[:, None]
+    if HAS_ON:
+        on = tl.load(on_ptr + row, mask=is_row, other=0) != 0
+        term = tl.where(on, term, 0.0)
+        grad_z = tl.where(on[:, None], grad_z, 0.0)
+    tl.store(grad_z_ptr + offsets, grad_z, mask=mask)
+    return -scale * tl.sum(tl.where(is_row, term, 0.0), 0)
+
+
+def free_energy_gap(
+    z: Tensor,
+    z_model: Tensor,
+    on: Tensor | None,
+    on_model: Tensor | None,
+    images: tuple[int, int],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute Σ F(x)/n − Σ F(x̃)/m, and its derivatives with respect to z and z̃.
+
+    Parameters
+    ----------
+    z, z_model : (B, J, D)
+        Preactivations of data and model; the batch sizes may differ.
+    on, on_model : (B, J), optional
+        Experts that may fire.
+    images
+        n and m, the images over which the means are taken; z may be a part of them.
+
+    Returns
+    -------
+    (), (B, J, D), (B, J, D)
+        float32.
+    """
+    z, z_model = z.contiguous(), z_model.contiguous()
+    grad_z, grad_z_model = (torch.empty_like(each, dtype=torch.float32) for each in (z, z_model))
+    (batch, outputs, dim), batch_model = z.shape, len(z_model)
+    rows, rows_model = batch * outputs, batch_model * outputs
+    blocks = cdiv(max(rows, rows_model), rows_per_block(dim))
+    part = grad_z.new_empty(2, blocks)
+    on_pointers = (
+        z if on is None else on.contiguous(),
+        z_model if on_model is None else on_model.contiguous(),
+    )
+    launch(
+        _free_energy_gap_kernel,
+        (blocks, 2),
+        (
+            *(z, z_model, *on_pointers, grad_z, grad_z_model, part),
+            *(rows, rows_model, 1 / images[0], -1 / images[1]),
+        ),
+        {
+            **row_constants(dim),
+            "HAS_ON": on is not None,
+            "HAS_ON_MODEL": on_model is not None,
+        },
+    )
+    return part.sum(), grad_z, grad_z_model
+
+
+# --------------------------------------------------------------------------------------------------
+# Contrastive divergence
+
+
+@dataclass(frozen=True)
+class _Mixing:
+    """Options of contrastive divergence; the weight is contiguous and has no gradient."""
+
+    weight: Tensor
+    routing: F.RoutingOptions
+    k: int
+    mixing: F.Mixing
+    uniform: Tensor | None
+    winners: int | None
+    balance: Tensor | None
+
+    def start(self, x: Tensor) -> tuple[Coefficients, Tensor, Tensor | None]:
+        """Route x (B, I, K): → coefficients, preactivations (B, J, D) and winners (B, J)."""
+        forward = route(x, self.weight, self.routing, keep_logits=True)
+        z = forward.preactivation
+        return forward.coefficients, z, F.winning_experts(z, self.winners, self.balance)
+
+    def mix(self, c: Coefficients, z: Tensor, on: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Go down and up k times: → x̃ (B, I, K) and z̃ (B, J, D)."""
+        x = c.x
+        for step in range(self.k):
+            if self.mixing == "deterministic":
+                y = squash(z, on)
+            else:
+                uniform = None if self.uniform is None else self.uniform[step]
+                y = F.expert_states(z, on, self.mixing, uniform)
+            x = reconstruction(y, self.weight, c)
+            del y
+            z = preactivation(x, self.weight, c)
+        return x, z
+
+
+def contrastive_divergence(
+    x: Tensor,
+    weight: Tensor,
+    routing: F.RoutingOptions,
+    *,
+    k: int = 1,
+    mixing: F.Mixing = "deterministic",
+    uniform: Tensor | None = None,
+    chain: Tensor | None = None,
+    winners: int | None = None,
+    balance: Tensor | None = None,
+) -> F.LearningStep:
+    """Compute `functional.contrastive_divergence`.
+
+    Without a chain and without random numbers, a block of images goes through the whole step before
+    the next one starts, so that its logits stay in the cache and only its gradient is kept.
+
+    Parameters
+    ----------
+    x : (B, I, K)
+    weight : (I, J, D, K)
+    routing
+        Options of the routing.
+    k, mixing, uniform, chain, winners, balance : see `functional.contrastive_divergence`
+
+    Returns
+    -------
+    LearningStep
+        With a float32 gradient; None unless gradients are enabled and the weight requires one.
+    """
+    needs_grad = torch.is_grad_enabled() and weight.requires_grad
+    with torch.no_grad():
+        x, weight = x.detach().contiguous(), weight.detach().contiguous()
+        grad_weight = torch.empty_like(weight, dtype=torch.float32) if needs_grad else None
+        options = _Mixing(weight, routing, k, mixing, uniform, winners, balance)
+        if chain is not None:
+            return _step_with_chain(x, chain.detach().contiguous(), options, grad_weight)
+        size = images_per_block(len(x), weight) if mixing == "deterministic" else len(x)
+        losses: list[Tensor] = []
+        winning: list[Tensor] = []
+        for block in x.split(size):
+            loss, on = _step_of_block(
+                block, options, grad_weight, images=len(x), accumulate=bool(losses)
+            )
+            losses.append(loss)
+            winning += [] if on is None else [on]
+        loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+        return F.LearningStep(loss, grad_weight, torch.cat(winning) if winning else None)
+
+
+def _step_of_block(
+    x: Tensor, options: _Mixing, grad_weight: Tensor | None, *, images: int, accumulate: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Compute the part of a block x in the loss of `images` images, and the winners (B, J).
+
+    Its gradient is written or added to `grad_weight`. Tensors are deleted as soon as they are not
+    needed, so that the next allocation can reuse their memory.
+    """
+    weight = options.weight
+    c, z, on = options.start(x)
+    x_model, z_model = options.mix(c, z, on)
+    loss, grad_z, grad_z_model = free_energy_gap(z, z_model, on, on, (images, images))
+    if grad_weight is not None:
+        del z, z_model
+        model = gradient_term(grad_z_model, x_model, weight, c)
+        del grad_z_model, x_model
+        data = gradient_term(grad_z, x, weight, c)
+        del grad_z
+        weight_gradient(weight, c, model, data, out=grad_weight, accumulate=accumulate)
+    return loss, on
+
+
+def _step_with_chain(
+    x: Tensor, chain: Tensor, options: _Mixing, grad_weight: Tensor | None
+) -> F.LearningStep:
+    """Compute a step whose mixing starts at the chain, with the coefficients of the chain."""
+    weight = options.weight
+    c, z, on = options.start(x)
+    c_model, z_model, on_model = options.start(chain)
+    x_model, z_model = options.mix(c_model, z_model, on_model)
+    loss, grad_z, grad_z_model = free_energy_gap(z, z_model, on, on_model, (len(x), len(chain)))
+    if grad_weight is not None:
+        del z, z_model
+        data = gradient_term(grad_z, x, weight, c)
+        del grad_z
+        weight_gradient(weight, c, data, out=grad_weight)
+        del data, c
+        model = gradient_term(grad_z_model, x_model, weight, c_model)
+        weight_gradient(weight, c_model, model, out=grad_weight, accumulate=True)
+    return F.LearningStep(loss, grad_weight, on, x_model)
+
+
+def images_per_block(images: int, weight: Tensor) -> int:
+    """Return the number of images that go through a learning step together.
+
+    Blocks are equally large, up to a multiple of `MIN_BLOCK_IMAGES`.
+
+    Parameters
+    ----------
+    images
+        Size of the batch.
+    weight : (I, J, D, K)
+    """
+    most = BLOCK_LOGITS_BYTES // (4 * weight.shape[0] * weight.shape[1])
+    if most < MIN_BLOCK_IMAGES:
+        return images
+    blocks = max(1, cdiv(images, most))
+    return cdiv(images, blocks * MIN_BLOCK_IMAGES) * MIN_BLOCK_IMAGES
+
+
+# --------------------------------------------------------------------------------------------------
+# The rule of the decoder
+
+
+def decoder_contrastive_divergence(
+    y: Tensor, x: Tensor, weight: Tensor, routing: F.RoutingOptions
+) -> F.LearningStep:
+    """Compute `functional.decoder_contrastive_divergence`.
+
+    Parameters
+    ----------
+    y : (B, J, D)
+        Experts above, the inputs of the decoder.
+    x : (B, I, K)
+        Squashed capsules below, the targets.
+    weight : (J, I, K, D)
+    routing
+        Options of the routing.
+
+    Returns
+    -------
+    LearningStep
+        With a float32 gradient; None unless gradients are enabled and the weight requires one.
+    """
+    needs_grad = torch.is_grad_enabled() and weight.requires_grad
+    with torch.no_grad():
+        y, weight = y.detach().contiguous(), weight.detach().contiguous()
+        forward = route(y, weight, routing)
+        e, z_model = forward.coefficients, forward.preactivation
+        y_model = reconstruction(squash(z_model), weight, e)
+        scale = 2 / len(y)
+        data = gradient_term(_g_of_squashed(x) * -scale, y, weight, e)
+        model = gradient_term(F.g(z_model) * scale, y_model, weight, e)
+        grad_weight = torch.empty_like(weight, dtype=torch.float32)
+        weight_gradient(weight, e, model, data, out=grad_weight)
+        loss = (weight * grad_weight).sum()
+    return F.LearningStep(loss, grad_weight if needs_grad else None)
+
+
+def _g_of_squashed(x: Tensor) -> Tensor:
+    """g(unsquash(x)) = √(1/‖x‖ − 1) x, because ‖x‖ = ‖z‖²/(1+‖z‖²): → (B, I, K), float32."""
+    x = x.float()
+    norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return (1 / norm.clamp(min=torch.finfo(x.dtype).tiny, max=1) - 1).sqrt() * x

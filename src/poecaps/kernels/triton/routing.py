@@ -1,0 +1,189 @@
+"""Routing by agreement and the functions that route once: the part of the backend without learning.
+
+Tensors are float16, bfloat16 or float32. Sums, softmaxes and products are about as exact as
+float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from poecaps import functional as F
+from poecaps.kernels.triton.reconstruction import reconstruction, squash
+from poecaps.kernels.triton.routing_backward import backward_through_iterations
+from poecaps.kernels.triton.routing_forward import ForwardPass, route
+from poecaps.kernels.triton.weight_gradient import gradient_term, weight_gradient
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from poecaps.kernels.triton.coefficients import Coefficients
+
+
+class FlashRouting(F.Routing):
+    """A `functional.Routing` that computes its coefficients only when they are read.
+
+    Attributes
+    ----------
+    implicit_coefficients
+        The coefficients, stored implicitly: the inputs and the log-sum-exp from which they are
+        recomputed.
+    """
+
+    implicit_coefficients: Coefficients
+
+    def __init__(self, x: Tensor, weight: Tensor, forward: ForwardPass, z: Tensor) -> None:
+        self._x, self._weight = x, weight
+        self.implicit_coefficients, self.preactivation = forward.coefficients, z
+        self._computed: Tensor | None = None
+
+    @property
+    def coefficients(self) -> Tensor:
+        """Routing coefficients c_ij: (B, I, J), float32.
+
+        If the preactivation has a gradient, they have one as well, and are computed by the
+        reference.
+        """
+        if self._computed is None:
+            c = self.implicit_coefficients
+            if self.preactivation.requires_grad:
+                reference = F.routing_by_agreement(self._x, self._weight, **asdict(c.routing))
+                self._computed = reference.coefficients
+            else:
+                self._computed = c.tensor(self._weight)
+        return self._computed
+
+
+def routing_by_agreement(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    iterations: int = 3,
+    sharpness: float = 1.0,
+    normalize: F.Axis = "inputs",
+    agreement: F.Agreement = "cosine",
+) -> FlashRouting:
+    """Compute `functional.routing_by_agreement`, differentiable in `x` and `weight`.
+
+    Parameters
+    ----------
+    x : (B, I, K)
+    weight : (I, J, D, K)
+    iterations, sharpness, normalize, agreement : see `functional.routing_by_agreement`
+    """
+    return _route(x, weight, F.RoutingOptions(iterations, sharpness, normalize, agreement))
+
+
+def _route(x: Tensor, weight: Tensor, routing: F.RoutingOptions) -> FlashRouting:
+    needs_grad = _needs_grad(x, weight)
+    forward = route(x, weight, routing, record=needs_grad)
+    z: Tensor = forward.preactivation
+    if needs_grad:
+        z = _RoutingByAgreement.apply(x, weight, forward)  # type: ignore[no-untyped-call]
+    return FlashRouting(x, weight, forward, z)
+
+
+class _RoutingByAgreement(torch.autograd.Function):
+    """z of a recorded forward pass, with the gradient through its iterations."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, forward: ForwardPass) -> Tensor:
+        ctx.routing = forward.routing
+        ctx.save_for_backward(x, weight, forward.z, forward.h, forward.lse)
+        return forward.preactivation
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, weight, z, h, lse = ctx.saved_tensors
+        weight = weight.contiguous()
+        forward = ForwardPass(x.contiguous(), ctx.routing, z, h, lse, logits=None)
+        backward = backward_through_iterations(forward, weight, gradient)
+        return (
+            backward.grad_x(weight) if ctx.needs_input_grad[0] else None,
+            backward.grad_weight(weight) if ctx.needs_input_grad[1] else None,
+            None,
+        )
+
+
+def held_preactivation(x: Tensor, weight: Tensor, routing: F.RoutingOptions) -> Tensor:
+    """Compute `functional.held_preactivation`: z with a gradient in the weight alone.
+
+    Parameters
+    ----------
+    x : (B, I, K)
+    weight : (I, J, D, K)
+    routing
+        Options of the routing.
+
+    Returns
+    -------
+    (B, J, D)
+    """
+    forward = route(x, weight, routing)
+    if not _needs_grad(weight):
+        return forward.preactivation
+    held = x.detach()
+    z: Tensor = _HeldPreactivation.apply(held, weight, forward)  # type: ignore[no-untyped-call]
+    return z
+
+
+class _HeldPreactivation(torch.autograd.Function):
+    """z of a forward pass, with a gradient in the weight for held coefficients and capsules."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, forward: ForwardPass) -> Tensor:
+        ctx.coefficients = forward.coefficients
+        # The coefficients hold x as well. It is saved so that autograd raises an error if x is
+        # overwritten before the backward pass.
+        ctx.save_for_backward(x, weight)
+        return forward.preactivation
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, None]:
+        x, weight = ctx.saved_tensors
+        c, weight = ctx.coefficients, weight.contiguous()
+        grad_weight = torch.empty_like(weight)
+        weight_gradient(weight, c, gradient_term(gradient, x, weight, c), out=grad_weight)
+        return None, grad_weight, None
+
+
+def reconstruct(
+    x: Tensor,
+    weight: Tensor,
+    routing: F.RoutingOptions,
+    *,
+    winners: int | None = None,
+    balance: Tensor | None = None,
+) -> Tensor:
+    """Compute `functional.reconstruct`: up and down once, with the coefficients of x.
+
+    With a gradient, only the routing upwards is done by kernels.
+
+    Parameters
+    ----------
+    x : (B, I, K)
+    weight : (I, J, D, K)
+    routing
+        Options of the routing.
+    winners, balance : see `functional.winning_experts`
+
+    Returns
+    -------
+    (B, I, K)
+    """
+    routed = _route(x, weight, routing)
+    z = routed.preactivation
+    on = F.winning_experts(z, winners, balance)
+    if z.requires_grad:
+        return F.reconstruction(F.expert_states(z, on), weight, routed.coefficients)
+    return reconstruction(squash(z, on), weight, routed.implicit_coefficients)
+
+
+def _needs_grad(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
