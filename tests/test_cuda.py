@@ -13,7 +13,8 @@ from torch import Tensor
 from poecaps import CapsuleExperts, check_capsules, kernels, squash
 from poecaps import functional as F
 from poecaps.autoencoder import ConvAutoencoder
-from poecaps.kernels import convolution, flash
+from poecaps.kernels import convolution
+from poecaps.kernels.triton import launch, support
 from poecaps.layer import MIXINGS, Mixing
 from poecaps.network import ModelOptions
 from poecaps.training import (
@@ -90,8 +91,10 @@ def test_the_kernels_at_full_size(
 ) -> None:
     """Codes, learning steps and gradients through routing, to 1e-5 of float64."""
     pytest.importorskip("triton")
+    from poecaps.kernels.triton import routing_forward
+
     if not keep:
-        monkeypatch.setattr(flash, "KEEP_BYTES", 0)
+        monkeypatch.setattr(routing_forward, "KEEP_LOGITS_BYTES", 0)
     b, i, k, j, d = sizes
     generator = torch.Generator("cuda").manual_seed(2)
     capsules = squash(torch.randn(b, i, k, generator=generator, device="cuda"))
@@ -129,10 +132,13 @@ def test_the_kernels_at_full_size(
 
 @pytest.mark.parametrize("winners", [None, 3])
 def test_a_large_batch_learns_block_by_block(winners: int | None) -> None:
+    pytest.importorskip("triton")
+    from poecaps.kernels.triton import learning
+
     generator = torch.Generator("cuda").manual_seed(2)
     x = squash(torch.randn(1100, 576, 8, generator=generator, device="cuda"))
     weight = torch.randn(576, 20, 16, 8, generator=generator, device="cuda") / 3
-    assert flash.block(len(x), weight) == 384
+    assert learning.images_per_block(len(x), weight) == 384
     gradients = []
     for dtype, backend in ((torch.float32, None), (torch.float64, "reference")):
         layer = CapsuleExperts(576, 8, 20, 16, winners=winners, backend=backend, device="cuda", dtype=dtype)  # type: ignore[arg-type]
@@ -143,6 +149,26 @@ def test_a_large_batch_learns_block_by_block(winners: int | None) -> None:
         gradients.append(layer.weight.grad.double())
     ours, exact = gradients
     assert (ours - exact).norm() < 1e-5 * exact.norm()
+
+
+@pytest.mark.parametrize("reuse", [True, False], ids=["reused", "by Triton"])
+def test_compiled_kernels_take_any_batch_size(reuse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton would compile a kernel for a size of 1 or a multiple of 16; also for aligned addresses."""
+    pytest.importorskip("triton")
+    from poecaps.kernels.triton import backend
+
+    monkeypatch.setattr(launch, "REUSE_COMPILED", reuse)
+    generator = torch.Generator("cuda").manual_seed(2)
+    capsules = squash(torch.randn(64, 9, 5, generator=generator, device="cuda"))
+    weight = torch.randn(9, 4, 6, 5, generator=generator, device="cuda").requires_grad_()
+    for images in (slice(0, 64), slice(0, 33), slice(0, 1), slice(0, 16), slice(1, 34)):
+        x = capsules[images]
+        ours = backend.contrastive_divergence(x, weight, F.RoutingOptions())
+        with torch.no_grad():
+            exact = F.contrastive_divergence(x.double(), weight.double()).grad_weight
+        assert ours.grad_weight is not None
+        assert exact is not None
+        assert ((ours.grad_weight - exact).norm() / exact.norm()).item() < 1e-5
 
 
 @pytest.mark.parametrize("mixing", MIXINGS)
@@ -226,7 +252,7 @@ def test_without_triton_the_gpu_takes_the_version_without_votes(monkeypatch: pyt
     layer, x = layer_and_capsules(torch.float32)
     with torch.no_grad():
         expected = layer(x)
-    monkeypatch.setattr(flash, "installed", lambda: False)
+    monkeypatch.setattr(support, "installed", lambda: False)
     assert kernels.choose(x, layer.weight) == "cpu"
     with torch.no_grad():
         torch.testing.assert_close(layer(x), expected)

@@ -81,9 +81,9 @@ def routing_by_agreement(
 def _route(x: Tensor, weight: Tensor, routing: F.RoutingOptions) -> FlashRouting:
     needs_grad = _needs_grad(x, weight)
     forward = route(x, weight, routing, record=needs_grad)
-    z: Tensor = forward.preactivation
-    if needs_grad:
-        z = _RoutingByAgreement.apply(x, weight, forward)  # type: ignore[no-untyped-call]
+    if not needs_grad:
+        return FlashRouting(x, weight, forward, forward.preactivation)
+    z: Tensor = _RoutingByAgreement.apply(x, weight, forward)  # type: ignore[no-untyped-call]
     return FlashRouting(x, weight, forward, z)
 
 

@@ -376,9 +376,9 @@ class ForwardPass:
     lse: Tensor
     logits: Tensor | None
 
-    @cached_property
+    @property
     def preactivation(self) -> Tensor:
-        """Z of the last iteration: (B, J, D), of the dtype of x."""
+        """Preactivation of the last iteration: (B, J, D), of the dtype of x."""
         return self.z[-1].to(self.x.dtype)
 
     @cached_property

@@ -1,0 +1,124 @@
+"""The Triton backend for routing, in Triton's interpreter if there is no GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from poecaps import CapsuleExperts, kernels
+from poecaps.kernels.triton import support
+from poecaps.kernels.triton.launch import padded, split_k
+from tests.kernels.facts import assert_facts, needs_triton
+
+FACTS = Path(__file__).with_name("triton_routing_facts.py")
+
+
+@needs_triton
+def test_the_kernels_in_a_process_of_their_own() -> None:
+    assert_facts(FACTS)
+
+
+@pytest.mark.parametrize(
+    "modules", ["poecaps", "poecaps.kernels.triton.support", "poecaps.kernels.triton.launch"]
+)
+def test_triton_is_imported_only_when_it_is_used(modules: str) -> None:
+    code = f"import sys, {modules}; sys.exit('triton' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@needs_triton
+def test_kernels_are_not_compiled_for_the_values_of_numbers() -> None:
+    """A compiled kernel is reused for other batch sizes; it may depend on addresses alone."""
+    code = """
+import triton
+from poecaps.kernels.triton import coefficients, learning, reconstruction
+from poecaps.kernels.triton import routing_backward, routing_forward, weight_gradient
+
+modules = [coefficients, learning, reconstruction]
+modules += [routing_backward, routing_forward, weight_gradient]
+kernels = [
+    each for module in modules for name, each in vars(module).items()
+    if isinstance(each, triton.JITFunction) and name.endswith("_kernel")
+]
+assert len(kernels) > 10
+for kernel in kernels:
+    for each in kernel.params:
+        if not each.is_constexpr:
+            assert each.do_not_specialize != each.name.endswith("_ptr"), (kernel, each.name)
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("needs_grad", [True, False])
+def test_why_not(needs_grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def why_not(
+        i: int, k: int, j: int, d: int, dtype: torch.dtype = torch.float32, device: str = "cpu"
+    ) -> str | None:
+        x = torch.empty(1, i, k, dtype=dtype, device=device)
+        weight = torch.empty(i, j, d, k, dtype=dtype, device=device)
+        return support.why_not(x, weight, needs_grad=needs_grad)
+
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(support, "installed", lambda: True)
+    assert why_not(4, 3, 2, 2) is None
+    assert why_not(1, 64, 1, 64) is None
+    assert "torch.float64; use torch.float32" in str(why_not(4, 3, 2, 2, torch.float64))
+    assert "65 dimensions; use capsules of at most 64" in str(why_not(1, 65, 1, 2))
+    assert "65 dimensions; use capsules of at most 64" in str(why_not(1, 2, 1, 65))
+    assert why_not(1, 1, 2**20 // 16, 9) is None
+    assert "1,048,576 numbers" in str(why_not(1, 1, 2**20 // 16 + 1, 9))
+    monkeypatch.delenv("TRITON_INTERPRET")
+    assert "move layer and data to a CUDA device" in str(why_not(4, 3, 2, 2))
+    monkeypatch.setattr(support, "installed", lambda: False)
+    assert "pip install triton" in str(why_not(4, 3, 2, 2))
+
+
+@pytest.mark.parametrize("programs", [1, 7, 300])
+@pytest.mark.parametrize("steps", [1, 5, 576])
+def test_the_splits_of_a_sum_cover_it(programs: int, steps: int) -> None:
+    for reduce_cost in (0, 8):
+        splits, steps_per_split = split_k(programs, steps, 264, reduce_cost)
+        assert (splits - 1) * steps_per_split < steps <= splits * steps_per_split
+
+
+def test_padded_sizes_are_powers_of_two() -> None:
+    assert [padded(size, 1) for size in (1, 2, 3, 8, 9)] == [1, 2, 4, 8, 16]
+    assert padded(3, 16) == 16
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there it can run")
+def test_a_forced_backend_that_cannot_run_says_why() -> None:
+    layer = CapsuleExperts(4, 3, 2, 2, backend="triton")
+    remedy = "CUDA device|pip install triton"
+    with pytest.raises(ValueError, match=remedy), torch.no_grad():
+        layer(torch.zeros(1, 4, 3))
+    layer = CapsuleExperts(4, 3, 2, 2, backend="cpu", dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="backend='reference'"), torch.no_grad():
+        layer(torch.zeros(1, 4, 3, dtype=torch.bfloat16))
+
+
+def test_an_unknown_backend_is_refused() -> None:
+    with pytest.raises(ValueError, match="did you mean 'triton'"):
+        CapsuleExperts(4, 3, 2, 2, backend="tritn")  # type: ignore[arg-type]
+    layer = CapsuleExperts(4, 3, 2, 2)
+    with pytest.raises(ValueError, match="backend must be one of"):
+        layer.backend = "gpu"  # type: ignore[assignment]
+
+
+def test_the_choice_by_device_and_dtype() -> None:
+    x, weight = torch.zeros(1, 4, 3), torch.zeros(4, 2, 2, 3)
+    assert kernels.choose(x, weight) == "cpu"
+    assert kernels.choose(x, weight, "reference") == "reference"
+    assert kernels.choose(x.half(), weight.half()) == "reference"
+    assert kernels.choose(x.to("meta"), weight.to("meta")) == "reference"
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert kernels.choose(x, weight) == "reference"
+    assert kernels.describe("cpu").startswith("cpu")

@@ -1,0 +1,451 @@
+"""The Triton backend computes the same as the reference.
+
+On a GPU, or else in Triton's interpreter, which `test_triton_routing` starts.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from poecaps import functional as F
+from poecaps import squash
+from poecaps.kernels.triton import backend, learning, routing_forward
+from poecaps.kernels.triton.coefficients import Coefficients
+from poecaps.kernels.triton.reconstruction import reconstruction
+from poecaps.kernels.triton.routing_forward import preactivation, route
+from poecaps.kernels.triton.weight_gradient import gradient_term, weight_gradient
+from tests.kernels import problems
+from tests.kernels.problems import OPTIONS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+ODD = (2, 7, 3, 5, 4)
+SIZES = [(1, 1, 1, 1, 1), (18, 3, 3, 6, 9), (3, 9, 8, 3, 16), (4, 3, 6, 11, 2), (2, 3, 33, 2, 40)]
+
+
+def problem(sizes: tuple[int, ...], generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    x, weight = problems.problem(sizes, generator)
+    return x.to(DEVICE), weight.to(DEVICE)
+
+
+def routing_options(axis: F.Axis, agreement: F.Agreement, iterations: int = 3) -> F.RoutingOptions:
+    # Inner products are unbounded: sharper, and eight iterations would magnify rounding errors
+    # beyond any fixed bound.
+    sharpness = 4.0 if agreement == "cosine" else 0.5
+    return F.RoutingOptions(iterations, sharpness, axis, agreement)
+
+
+def assert_close(ours: Tensor | None, exact: Tensor | None, bound: float = 1e-5) -> None:
+    assert ours is not None
+    assert exact is not None
+    assert ours.shape == exact.shape
+    assert ((ours.double() - exact).norm() / exact.norm()).item() < bound
+
+
+def assert_same_step(ours: F.LearningStep, exact: F.LearningStep, bound: float = 1e-5) -> None:
+    assert_close(ours.loss.unsqueeze(0), exact.loss.unsqueeze(0), bound)
+    assert_close(ours.grad_weight, exact.grad_weight, bound)
+    assert (ours.on is None) == (exact.on is None)
+    if ours.on is not None and exact.on is not None:
+        assert ours.on.equal(exact.on)
+    assert (ours.x_model is None) == (exact.x_model is None)
+    if exact.x_model is not None:
+        assert_close(ours.x_model, exact.x_model, bound)
+
+
+def assert_same_routing(x: Tensor, weight: Tensor, routing: F.RoutingOptions) -> None:
+    """Values, and gradients through the iterations, against float64."""
+    generator = torch.Generator().manual_seed(0)
+    options = asdict(routing)
+    exact_x, exact_weight = x.double().requires_grad_(), weight.double().requires_grad_()
+    exact = F.routing_by_agreement(exact_x, exact_weight, **options)
+    with torch.no_grad():
+        bare = backend.routing_by_agreement(x, weight, **options)
+    assert_close(bare.preactivation, exact.preactivation)
+    assert_close(bare.coefficients, exact.coefficients)
+    x, weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
+    ours = backend.routing_by_agreement(x, weight, **options)
+    assert_close(ours.preactivation, exact.preactivation)
+    grad_z = torch.randn(exact.preactivation.shape, generator=generator).to(x.device)
+    (ours.preactivation * grad_z).sum().backward()
+    (exact.preactivation * grad_z).sum().backward()
+    assert_close(x.grad, exact_x.grad)
+    assert_close(weight.grad, exact_weight.grad)
+
+
+# --------------------------------------------------------------------------------------------------
+# Routing
+
+
+@pytest.mark.parametrize("iterations", [1, 2, 3, 8])
+@pytest.mark.parametrize(("normalize", "agreement"), OPTIONS)
+def test_routing_and_its_gradient(
+    normalize: F.Axis, agreement: F.Agreement, iterations: int, generator: torch.Generator
+) -> None:
+    sizes = ODD if iterations < 8 else (2, 3, 2, 3, 2)  # the interpreter is slow
+    options = routing_options(normalize, agreement, iterations)
+    assert_same_routing(*problem(sizes, generator), options)
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("normalize", F.AXES)
+def test_any_size(sizes: tuple[int, ...], normalize: F.Axis, generator: torch.Generator) -> None:
+    assert_same_routing(*problem(sizes, generator), routing_options(normalize, "cosine"))
+
+
+@pytest.mark.parametrize(("normalize", "agreement"), OPTIONS)
+def test_zero_capsules_and_zero_weights(
+    normalize: F.Axis, agreement: F.Agreement, generator: torch.Generator
+) -> None:
+    x, weight = problem(ODD, generator)
+    x[:, 2] = 0
+    x[1] = 0
+    weight[:, 1] = 0
+    assert_same_routing(x, weight, routing_options(normalize, agreement))
+
+
+def test_logits_too_large_for_a_plain_exponential(generator: torch.Generator) -> None:
+    """e^(2·200) overflows float32: the softmax must subtract the maximum."""
+    x, weight = problem(ODD, generator)
+    options = asdict(F.RoutingOptions(3, 200.0, "inputs", "cosine"))
+    with torch.no_grad():
+        ours = backend.routing_by_agreement(x, weight, **options)
+    exact = F.routing_by_agreement(x.double(), weight.double(), **options)
+    # The bound is the rounding error of a logit of 400.
+    assert_close(ours.preactivation, exact.preactivation, 1e-4)
+
+
+def test_an_integer_sharpness(generator: torch.Generator) -> None:
+    assert_same_routing(*problem(ODD, generator), F.RoutingOptions(sharpness=3))
+
+
+@pytest.mark.parametrize("keep_logits", [True, False], ids=["logits kept", "logits recomputed"])
+@pytest.mark.parametrize("sizes", [ODD, (4, 3, 6, 11, 2), (3, 2, 4, 70, 4)])
+def test_forward_and_backward_routing_with_held_coefficients(
+    sizes: tuple[int, ...], keep_logits: bool, generator: torch.Generator
+) -> None:
+    x, weight = problem(sizes, generator)
+    routing = routing_options("inputs", "cosine")
+    routed = route(x, weight, routing, keep_logits=keep_logits)
+    c = routed.coefficients
+    exact_weight = weight.double().requires_grad_()
+    with torch.no_grad():
+        exact_c = F.routing_by_agreement(x.double(), exact_weight, **asdict(routing)).coefficients
+    v = squash(torch.randn(x.shape, generator=generator)).to(DEVICE)
+    y = squash(torch.randn(routed.preactivation.shape, generator=generator)).to(DEVICE)
+    assert_close(c.tensor(weight), exact_c)
+    assert_close(
+        reconstruction(y, weight, c), F.reconstruction(y.double(), weight.double(), exact_c)
+    )
+    exact = F.preactivation(v.double(), exact_weight, exact_c)
+    assert_close(preactivation(v, weight, c), exact)
+    grad_weight = torch.empty_like(weight)
+    weight_gradient(weight, c, gradient_term(y, v, weight, c), out=grad_weight)
+    (exact * y).sum().backward()
+    assert_close(grad_weight, exact_weight.grad)
+
+
+@pytest.mark.parametrize(
+    ("normalize", "agreement", "iterations"),
+    [("inputs", "cosine", 3), ("outputs", "inner", 3), ("inputs", "cosine", 1)],
+)
+def test_the_held_preactivation_and_its_gradient(
+    normalize: F.Axis, agreement: F.Agreement, iterations: int, generator: torch.Generator
+) -> None:
+    x, weight = problem(ODD, generator)
+    grad_z = torch.randn(2, 5, 4, generator=generator).to(DEVICE)
+    routing = routing_options(normalize, agreement, iterations)
+    exact_weight = weight.double().requires_grad_()
+    exact = F.held_preactivation(x.double(), exact_weight, routing)
+    (exact * grad_z).sum().backward()
+    x, weight = x.requires_grad_(), weight.requires_grad_()
+    ours = backend.held_preactivation(x, weight, routing)
+    (ours * grad_z).sum().backward()
+    assert_close(ours, exact)
+    assert_close(weight.grad, exact_weight.grad)
+    assert x.grad is None
+    with torch.no_grad():
+        assert not backend.held_preactivation(x, weight, routing).requires_grad
+
+
+@pytest.mark.parametrize(
+    ("normalize", "agreement", "winners"),
+    [("inputs", "cosine", None), ("outputs", "cosine", None), ("inputs", "inner", 2)],
+)
+def test_reconstruct_and_its_gradient(
+    normalize: F.Axis, agreement: F.Agreement, winners: int | None, generator: torch.Generator
+) -> None:
+    """With a gradient, the coefficients have one as well."""
+    x, weight = problem(ODD, generator)
+    balance = torch.randn(5, generator=generator).to(DEVICE)
+    competition: dict[str, Any] = {"winners": winners, "balance": balance}
+    routing = routing_options(normalize, agreement)
+    exact_x, exact_weight = x.double().requires_grad_(), weight.double().requires_grad_()
+    exact = F.reconstruct(exact_x, exact_weight, routing, **competition)
+    exact.square().sum().backward()
+    assert_close(backend.reconstruct(x, weight, routing, **competition), exact)
+    x, weight = x.requires_grad_(), weight.requires_grad_()
+    ours = backend.reconstruct(x, weight, routing, **competition)
+    ours.square().sum().backward()
+    assert_close(ours, exact)
+    assert_close(x.grad, exact_x.grad)
+    assert_close(weight.grad, exact_weight.grad)
+
+
+# --------------------------------------------------------------------------------------------------
+# Learning
+
+
+@pytest.mark.parametrize("way", ["logits kept", "logits recomputed", "in blocks"])
+@pytest.mark.parametrize(
+    ("normalize", "agreement", "options"),
+    [
+        ("inputs", "cosine", {}),
+        ("inputs", "cosine", {"sizes": (18, 3, 5, 4, 3)}),  # more experts than inputs
+        ("outputs", "cosine", {"sizes": (2, 20, 3, 2, 18)}),
+        ("inputs", "inner", {"chained": True}),
+        ("outputs", "cosine", {"winners": 2, "chained": True, "mixing": "bernoulli"}),
+        ("outputs", "inner", {"winners": 1, "k": 2}),
+        ("inputs", "cosine", {"iterations": 1, "mixing": "bernoulli"}),
+        ("inputs", "cosine", {"mixing": "bernoulli", "k": 2, "sizes": (40, 3, 3, 5, 4)}),
+        ("inputs", "cosine", {"sizes": (40, 5, 3, 4, 4)}),
+        ("inputs", "cosine", {"winners": 3, "balanced": True}),
+        ("outputs", "cosine", {"winners": 2, "balanced": True, "chained": True, "k": 2}),
+    ],
+)
+def test_contrastive_divergence(
+    normalize: F.Axis,
+    agreement: F.Agreement,
+    options: dict[str, Any],
+    way: str,
+    generator: torch.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    b, i, dim, j, d = sizes = options.get("sizes", ODD)
+    if way == "logits recomputed":
+        monkeypatch.setattr(routing_forward, "KEEP_LOGITS_BYTES", 0)
+    if way == "in blocks":
+        monkeypatch.setattr(learning, "MIN_BLOCK_IMAGES", 1)
+        monkeypatch.setattr(learning, "BLOCK_LOGITS_BYTES", 4 * math.prod(sizes[1::2]))
+    x, weight = problem(sizes, generator)
+    start, _ = problem((3, i, dim, j, d), generator)
+    chain = start if "chained" in options else None
+    k, mixing = options.get("k", 1), options.get("mixing", "deterministic")
+    uniform = torch.rand(k, b if chain is None else 3, j, generator=generator).to(DEVICE)
+    balance = torch.randn(j, generator=generator).to(DEVICE) if "balanced" in options else None
+    shared = {"k": k, "mixing": mixing, "winners": options.get("winners"), "balance": balance}
+    shared["uniform"] = uniform if mixing == "bernoulli" else None
+    routing = routing_options(normalize, agreement, options.get("iterations", 3))
+    exact = F.contrastive_divergence(
+        x.double(),
+        weight.double(),
+        routing,
+        chain=None if chain is None else chain.double(),
+        **shared,
+    )
+    before = start.clone()
+    strided = x.transpose(0, 1).contiguous().transpose(0, 1)
+    ours = backend.contrastive_divergence(
+        strided, weight.requires_grad_(), routing, chain=chain, **shared
+    )
+    assert_same_step(ours, exact)
+    assert ours.grad_weight is not None
+    assert not ours.loss.requires_grad
+    assert not ours.grad_weight.requires_grad
+    assert start.equal(before)
+
+
+@pytest.mark.parametrize("chained", [True, False])
+def test_bernoulli_draws_by_torch_where_none_are_given(
+    chained: bool, generator: torch.Generator
+) -> None:
+    x, weight = problem(ODD, generator)
+    steps = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        steps.append(
+            backend.contrastive_divergence(
+                x,
+                weight.requires_grad_(),
+                F.RoutingOptions(),
+                mixing="bernoulli",
+                chain=x.clone() if chained else None,
+            ).grad_weight
+        )
+    first, again, other = steps
+    assert first is not None
+    assert again is not None
+    assert other is not None
+    torch.testing.assert_close(again, first)
+    assert not other.equal(first)
+
+
+@pytest.mark.parametrize("chained", [True, False])
+def test_no_gradient_is_computed_unless_one_is_required(
+    chained: bool, generator: torch.Generator
+) -> None:
+    x, weight = problem(ODD, generator)
+    y = squash(torch.randn(2, 5, 4, generator=generator)).to(DEVICE)
+    options: dict[str, Any] = {"chain": x.clone() if chained else None, "winners": 2}
+    routing = F.RoutingOptions()
+    rules: list[Callable[[], F.LearningStep]] = [
+        lambda: backend.contrastive_divergence(x, weight, routing, **options),
+        lambda: backend.decoder_contrastive_divergence(x, y, weight, routing),
+    ]
+    for rule in rules:
+        weight.requires_grad_(True)
+        learned = rule()
+        assert learned.grad_weight is not None
+        with torch.no_grad():
+            disabled = rule()
+        weight.requires_grad_(False)
+        frozen = rule()
+        for step in (disabled, frozen):
+            assert step.grad_weight is None
+            torch.testing.assert_close(step.loss, learned.loss)
+
+
+def test_the_energy_of_small_preactivations(generator: torch.Generator) -> None:
+    """log(1 + s) for an s that is lost in 1 + s."""
+    data, model = (3e-5 * torch.randn(7, 3, 5, generator=generator).to(DEVICE) for _ in range(2))
+    gap, *_ = learning.free_energy_gap(data, 2 * model, None, None, (7, 7))
+    exact = F.free_energy(data.double()).mean() - F.free_energy(2 * model.double()).mean()
+    assert_close(gap, exact)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "normalize", "agreement"),
+    [
+        ((3, 4, 5, 12, 4), "inputs", "cosine"),
+        ((3, 4, 5, 12, 4), "outputs", "inner"),
+        ((3, 9, 2, 3, 5), "inputs", "cosine"),
+    ],
+)
+def test_the_rule_of_the_decoder(
+    sizes: tuple[int, ...], normalize: F.Axis, agreement: F.Agreement, generator: torch.Generator
+) -> None:
+    y, weight = problem(sizes, generator)
+    b, _, _, i, dim = sizes
+    x = squash(torch.randn(b, i, dim, generator=generator)).to(DEVICE)
+    x[0, 1] = 0
+    routing = routing_options(normalize, agreement)
+    ours = backend.decoder_contrastive_divergence(y, x, weight.requires_grad_(), routing)
+    with torch.no_grad():
+        exact = F.decoder_contrastive_divergence(y.double(), x.double(), weight.double(), routing)
+    assert_same_step(ours, exact)
+    assert not ours.loss.requires_grad
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision(dtype: torch.dtype, generator: torch.Generator) -> None:
+    x, weight = (value.to(dtype) for value in problem((3, 20, 8, 3, 16), generator))
+    y = squash(torch.randn(3, 3, 16, generator=generator)).to(DEVICE, dtype)
+    routing = F.RoutingOptions(sharpness=4.0)
+    options = asdict(routing)
+    wide = (x.double(), weight.double())
+    with torch.no_grad():
+        code = squash(backend.routing_by_agreement(x, weight, **options).preactivation)
+    assert code.dtype == dtype
+    assert_close(code, squash(F.routing_by_agreement(*wide, **options).preactivation), 1e-2)
+    assert backend.reconstruct(x, weight, routing).dtype == dtype
+    weight.requires_grad_()
+    for chain in (None, x.clone()):
+        ours = backend.contrastive_divergence(x, weight, routing, chain=chain)
+        exact_chain = None if chain is None else chain.double()
+        exact = F.contrastive_divergence(*wide, routing, chain=exact_chain)
+        assert_close(ours.grad_weight, exact.grad_weight, 1e-2)
+        assert chain is None or (ours.x_model is not None and ours.x_model.dtype == dtype)
+    ours = backend.decoder_contrastive_divergence(x, y, weight, routing)
+    exact = F.decoder_contrastive_divergence(wide[0], y.double(), wide[1], routing)
+    assert_close(ours.grad_weight, exact.grad_weight, 1e-2)
+
+
+@pytest.mark.parametrize("chained", [True, False])
+def test_small_gradients_survive_half_precision(chained: bool, generator: torch.Generator) -> None:
+    """The gradient is float32, so that a scaled loss can lift it above the underflow of float16."""
+    x, weight = problem(ODD, generator)
+    x, weight = x.half(), (1e-3 * weight).half().requires_grad_()
+    chain = x.flip(0) if chained else None
+    routing = F.RoutingOptions()
+    ours = backend.contrastive_divergence(x, weight, routing, chain=chain)
+    with torch.no_grad():
+        exact = F.contrastive_divergence(
+            x.double(),
+            weight.double(),
+            routing,
+            chain=None if chain is None else chain.double(),
+        )
+    assert ours.grad_weight is not None
+    assert ours.grad_weight.dtype == torch.float32
+    assert exact.grad_weight is not None
+    assert exact.grad_weight.abs().median().item() < torch.finfo(torch.float16).tiny
+    assert_close(ours.grad_weight, exact.grad_weight, 1e-2)
+
+
+# --------------------------------------------------------------------------------------------------
+# Memory
+
+
+def test_no_votes_and_no_coefficients_are_computed(
+    generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Learning, encoding and the gradient of an encoding never write them to memory."""
+
+    def never(*_: Any) -> Tensor:
+        raise AssertionError("written to memory")
+
+    monkeypatch.setattr(F, "votes", never)
+    monkeypatch.setattr(Coefficients, "tensor", never)
+    monkeypatch.setattr(routing_forward, "KEEP_LOGITS_BYTES", 0)
+    x, weight = problem(ODD, generator)
+    y = squash(torch.randn(2, 5, 4, generator=generator)).to(DEVICE)
+    weight.requires_grad_()
+    routing = F.RoutingOptions()
+    backend.contrastive_divergence(x, weight, routing, mixing="bernoulli", chain=x.clone())
+    backend.contrastive_divergence(x, weight, routing)
+    backend.decoder_contrastive_divergence(x, y, weight, routing)
+    backend.held_preactivation(x, weight, routing).sum().backward()
+    routed = backend.routing_by_agreement(x, weight, **asdict(routing))
+    routed.preactivation.sum().backward()
+    with torch.no_grad():
+        backend.reconstruct(x, weight, routing)
+        bare = backend.routing_by_agreement(x, weight, **asdict(routing))
+    for each in (routed, bare):
+        with pytest.raises(AssertionError, match="written to memory"):
+            each.coefficients  # noqa: B018
+
+
+def test_a_learning_step_does_not_depend_on_its_tensors_afterwards(
+    generator: torch.Generator,
+) -> None:
+    """Its gradient is computed at once: capsules and chain may be overwritten."""
+    x, weight = problem(ODD, generator)
+    chain = x.flip(0).clone()
+    exact = F.contrastive_divergence(x.double(), weight.double(), chain=chain.double())
+    ours = backend.contrastive_divergence(
+        x, weight.requires_grad_(), F.RoutingOptions(), chain=chain
+    )
+    x.mul_(0.5)
+    chain.zero_()
+    assert_same_step(ours, exact)
+
+
+def test_capsules_overwritten_before_the_backward_pass_are_noticed(
+    generator: torch.Generator,
+) -> None:
+    x, weight = problem(ODD, generator)
+    weight.requires_grad_()
+    held = backend.held_preactivation(x, weight, F.RoutingOptions())
+    routed = backend.routing_by_agreement(x, weight).preactivation
+    x.mul_(0.5)
+    for z in (held, routed):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            z.sum().backward()
