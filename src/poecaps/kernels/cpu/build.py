@@ -1,0 +1,191 @@
+"""Compile `routing.c` for the D and K of a layer, and load it.
+
+The compiler of the machine is called the first time that a D and K occur. The libraries are kept in
+the user's cache folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from poecaps.kernels.cpu.job import Library, load
+
+SOURCE = Path(__file__).with_name("routing.c")
+COMPILERS = ("cc", "gcc", "clang")
+# Every instruction set is named, none is taken from the machine at hand (as -march=native would
+# do), so that machines can share a cache folder.
+FLAGS = (
+    "-std=gnu11",
+    "-O3",
+    "-mavx512f",
+    "-mavx512vl",
+    "-mavx512dq",
+    "-mavx512bw",
+    "-mfma",
+    "-mprefer-vector-width=512",
+    "-ffp-contract=fast",
+    "-fno-math-errno",
+    "-shared",
+    "-fPIC",
+)
+TILE = 8  # inputs processed together, so that their sum is read and written once for all of them
+TIMEOUT = 60  # seconds that a compiler may take; about 1 is usual
+
+
+def library(out_dim: int, dim: int) -> Library:
+    """Return the library for experts of dimension D and input capsules of dimension K.
+
+    Raises
+    ------
+    RuntimeError
+        If there is none; `why_not` gives the reason beforehand.
+    """
+    found = _library(out_dim, dim)
+    if isinstance(found, str):
+        raise RuntimeError(f"cannot compile the routing for a CPU: {found}")
+    return found
+
+
+def why_not(out_dim: int = 16, dim: int = 8) -> str | None:
+    """Return why there is no library for D and K, None if there is one.
+
+    The library is compiled if it was not compiled before.
+    """
+    if sys.platform == "win32":
+        return "C is compiled on Unix only"
+    if torch.backends.cpu.get_cpu_capability() != "AVX512":
+        return "the CPU lacks AVX-512, or PyTorch is configured not to use it"
+    found = _library(out_dim, dim)
+    return found if isinstance(found, str) else None
+
+
+def compiler_version() -> str | None:
+    """Return name and version of the compiler, None if nothing can be compiled."""
+    return _version(_compiler()) if why_not() is None else None
+
+
+@cache
+def _library(out_dim: int, dim: int) -> Library | str:
+    """Load the library for D and K, compile it first if necessary, or return why not."""
+    if _timeouts:
+        return _timeouts[0]
+    try:
+        compiler = _compiler()
+        command = [*compiler, *FLAGS, f"-DD={out_dim}", f"-DK={dim}", f"-DTILE={TILE}"]
+        # Everything that the library depends on, so that a change of it makes another file name.
+        origin = chr(0).join([*command, _version(compiler), SOURCE.read_text(encoding="utf-8")])
+        name = f"simd-{out_dim}-{dim}-{hashlib.sha256(origin.encode()).hexdigest()[:20]}"
+        folder = _cache_folder()
+        if folder is not None:
+            for path in folder.glob(f"{name}-*.so"):
+                with suppress(OSError):
+                    if _is_intact(path):
+                        return load(path)
+            with suppress(OSError):
+                return load(_compile(command, folder, name))
+        with tempfile.TemporaryDirectory(prefix="poecaps-") as temporary:  # not needed once loaded
+            return load(_compile(command, Path(temporary), name))
+    except LookupError as error:
+        return str(error.args[0])
+    except subprocess.CalledProcessError as error:
+        output = (error.stderr or "").strip().splitlines() or [f"exit status {error.returncode}"]
+        first_error = next((line for line in output if "error" in line), output[0])
+        return f"the C compiler failed: {first_error}"
+    except subprocess.TimeoutExpired as error:
+        _timeouts.append(f"the C compiler took longer than {error.timeout:.0f} s")
+        return _timeouts[0]
+    except OSError as error:
+        return f"the C source cannot be compiled: {error}"
+
+
+# The reason why the compiler is not called again, if it exceeded the timeout once.
+_timeouts: list[str] = []
+
+
+def _compiler() -> list[str]:
+    """Return the command of the C compiler: $CC, or the first of the usual names that exists."""
+    given = os.environ.get("CC", "").strip()
+    if given:
+        try:
+            command = shlex.split(given)
+        except ValueError as error:
+            raise LookupError(f"$CC is {given!r}, which is not a valid command") from error
+        if shutil.which(command[0]) is None:
+            raise LookupError(f"$CC is {given!r}, which is not found")
+        return command
+    found = next((name for name in COMPILERS if shutil.which(name)), None)
+    if found is None:
+        raise LookupError("no C compiler is found")
+    return [found]
+
+
+def _version(compiler: list[str]) -> str:
+    return _run([*compiler, "--version"]).partition("\n")[0]
+
+
+def _cache_folder() -> Path | None:
+    """Return the cache folder, None unless it is writable by this user and by nobody else."""
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    try:
+        folder = base if base.is_absolute() else Path("~/.cache").expanduser()
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in ("poecaps", "simd"):
+            folder /= name
+            folder.mkdir(exist_ok=True, mode=0o700)
+            status = folder.stat()
+            if status.st_uid != os.geteuid() or status.st_mode & 0o022:
+                return None
+    except (OSError, RuntimeError):
+        return None
+    return folder if os.access(folder, os.W_OK | os.X_OK) else None
+
+
+def _compile(command: list[str], folder: Path, name: str) -> Path:
+    """Compile to a temporary file and rename it, because other processes may do the same.
+
+    The final name ends with the digest of the content.
+    """
+    handle, temporary = tempfile.mkstemp(suffix=".so", dir=folder)
+    os.close(handle)
+    try:
+        _run([*command, str(SOURCE), "-o", temporary, "-lm"])
+        return Path(temporary).replace(folder / f"{name}-{_digest(Path(temporary))}.so")
+    finally:
+        Path(temporary).unlink(missing_ok=True)
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:20]
+
+
+def _is_intact(path: Path) -> bool:
+    """Return whether a file has the content that its name promises.
+
+    Loading a truncated library would end the process.
+    """
+    return path.is_file() and path.stem.endswith(_digest(path))
+
+
+def _run(command: list[str]) -> str:
+    """Run a command and return its standard output."""
+    done = subprocess.run(  # noqa: S603
+        command,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=TIMEOUT,
+        check=True,
+    )
+    return done.stdout
