@@ -25,14 +25,14 @@ import torch
 import tyro
 from tyro.conf import Positional  # noqa: TC002 (tyro reads the annotations)
 
-from poecaps import __version__, card, evaluation, kernels, models, plotting
+from poecaps import __version__, card, evaluation, models, plotting
 from poecaps import _checks as checks
 from poecaps import data as datasets
 from poecaps._files import ModelError, write_json
 from poecaps.autoencoder import minimum_image_size
 from poecaps.data.folder import without_warning
 from poecaps.data.idx import Split, find_images
-from poecaps.kernels import convolution
+from poecaps.kernels import convolution, dispatch
 from poecaps.network import DOMAINS, REACH, STEPS, CapsuleNetwork, Domain
 from poecaps.training import PRESETS, Config, Progress, TrainingError, record, resume, workers
 from poecaps.training import train as train_network
@@ -689,7 +689,7 @@ def _about_installation() -> Iterator[tuple[str, str]]:
     yield from machine.items()
     device = find_device("auto")
     yield "device", record.describe_device(device)
-    yield "routing", kernels.describe(device)
+    yield "routing", dispatch.describe(device)
     yield "convolving", convolution.describe(device)
     absent = {name for name in datasets.named.PUBLISHED if not _is_here(name)}
     yield (

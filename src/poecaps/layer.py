@@ -1,16 +1,21 @@
-"""One layer of expert capsules: the model P(x) and its learning rule."""
+"""Capsule layers: experts that model P(x), and the decoder that draws from them.
+
+Each method checks its arguments, chooses a backend and calls one function of it. The equations are
+in `poecaps.functional`, under the same names.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 from poecaps import _checks as checks
 from poecaps import functional as F
-from poecaps import kernels
-from poecaps.kernels import Held
+from poecaps.kernels import dispatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,18 +24,22 @@ if TYPE_CHECKING:
 
 
 class CapsuleRouting(nn.Module):
-    """Base of the capsule layers: routing by agreement from I capsules of dimension K to J of dimension D.
+    """Base of the capsule layers: routing by agreement between two sets of capsules.
 
     Parameters
     ----------
     in_capsules, in_dim
-        Number and dimension of the input capsules.
+        I, the number of input capsules, and K, their dimension.
     out_capsules, out_dim
-        Number and dimension of the output capsules.
+        J, the number of output capsules, and D, their dimension.
     iterations, sharpness, normalize, agreement
         Options of `poecaps.routing_by_agreement`.
     backend
-        Implementation to run; see `CapsuleExperts`.
+        Implementation to run: ``"triton"`` (GPU kernels), ``"simd"`` (compiled C for the CPU),
+        ``"torch"`` (vote-free PyTorch, any device) or ``"reference"`` (`poecaps.functional`, the
+        only one that can be differentiated twice). None chooses the fastest one that supports the
+        call. If a backend is named here and does not support a call, the call raises `ValueError`.
+        The attribute can be changed at any time.
     generator
         Source of the initial weights.
     device, dtype
@@ -55,7 +64,7 @@ class CapsuleRouting(nn.Module):
         sharpness: float = 1.0,
         normalize: F.Axis = "inputs",
         agreement: F.Agreement = "cosine",
-        backend: kernels.Backend | None = None,
+        backend: dispatch.Backend | None = None,
         generator: torch.Generator | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -81,13 +90,14 @@ class CapsuleRouting(nn.Module):
         self.reset_parameters(generator=generator)
 
     @property
-    def backend(self) -> kernels.Backend | None:
-        """Implementation to run; None: the fastest that supports the call."""
+    def backend(self) -> dispatch.Backend | None:
+        """Implementation to run; None: the fastest one that supports the call."""
         return self._backend
 
     @backend.setter
-    def backend(self, value: kernels.Backend | None) -> None:
-        kernels.check_backend(value)
+    def backend(self, value: dispatch.Backend | None) -> None:
+        if value is not None:
+            checks.require_choice("backend", value, dispatch.BACKENDS)
         self._backend = value
 
     @property
@@ -121,22 +131,11 @@ class CapsuleRouting(nn.Module):
             f"normalize={self.normalize!r}, agreement={self.agreement!r}"
         )
 
-    def _options(self) -> kernels.Options:
-        return kernels.Options(
-            self.iterations, float(self.sharpness), self.normalize, self.agreement
+    def _route(self, x: Tensor) -> F.Routing:
+        backend = dispatch.select(
+            x, self.weight, self.backend, needs_grad=dispatch.needs_grad(x, self.weight)
         )
-
-    def _route(self, x: Tensor, *, keep: bool = False) -> F.Routing:
-        return kernels.routing_by_agreement(
-            x,
-            self.weight,
-            iterations=self.iterations,
-            sharpness=self.sharpness,
-            normalize=self.normalize,
-            agreement=self.agreement,
-            backend=self.backend,
-            keep=keep,
-        )
+        return backend.routing_by_agreement(x, self.weight, **asdict(self.routing))
 
     def _check(self, x: Tensor, *, ball: bool, name: str = "x") -> None:
         checks.require_floating(name, x)
@@ -151,45 +150,37 @@ class CapsuleRouting(nn.Module):
 class CapsuleExperts(CapsuleRouting):
     """J expert capsules of dimension D over I input capsules of dimension K.
 
-    The layer is the product of experts P(x) = e^(−F(x))/Z with F(x) = −Σ_j log(1 + ‖z_j‖²) and z_j found by routing
-    by agreement; the base measure is Lebesgue on the product of I open unit balls. `forward` is an ordinary
-    differentiable module. `contrastive_divergence` is the loss that learns without labels.
+    The layer is the product of experts P(x) = e^(−F(x))/Z with F(x) = −Σ_j log(1 + ‖z_j‖²), where
+    routing by agreement gives z_j. The base measure is Lebesgue on the product of I open unit
+    balls. `forward` is an ordinary differentiable module. `contrastive_divergence` is the loss that
+    learns without labels.
 
     Parameters
     ----------
-    in_capsules, in_dim
-        I, the number of input capsules, and K, their dimension.
-    out_capsules, out_dim
-        J, the number of experts, and D, their dimension.
-    iterations, sharpness, normalize, agreement
-        Options of `poecaps.routing_by_agreement`.
+    in_capsules, in_dim, out_capsules, out_dim, iterations, sharpness, normalize, agreement
+        See `CapsuleRouting`.
     winners
-        Competition: only this many experts, those with the largest log‖z_j‖² + balance_j, may fire for an image; the
-        others are off, in the code, in the energy and in both phases of learning. None lets all fire. It may be set at
-        any time.
+        Competition: only this many experts, those with the largest log‖z_j‖² + balance_j, may fire
+        for an image. The others are off, in the code, in the energy and in both phases of learning.
+        None: all experts may fire. The attribute can be changed at any time.
     balance_rate
-        How far one learning step moves `balance` towards equal shares of wins.
-    backend
-        Which version of the equations to run: ``"triton"``, GPU kernels; ``"cpu"``, PyTorch without votes;
-        ``"reference"``, the equations as they stand, which alone can be differentiated twice. None takes the fastest
-        that fits device, dtype and sizes; a forced one that does not fit is an error. It may be set at any time.
-    generator
-        Source of the initial weights.
-    device, dtype
-        As for any `torch.nn` layer.
+        Step size with which a learning step moves `balance` towards equal shares of wins.
+    backend, generator, device, dtype
+        See `CapsuleRouting`.
 
     Attributes
     ----------
     weight : (I, J, D, K)
         The maps W_ij, initially N(0, 0.01²).
     balance : (J,)
-        Head start of each expert in the competition; a buffer that `contrastive_divergence` adapts in training mode.
+        Head start of each expert in the competition: a buffer that `contrastive_divergence` updates
+        in training mode.
 
     Notes
     -----
-    Shapes, dtypes and options are checked on every call. Values (NaN, norms of 1 or more where the model needs
-    squashed capsules) are checked on every call on the CPU; on an accelerator that would stall the queue, so there
-    call `poecaps.check_capsules` where data enter.
+    Shapes, dtypes and options are checked on every call. Values (NaN, or norms of 1 and more where
+    the model needs squashed capsules) are checked on every call on the CPU. On an accelerator this
+    would stall the queue; call `poecaps.check_capsules` there when the data are loaded.
     """
 
     balance: Tensor
@@ -207,7 +198,7 @@ class CapsuleExperts(CapsuleRouting):
         agreement: F.Agreement = "cosine",
         winners: int | None = None,
         balance_rate: float = 1.0,
-        backend: kernels.Backend | None = None,
+        backend: dispatch.Backend | None = None,
         generator: torch.Generator | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -233,7 +224,7 @@ class CapsuleExperts(CapsuleRouting):
 
     @property
     def winners(self) -> int | None:
-        """How many experts may fire for an image; None: all."""
+        """Number of experts that may fire for an image; None: all."""
         return self._winners
 
     @winners.setter
@@ -245,37 +236,43 @@ class CapsuleExperts(CapsuleRouting):
     def reset_parameters(self, std: float = 0.01, generator: torch.Generator | None = None) -> None:
         """Draw W from N(0, std²) and set the balance to 0."""
         super().reset_parameters(std, generator)
-        if "balance" in self._buffers:  # it is registered after the first call
+        if "balance" in self._buffers:  # the base class calls this before the buffer exists
             nn.init.zeros_(self.balance)
 
     @torch.no_grad()
     def fold_balance(self) -> None:
-        """Put the head starts into the weights: W_j ← e^(balance_j/2) W_j, and the balance to 0.
+        """Move the head starts into the weights: W_j ← e^(balance_j/2) W_j, balance ← 0.
 
-        log‖z_j‖² grows by balance_j, so every competition ends as before, and the winner is the expert with the largest
-        firing probability. Coefficients do not change, for the cosine does not see the scale of a weight; a layer
-        with ``agreement="inner"`` is refused.
+        This adds balance_j to log‖z_j‖², so every competition ends as before, and the winner is now
+        the expert with the highest firing probability. The coefficients do not change, because the
+        cosine does not depend on the scale of a weight.
+
+        Raises
+        ------
+        ValueError
+            If the layer has ``agreement="inner"``.
         """
         if self.agreement != "cosine":
             raise ValueError(
-                'fold_balance needs agreement="cosine", whose coefficients do not depend on the scale of W'
+                'fold_balance needs agreement="cosine", whose coefficients do not depend on the '
+                "scale of W"
             )
         self.weight.mul_((self.balance / 2).exp().view(1, -1, 1, 1))
         self.balance.zero_()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> CapsuleExperts:
-        """Convert the layer, but for the balance in half precision, where its small steps would be lost."""
+        """Convert the layer, but keep the balance in float32 or wider: its steps are small."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.balance = self.balance.to(torch.promote_types(self.balance.dtype, torch.float32))
         return self
 
     def forward(self, x: Tensor) -> Tensor:
-        """Encode: the squashed experts squash(z_j), 0 for those that lose the competition.
+        """Encode: the squashed experts squash(z_j), 0 for experts that lose the competition.
 
         Parameters
         ----------
         x : (B, I, K)
-            Input capsules, normally squashed; any finite values are routed.
+            Input capsules, normally squashed; any finite values are accepted.
 
         Returns
         -------
@@ -283,10 +280,10 @@ class CapsuleExperts(CapsuleRouting):
         """
         self._check(x, ball=False)
         z = self._route(x).preactivation
-        return kernels.squash(z, self._may_fire(z), weight=self.weight, backend=self.backend)
+        return F.expert_states(z, self._winning(z))
 
     def reconstruct(self, x: Tensor) -> Tensor:
-        """Go up and down once: x̃_i = squash(Σ_j c_ij W_ijᵀ squash(z_j)) with the coefficients of `x`.
+        """Go up and down once with the coefficients of x: x̃_i = squash(Σ_j c_ij W_ijᵀ squash(z_j)).
 
         Parameters
         ----------
@@ -298,11 +295,12 @@ class CapsuleExperts(CapsuleRouting):
         (B, I, K)
         """
         self._check(x, ball=True)
-        routing = self._route(x)
-        z = routing.preactivation
-        y = kernels.squash(z, self._may_fire(z), weight=self.weight, backend=self.backend)
-        c = routing.coefficients if torch.is_grad_enabled() else kernels.held(routing)
-        return kernels.reconstruction(y, self.weight, c, backend=self.backend)
+        backend = dispatch.select(
+            x, self.weight, self.backend, needs_grad=dispatch.needs_grad(x, self.weight)
+        )
+        return backend.reconstruct(
+            x, self.weight, self.routing, winners=self.winners, balance=self.balance
+        )
 
     def energy(self, x: Tensor, on: Tensor) -> Tensor:
         """Compute E(x, a) = −Σ_j a_j log‖z_j‖²; +∞ if an expert is on that lost the competition.
@@ -322,7 +320,7 @@ class CapsuleExperts(CapsuleRouting):
         z = self._route(x).preactivation
         energy = F.energy(z, on)
         checks.check_states_on_cpu(on, "on")
-        allowed = self._may_fire(z)
+        allowed = self._winning(z)
         if allowed is None:
             return energy
         return torch.where((on.bool() & ~allowed).any(-1), torch.inf, energy)
@@ -342,10 +340,10 @@ class CapsuleExperts(CapsuleRouting):
         """
         self._check(x, ball=True)
         z = self._route(x).preactivation
-        return F.free_energy(z, self._may_fire(z))
+        return F.free_energy(z, self._winning(z))
 
     def firing_probability(self, x: Tensor) -> Tensor:
-        """Compute P(a_j = 1 | x) = ‖z_j‖²/(1+‖z_j‖²), 0 for those that lose the competition.
+        """Compute P(a_j = 1 | x) = ‖z_j‖²/(1+‖z_j‖²), 0 for experts that lose the competition.
 
         Parameters
         ----------
@@ -358,8 +356,7 @@ class CapsuleExperts(CapsuleRouting):
         """
         self._check(x, ball=True)
         z = self._route(x).preactivation
-        probability = F.firing_probability(z)
-        allowed = self._may_fire(z)
+        probability, allowed = F.firing_probability(z), self._winning(z)
         return probability if allowed is None else probability * allowed
 
     def contrastive_divergence(
@@ -374,46 +371,49 @@ class CapsuleExperts(CapsuleRouting):
     ) -> Tensor:
         r"""Compute the loss mean F(x) − mean F(x̃), whose gradient in W is −ΔW of Algorithm 1.
 
-        The routing coefficients c, the winners and the mixed capsules x̃ are held fixed, so with g(z) = z/(1+‖z‖²)::
+        The routing coefficients c, the winners and the mixed capsules x̃ are held fixed, so with
+        g(z) = z/(1+‖z‖²)::
 
             ΔW_ij = 2 · mean c_ij ( g(z_j) x_iᵀ − g(z̃_j) x̃_iᵀ )
 
-        x̃ is reached from x by `k` times up (z_j, then which experts speak) and down (x̃_i). In training mode with
-        `winners` set, the call also nudges `balance`.
+        `poecaps.functional.contrastive_divergence` is the algorithm in full. In training mode with
+        `winners` set, the call also updates `balance`.
 
         Parameters
         ----------
         x : (B, I, K)
-            Squashed input capsules: data, no gradient flows into them.
+            Squashed input capsules. They are data: no gradient flows into them.
         k
-            How often to mix, at least 1.
+            Number of mixing steps, at least 1.
         mixing
-            ``"deterministic"``: expert j sends squash(z_j) down (the paper).
-            ``"bernoulli"``: expert j is on with probability ‖squash(z_j)‖, and then sends the unit vector z_j/‖z_j‖;
-            on average that is squash(z_j).
+            ``"deterministic"`` (the paper) or ``"bernoulli"``; see
+            `poecaps.functional.expert_states`.
         chain : (N, I, K), optional
-            A persistent chain: mixing starts from it, with its own routing, instead of from `x`, and it is
-            overwritten with the result. N need not be B. Start it with a copy of some data once the experts have
-            learned a little: 0 is a fixed point of the mixing, so a chain started at small weights dies there, and
-            the weights run away without a negative phase. Replace part of it with data now and then.
+            Persistent chain: mixing starts from it, with its own routing, instead of from `x`, and
+            the result overwrites it. N may differ from B. Start it with a copy of some data after
+            the experts have learned a little: 0 is a fixed point of the mixing, so a chain that is
+            started at small weights dies there, and without a negative phase the weights diverge.
+            Replace part of it with data from time to time.
         generator
             Source of the Bernoulli draws.
         uniform : (k, N, J), optional
-            Uniform random numbers from 0 to 1 that decide which experts fire, instead of draws from `generator`.
+            Uniform random numbers from 0 to 1 that decide which experts fire, in place of draws
+            from `generator`.
 
         Returns
         -------
         ()
-            The loss, at least float32. Its value is no likelihood and may rise while learning goes well; only its
-            gradient means anything.
+            The loss, at least float32. Its value is not a likelihood and may rise while learning
+            succeeds; only its gradient is meaningful.
 
         Notes
         -----
-        `DistributedDataParallel` averages gradients of what goes through its `forward` alone: wrap a module whose
-        forward calls this method. `torch.compile` breaks its graph at a `generator`.
+        `DistributedDataParallel` averages gradients only of modules that are called through its
+        `forward`: wrap a module whose forward calls this method. `torch.compile` breaks its graph
+        at a `generator`.
 
-        With Σ_i c_ij = 1 the coefficients are near 1/I and enter the gradient twice, so it is small: Adam wants a
-        learning rate of 0.01 to 0.1, SGD with momentum one of 10 to 100.
+        With Σ_i c_ij = 1 the coefficients are near 1/I and enter the gradient twice, so it is
+        small: Adam needs a learning rate of 0.01 to 0.1, SGD with momentum one of 10 to 100.
         """
         checks.require_int("k", k, 1)
         checks.require_choice("mixing", mixing, F.MIXINGS)
@@ -423,90 +423,45 @@ class CapsuleExperts(CapsuleRouting):
             self._check(chain, ball=True, name="chain")
             checks.require_images("chain", chain)
             checks.require_apart("chain", chain, "x", x)
-        at_once = None
-        if chain is None and mixing == "deterministic":
-            at_once = kernels.contrastive_divergence(
-                x.detach(), self.weight, k, self._options(), self._may_fire, backend=self.backend
-            )
         if mixing == "bernoulli" and uniform is None:
-            count = len(x if chain is None else chain)
-            uniform = torch.rand(
-                k, count, self.out_capsules, generator=generator, device=self.weight.device
-            )
-        loss, on = at_once or self._step_by_step(x.detach(), k, mixing, chain, uniform)
-        if self.training:
-            self._nudge_balance(on)
-        return loss
+            shape = (k, len(x if chain is None else chain), self.out_capsules)
+            uniform = torch.rand(shape, generator=generator, device=self.weight.device)
+        step = dispatch.select(x, self.weight, self.backend).contrastive_divergence(
+            x.detach(),
+            self.weight,
+            self.routing,
+            k=k,
+            mixing=mixing,
+            uniform=uniform,
+            chain=chain,
+            winners=self.winners,
+            balance=self.balance,
+        )
+        if chain is not None and step.x_model is not None:
+            chain.copy_(step.x_model)
+        if self.training and step.on is not None:
+            self._update_balance(step.on)
+        return _attach_gradient(step, self.weight)
 
     def extra_repr(self) -> str:
         """Return the sizes and options that `print(layer)` shows."""
         return f"{super().extra_repr()}, winners={self.winners}"
 
-    def _may_fire(self, z: Tensor) -> Tensor | None:
-        """Mask (B, J) of the winners of the competition, or None where there is none."""
-        if self.winners is None:
-            return None
-        with torch.no_grad():
-            wide = z.to(torch.promote_types(z.dtype, torch.float32))
-            score = wide.square().sum(-1).log() + self.balance
-            best = score.topk(self.winners, dim=-1).indices
-            return torch.zeros_like(score, dtype=torch.bool).scatter(-1, best, True)
+    def _winning(self, z: Tensor) -> Tensor | None:
+        return F.winning_experts(z, self.winners, self.balance)
 
-    def _hold(self, x: Tensor) -> Held:
-        routing = self._route(x, keep=True)
-        return Held(
-            x, routing.preactivation, kernels.held(routing), self._may_fire(routing.preactivation)
-        )
-
-    def _step_by_step(
-        self,
-        x: Tensor,
-        k: int,
-        mixing: F.Mixing,
-        chain: Tensor | None,
-        uniform: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Compute the loss, and who may fire for `x`."""
-        with torch.no_grad():
-            data = self._hold(x)
-            # A copy: the coefficients may be made again from the capsules after the chain is overwritten.
-            model = data if chain is None else self._hold(chain.clone())
-            for step in range(k):
-                model = self._mix(model, mixing, None if uniform is None else uniform[step])
-            if chain is not None:
-                chain.copy_(model.x)
-        return kernels.free_energy_gap(self.weight, data, model, backend=self.backend), data.on
-
-    def _mix(
-        self,
-        held: Held,
-        mixing: F.Mixing,
-        uniform: Tensor | None,
-    ) -> Held:
-        """Go down and up once: z_j → what the experts send → x̃ → z̃_j."""
-        if mixing == "deterministic":
-            y = kernels.squash(held.z, held.on, weight=self.weight, backend=self.backend)
-        else:
-            y = F.expert_states(held.z, held.on, mixing, uniform)
-        x = kernels.reconstruction(y, self.weight, held.coefficients, backend=self.backend).to(
-            held.x.dtype
-        )
-        z = kernels.preactivation(x, self.weight, held.coefficients, backend=self.backend)
-        return Held(x, z, held.coefficients, held.on)
-
-    def _nudge_balance(self, on: Tensor | None) -> None:
-        """Help the experts that won less than their share of this batch, hinder those that won more."""
-        if on is None or self.winners is None:
-            return
-        fair = self.winners / self.out_capsules
-        self.balance += self.balance_rate * (fair - on.mean(0, dtype=self.balance.dtype))
+    def _update_balance(self, on: Tensor) -> None:
+        """Raise the balance of experts that won less than their share, lower that of the others."""
+        assert self.winners is not None  # noqa: S101 (there are no winners without competition)
+        share = self.winners / self.out_capsules
+        self.balance += self.balance_rate * (share - on.mean(0, dtype=self.balance.dtype))
 
 
 class CapsuleDecoder(CapsuleRouting):
     """Capsules below, decoded from experts above.
 
     The decoder routes from the J experts to the I capsules with coefficients e_ji, normalised over
-    its own inputs: Σ_j e_ji = 1. Its inputs are the experts, and its weight U has shape (J, I, K, D).
+    its own inputs: Σ_j e_ji = 1. Its inputs are the experts, its weight U has shape (J, I, K, D).
     """
 
     def forward(self, y: Tensor) -> Tensor:
@@ -515,39 +470,14 @@ class CapsuleDecoder(CapsuleRouting):
         Parameters
         ----------
         y : (B, J, D)
+            Squashed experts.
 
         Returns
         -------
         (B, I, K)
         """
         self._check(y, ball=False)
-        z = self._route(y).preactivation
-        return kernels.squash(z, weight=self.weight, backend=self.backend)
-
-    def contrastive_divergence(self, y: Tensor, x: Tensor) -> Tensor:
-        """Compute the loss whose gradient in U is −ΔU of the decoder's learning rule.
-
-        See `poecaps.functional.decoder_contrastive_divergence`.
-
-        Parameters
-        ----------
-        y : (B, J, D)
-            Experts that encode `x`.
-        x : (B, I, K)
-            Squashed capsules.
-        """
-        checks.require_images("y", y)
-        with torch.no_grad():
-            routing = self.route(y)
-            e = kernels.held(routing)
-            x_model = kernels.squash(
-                routing.preactivation, weight=self.weight, backend=self.backend
-            )
-            y_model = kernels.reconstruction(x_model, self.weight, e, backend=self.backend)
-            data, model = _pull_of_squashed(x), _pull(routing.preactivation)
-        return kernels.pulled(
-            self.weight, e, [(-data, y), (model, y_model)], backend=self.backend
-        ) * (2 / len(y))
+        return F.squash(self._route(y).preactivation)
 
     def held_preactivation(self, y: Tensor) -> Tensor:
         """Compute z̃_i = Σ_j e_ji U_ji y_j with e and y held fixed: a gradient reaches U alone.
@@ -560,23 +490,53 @@ class CapsuleDecoder(CapsuleRouting):
         -------
         (B, I, K)
         """
-        with torch.no_grad():
-            e = kernels.held(self.route(y))
-        return kernels.preactivation(y, self.weight, e, backend=self.backend)
+        self._check(y, ball=False)
+        backend = dispatch.select(y, self.weight, self.backend)
+        return backend.held_preactivation(y, self.weight, self.routing)
+
+    def contrastive_divergence(self, y: Tensor, x: Tensor) -> Tensor:
+        """Compute the loss whose gradient in U is −ΔU of the decoder's learning rule.
+
+        With z_i = unsquash(x_i), z̃_i = Σ_j e_ji U_ji y_j, x̃_i = squash(z̃_i) and
+        ỹ_j = squash(Σ_i e_ji U_jiᵀ x̃_i), all held fixed::
+
+            ΔU_ji = 2 · mean e_ji ( g(z_i) y_jᵀ − g(z̃_i) ỹ_jᵀ )
+
+        Parameters
+        ----------
+        y : (B, J, D)
+            Experts that encode `x`.
+        x : (B, I, K)
+            Squashed capsules.
+        """
+        self._check(y, ball=False)
+        checks.require_images("y", y)
+        backend = dispatch.select(y, self.weight, self.backend)
+        step = backend.decoder_contrastive_divergence(y, x, self.weight, self.routing)
+        return _attach_gradient(step, self.weight)
 
 
-def _pull(z: Tensor) -> Tensor:
-    """g(z) = z/(1+‖z‖²)."""
-    pull: Tensor = z / (1 + z.square().sum(-1, keepdim=True))
-    return pull
+def _attach_gradient(step: F.LearningStep, weight: Tensor) -> Tensor:
+    """Return the loss of a learning step, with its gradient in W known to autograd."""
+    if step.grad_weight is None or not (torch.is_grad_enabled() and weight.requires_grad):
+        return step.loss
+    loss: Tensor = _LossWithGradient.apply(step.loss, weight, step.grad_weight)  # type: ignore[no-untyped-call]
+    return loss
 
 
-def _pull_of_squashed(x: Tensor) -> Tensor:
-    """g(unsquash(x)) = √(1/‖x‖ − 1) x, because ‖x‖ = ‖z‖²/(1+‖z‖²)."""
-    norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return (1 / norm.clamp(min=torch.finfo(x.dtype).tiny, max=1) - 1).sqrt() * x
+class _LossWithGradient(torch.autograd.Function):
+    """A loss whose gradient in the weight is known in advance."""
 
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, weight: Tensor, grad_weight: Tensor) -> Tensor:
+        ctx.save_for_backward(grad_weight)
+        ctx.dtype = weight.dtype
+        return loss.clone()
 
-def _only(on: Tensor | None, y: Tensor) -> Tensor:
-    """Silence the experts (B, J, D) that may not fire."""
-    return y if on is None else y * on.unsqueeze(-1)
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[None, Tensor, None]:
+        (grad_weight,) = ctx.saved_tensors
+        # With the layout of grad_weight, which need not be the weight's: no copy besides this one.
+        scaled = torch.mul(grad_weight, grad_output, out=grad_weight.new_empty(grad_weight.shape))
+        return None, scaled.to(ctx.dtype), None

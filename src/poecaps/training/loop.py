@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from poecaps import kernels
 from poecaps._files import ModelError, read_tensors, write_atomically, write_tensors
 from poecaps.autoencoder import minimum_image_size
 from poecaps.data import DataError, load
 from poecaps.data.folder import without_warning
 from poecaps.data.named import NAMES
+from poecaps.kernels import dispatch
 from poecaps.layer import CapsuleExperts
 from poecaps.network import FORMAT, VERSION, Architecture, CapsuleNetwork, check_version
 from poecaps.training import record as records
@@ -367,7 +367,7 @@ class _Run:
         layers = [each for each in task.part.modules() if isinstance(each, CapsuleExperts)]
         # What routes without Triton looks at its numbers, and that cannot be recorded.
         quick = all(
-            kernels.choose(each.weight, each.weight, each.backend) == "triton" for each in layers
+            dispatch.choose(each.weight, each.weight, each.backend) == "triton" for each in layers
         )
         enough = steps >= PLAIN + FEWEST
         return alone and quick and enough and task.stage.optimizer == "adam" and task.is_resident()

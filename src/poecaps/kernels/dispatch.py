@@ -1,0 +1,189 @@
+"""Choice of the backend that computes a call.
+
+This is the only place that chooses, and it can say why a backend does not support a call. A
+backend is a module with the functions of `RoutingBackend`. All backends give the same numbers up to
+rounding.
+
+``"triton"``
+    GPU kernels that keep neither votes nor coefficients in memory; differentiable.
+``"simd"``
+    C for AVX-512, compiled on first use by the system's compiler; float32 on the CPU.
+``"torch"``
+    Vote-free PyTorch for float32 and float64 on any device.
+``"reference"``
+    `poecaps.functional` itself; supports every call.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, Protocol, get_args
+
+import torch
+from torch.autograd import forward_ad
+
+from poecaps import _checks as checks
+from poecaps import functional
+from poecaps.kernels import cpu, torch_routing
+from poecaps.kernels.triton import support as triton_support
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from poecaps.functional import Agreement, Axis, LearningStep, Mixing, Routing, RoutingOptions
+
+Backend = Literal["reference", "torch", "simd", "triton"]
+BACKENDS: tuple[Backend, ...] = get_args(Backend)
+
+# The fastest backends of each kind of device, in the order in which they are tried.
+PREFERRED: dict[str, tuple[Backend, ...]] = {"cuda": ("triton", "torch"), "cpu": ("simd", "torch")}
+
+
+class RoutingBackend(Protocol):
+    """The operations of a backend. `poecaps.functional` implements and documents each of them.
+
+    A learning rule may leave out the gradient (None) if the weight does not require one.
+    """
+
+    def routing_by_agreement(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        *,
+        iterations: int,
+        sharpness: float,
+        normalize: Axis,
+        agreement: Agreement,
+    ) -> Routing:
+        """See `poecaps.functional.routing_by_agreement`."""
+
+    def held_preactivation(self, x: Tensor, weight: Tensor, routing: RoutingOptions) -> Tensor:
+        """See `poecaps.functional.held_preactivation`."""
+
+    def reconstruct(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        routing: RoutingOptions,
+        *,
+        winners: int | None,
+        balance: Tensor | None,
+    ) -> Tensor:
+        """See `poecaps.functional.reconstruct`."""
+
+    def contrastive_divergence(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        routing: RoutingOptions,
+        *,
+        k: int,
+        mixing: Mixing,
+        uniform: Tensor | None,
+        chain: Tensor | None,
+        winners: int | None,
+        balance: Tensor | None,
+    ) -> LearningStep:
+        """See `poecaps.functional.contrastive_divergence`."""
+
+    def decoder_contrastive_divergence(
+        self, y: Tensor, x: Tensor, weight: Tensor, routing: RoutingOptions
+    ) -> LearningStep:
+        """See `poecaps.functional.decoder_contrastive_divergence`."""
+
+
+def select(
+    x: Tensor, weight: Tensor, backend: Backend | None = None, *, needs_grad: bool = False
+) -> RoutingBackend:
+    """Return the backend that computes a call; see `choose`."""
+    return implementation(choose(x, weight, backend, needs_grad=needs_grad))
+
+
+def choose(
+    x: Tensor, weight: Tensor, backend: Backend | None = None, *, needs_grad: bool = False
+) -> Backend:
+    """Return the name of the backend that computes a call.
+
+    Parameters
+    ----------
+    x : (B, I, K)
+    weight : (I, J, D, K)
+    backend
+        The backend to force. None: the fastest one that supports the call.
+    needs_grad
+        Whether a gradient through the routing is required. The learning rules compute their own
+        gradient and do not need it.
+
+    Raises
+    ------
+    ValueError
+        If the forced backend does not support the call; the message says why.
+    """
+    if backend is None:
+        for name in PREFERRED.get(x.device.type, ()):
+            if why_not(name, x, weight, needs_grad=needs_grad) is None and _pays(name, x, weight):
+                return name
+        return "reference"
+    reason = why_not(backend, x, weight, needs_grad=needs_grad)
+    if reason is not None:
+        remedy = "or leave backend=None, which chooses the fastest backend that supports the call"
+        raise ValueError(f"backend={backend!r} does not support this call: {reason}; {remedy}")
+    return backend
+
+
+def why_not(name: Backend, x: Tensor, weight: Tensor, *, needs_grad: bool = False) -> str | None:
+    """Return why a backend does not support a call, with a remedy; None if it does."""
+    if name == "reference":
+        return None
+    if torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type):
+        return "it runs outside torch.compile and autocast only; call the layer outside of them"
+    if _is_transformed(x) or _is_transformed(weight):
+        return "it does not support torch.func and forward-mode gradients; use backend='reference'"
+    if x.device != weight.device or x.dtype != weight.dtype:
+        return (
+            f"the capsules are {x.dtype} on {x.device} and the weight is {weight.dtype} on "
+            f"{weight.device}; bring both to the same dtype and device"
+        )
+    if name == "triton":
+        return triton_support.why_not(x, weight, needs_grad=needs_grad)
+    if name == "simd":
+        return cpu.why_not(x, weight, needs_grad=needs_grad)
+    return torch_routing.why_not(x, weight, needs_grad=needs_grad)
+
+
+def needs_grad(x: Tensor, weight: Tensor) -> bool:
+    """Return whether autograd records operations on these tensors."""
+    return torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+
+
+def implementation(name: Backend) -> RoutingBackend:
+    """Return the module of a backend."""
+    if name == "triton":
+        # Imported on first use: it imports Triton, which takes a second and exists on Linux only.
+        from poecaps.kernels.triton import backend as triton_backend
+
+        return triton_backend
+    if name == "simd":
+        return cpu
+    return torch_routing if name == "torch" else functional
+
+
+def describe(device: torch.device | str) -> str:
+    """Describe in one line the backend of float32 layers on a device, and why not a faster one."""
+    if torch.device(device).type == "cuda":
+        if triton_support.installed():
+            return "triton: GPU kernels that keep neither votes nor coefficients in memory"
+        return "torch: vote-free PyTorch, because Triton is not installed"
+    reason = cpu.why_not_compiled()
+    if reason is None:
+        return f"simd: vote-free C for AVX-512, compiled by {cpu.compiler_version()}"
+    return f"torch: vote-free PyTorch, because {reason}"
+
+
+def _pays(name: Backend, x: Tensor, weight: Tensor) -> bool:
+    """Return whether an automatic choice should take this backend."""
+    return name != "simd" or cpu.pays(x, weight)
+
+
+def _is_transformed(tensor: Tensor) -> bool:
+    """Return whether torch.func or forward-mode differentiation follows a tensor."""
+    return checks.is_wrapped(tensor) or forward_ad.unpack_dual(tensor).tangent is not None
