@@ -44,7 +44,14 @@ def test_a_wheel_holds_every_file_of_the_package(tmp_path: Path, capsys: pytest.
 
 
 @pytest.mark.parametrize(
-    "part", ["models/mnist/model.safetensors", "models/mnist/samples.png", "py.typed", "explorer/static/index.html"]
+    "part",
+    [
+        "models/mnist/model.safetensors",
+        "models/mnist/samples.png",
+        "py.typed",
+        "explorer/static/index.html",
+        "kernels/cpu/routing.c",
+    ],
 )
 def test_a_wheel_that_lacks_a_file_is_refused(part: str, tmp_path: Path) -> None:
     assert f"poecaps/{part}" in FILES
