@@ -1,14 +1,46 @@
-"""What tests of the versions on a CPU share."""
+"""Problems and comparisons that the tests of the backends share."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, Protocol
+
+import pytest
 import torch
 from torch import Tensor
 
 from poecaps import functional as F
 from poecaps import squash
+from poecaps.kernels import cpu, torch_routing
 
 OPTIONS = [(axis, agreement) for axis in F.AXES for agreement in F.AGREEMENTS]
+
+needs_simd = pytest.mark.skipif(
+    cpu.why_not_compiled() is not None, reason=f"no simd backend: {cpu.why_not_compiled()}"
+)
+
+
+class Backend(Protocol):
+    """The functions of a backend, as a module."""
+
+    @property
+    def routing_by_agreement(self) -> Any: ...
+    @property
+    def held_preactivation(self) -> Any: ...
+    @property
+    def reconstruct(self) -> Any: ...
+    @property
+    def contrastive_divergence(self) -> Any: ...
+    @property
+    def decoder_contrastive_divergence(self) -> Any: ...
+
+
+BACKENDS = [
+    pytest.param(torch_routing, id="torch"),
+    pytest.param(cpu, id="simd", marks=needs_simd),
+]
+if TYPE_CHECKING:
+    implementations: list[Backend] = [F, torch_routing, cpu]
 
 
 def problem(sizes: tuple[int, ...], generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -18,5 +50,82 @@ def problem(sizes: tuple[int, ...], generator: torch.Generator) -> tuple[Tensor,
     return x, torch.randn(i, j, d, k, generator=generator)
 
 
+def options(iterations: int, normalize: F.Axis, agreement: F.Agreement) -> F.RoutingOptions:
+    """Return sharp routing that float32 can still follow.
+
+    Inner products are unbounded: with a higher sharpness, eight iterations would amplify rounding
+    errors beyond any fixed bound.
+    """
+    sharpness = 5.0 if agreement == "cosine" else 1.0
+    return F.RoutingOptions(iterations, sharpness, normalize, agreement)
+
+
 def relative_error(ours: Tensor, exact: Tensor) -> float:
     return ((ours.double() - exact).norm() / exact.norm().clamp(min=1e-300)).item()
+
+
+def routed(backend: Backend, x: Tensor, weight: Tensor, routing: F.RoutingOptions) -> F.Routing:
+    routing_: F.Routing = backend.routing_by_agreement(x, weight, **asdict(routing))
+    return routing_
+
+
+def learned(
+    backend: Backend, x: Tensor, weight: Tensor, routing: F.RoutingOptions, **given: Any
+) -> F.LearningStep:
+    """Learn with a weight that requires a gradient; options default to one deterministic mixing."""
+    arguments: dict[str, Any] = {
+        "k": 1,
+        "mixing": "deterministic",
+        "uniform": None,
+        "chain": None,
+        "winners": None,
+        "balance": None,
+    }
+    weight = weight.detach().clone().requires_grad_()
+    step: F.LearningStep = backend.contrastive_divergence(x, weight, routing, **arguments | given)
+    return step
+
+
+def gradient(step: F.LearningStep) -> Tensor:
+    assert step.grad_weight is not None
+    return step.grad_weight
+
+
+def assert_routed(
+    backend: Backend, x: Tensor, weight: Tensor, routing: F.RoutingOptions, bound: float = 1e-5
+) -> None:
+    """Compare with the reference in float64."""
+    exact = routed(F, x.double(), weight.double(), routing)
+    ours = routed(backend, x, weight, routing)
+    assert relative_error(ours.coefficients, exact.coefficients) < bound
+    assert relative_error(ours.preactivation, exact.preactivation) < bound
+
+
+def assert_learned(
+    backend: Backend, x: Tensor, weight: Tensor, routing: F.RoutingOptions, **given: Any
+) -> None:
+    """Compare loss, gradient, winners and chain with the reference in float64."""
+    chain = given.get("chain")
+    exact_chain = None if chain is None else chain.double()
+    exact = learned(F, x.double(), weight.double(), routing, **given | {"chain": exact_chain})
+    ours = learned(backend, x, weight, routing, **given)
+    assert ours.loss.dtype == x.dtype
+    assert not ours.loss.requires_grad
+    # The loss is a difference of free energies, and as exact as they are.
+    z = routed(F, x.double(), weight.double(), routing).preactivation
+    assert (ours.loss - exact.loss).abs() < 1e-5 * F.free_energy(z).abs().mean()
+    assert gradient(ours).is_contiguous()
+    assert relative_error(gradient(ours), gradient(exact)) < 1e-5
+    if given.get("winners") is None:
+        assert ours.on is exact.on is None
+    else:
+        assert ours.on is not None
+        assert exact.on is not None
+        decided = (z != 0).any((1, 2))  # without any vote, all experts are equal
+        assert torch.equal(ours.on[decided], exact.on[decided])
+    if chain is None:
+        assert ours.x_model is exact.x_model is None
+    else:
+        assert ours.x_model is not None
+        assert exact.x_model is not None
+        assert relative_error(ours.x_model, exact.x_model) < 1e-5

@@ -54,7 +54,7 @@ def reconstruction(y: Tensor, weight: Tensor, coefficients: Tensor) -> Tensor:
 def free_energy_gradient(z: Tensor, on: Tensor | None, scale: float) -> Tensor:
     """Compute the gradient of −scale · F(z), as in `many_to_few`: (B, J, D), (B, J) → (B, J, D)."""
     square = z.square().sum(-1, keepdim=True)
-    # Not `2 * scale / (1 + square)`: torch multiplies by the reciprocal, which rounds twice.
+    # A tensor, because torch divides a number by multiplying with the reciprocal, rounding twice.
     grad_z = z * (torch.full_like(square, 2 * scale) / (1 + square))
     return grad_z if on is None else grad_z * on.unsqueeze(-1)
 
