@@ -22,7 +22,8 @@ import torch
 
 from benchmarks import machine
 from poecaps.data import load
-from poecaps.network import Architecture, CapsuleNetwork
+from poecaps.network import CapsuleNetwork
+from poecaps.options import Architecture
 from poecaps.training import PRESETS, loop
 from poecaps.training.stages import AutoencoderTask, Material
 from poecaps.training.steps import FEWEST, PLAIN, Steps

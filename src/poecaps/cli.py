@@ -25,15 +25,17 @@ import torch
 import tyro
 from tyro.conf import Positional  # noqa: TC002 (tyro reads the annotations)
 
-from poecaps import __version__, card, evaluation, kernels, models, plotting
 from poecaps import _checks as checks
+from poecaps import card, evaluation, kernels, models, plotting
 from poecaps import data as datasets
 from poecaps._files import ModelError, write_json
+from poecaps._version import __version__
 from poecaps.autoencoder import least_side
+from poecaps.code_density import DOMAINS, Domain
 from poecaps.data.folder import without_warning
 from poecaps.data.idx import Split, find_images
 from poecaps.kernels import filters
-from poecaps.network import DOMAINS, REACH, STEPS, CapsuleNetwork, Domain
+from poecaps.network import TRAVERSAL_REACH, TRAVERSAL_STEPS, CapsuleNetwork
 from poecaps.training import PRESETS, Config, Progress, TrainingError, record, resume, workers
 from poecaps.training import train as train_network
 from poecaps.training.loop import CHECKPOINT, METRICS, find_device, is_finished
@@ -438,8 +440,8 @@ def traverse(
     data: str | None = None,
     data_path: str | None = None,
     split: Split | None = None,
-    steps: int = STEPS,
-    reach: float = REACH,
+    steps: int = TRAVERSAL_STEPS,
+    reach: float = TRAVERSAL_REACH,
     out: Path | None = None,
     device: str = "auto",
 ) -> None:

@@ -14,13 +14,15 @@ import numpy as np
 import torch
 
 from poecaps import kernels
-from poecaps._files import ModelError, read_tensors, write_atomically, write_tensors
+from poecaps._files import ModelError, atomic_write
 from poecaps.autoencoder import least_side
 from poecaps.data import DataError, load
 from poecaps.data.folder import without_warning
 from poecaps.data.named import NAMES
 from poecaps.layer import CapsuleExperts
-from poecaps.network import FORMAT, VERSION, Architecture, CapsuleNetwork, check_version
+from poecaps.network import CapsuleNetwork
+from poecaps.options import Architecture
+from poecaps.serialization import load_state, read_metadata, read_tensors, write_tensors
 from poecaps.training import record as records
 from poecaps.training import workers as processes
 from poecaps.training.adam import FusedAdam
@@ -105,7 +107,7 @@ def train(
 
 def _was_launched_here(folder: Path) -> bool:
     """Tell whether the run in a folder was begun by the same call of `torchrun`."""
-    return (folder / CHECKPOINT).is_file() and read_tensors(folder / CHECKPOINT)[1].get(
+    return (folder / CHECKPOINT).is_file() and read_metadata(folder / CHECKPOINT).get(
         "launch"
     ) == processes.launch()
 
@@ -159,7 +161,6 @@ def resume(
             f"{folder} holds no run to go on with: there is no {CHECKPOINT} in it"
         )
     tensors, about = read_tensors(source)
-    check_version(about, source)
     try:
         config = from_json(Config, about["config"])
         config = replace(config, device=device or config.device)
@@ -181,7 +182,7 @@ def resume(
             for name, value in tensors.items()
             if name.startswith("model.")
         }
-        run.network.load_tensors(model, source)
+        load_state(run.network, model, source)
         run.network.to(run.device)
         state = {name: value for name, value in tensors.items() if name.startswith("optimizer.")}
         return run.go(task, step, state)
@@ -461,7 +462,8 @@ class _Run:
             for text in path.read_text(encoding="utf-8", errors="replace").splitlines()
             if counts(text)
         ]
-        write_atomically(path, "".join(f"{text}\n" for text in kept).encode())
+        with atomic_write(path) as file:
+            file.write("".join(f"{text}\n" for text in kept).encode())
 
     def _diverged(self, task: Task, step: int) -> TrainingError:
         rate = task.stage.learning_rate_at(step / max(1, task.stage.epochs * self.steps_per_epoch))
@@ -510,8 +512,6 @@ class _Run:
 
     def _save_checkpoint(self, index: int, step: int, tensors: dict[str, Tensor]) -> None:
         about = {
-            "format": FORMAT,
-            "version": VERSION,
             "config": asdict(self.config),
             "task": index,
             "step": step,
