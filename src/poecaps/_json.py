@@ -20,7 +20,7 @@ def dataclass_from_json(cls: type[T], values: Any, *, defaults: bool = False) ->
     values
         The parsed JSON, as `dataclasses.asdict` gave it.
     defaults
-        Whether a field that has a default may be missing.
+        Whether a field that has a default may be missing, also in nested dataclasses.
 
     Raises
     ------
@@ -35,7 +35,13 @@ def dataclass_from_json(cls: type[T], values: Any, *, defaults: bool = False) ->
             f"but {_difference(values, required, known.keys())}"
         )
     hints = get_type_hints(cls)
-    return cls(**{name: _rebuild(hints[name], value) for name, value in values.items()})
+    rebuilt = {
+        name: dataclass_from_json(hints[name], value, defaults=defaults)
+        if is_dataclass(hints[name])
+        else _as_tuples(value)
+        for name, value in values.items()
+    }
+    return cls(**rebuilt)
 
 
 def _has_default(field: Field[Any]) -> bool:
@@ -48,12 +54,6 @@ def _difference(values: Any, required: set[str], known: Any) -> str:
         return f"is a JSON {type(values).__name__}"
     missing, unknown = sorted(required - values.keys()), sorted(values.keys() - known)
     return f"{', '.join(missing)} is missing" if missing else f"{', '.join(unknown)} is unknown"
-
-
-def _rebuild(hint: Any, value: Any) -> Any:
-    if isinstance(hint, type) and is_dataclass(hint):
-        return dataclass_from_json(hint, value)
-    return _as_tuples(value)
 
 
 def _as_tuples(value: Any) -> Any:

@@ -33,8 +33,7 @@ class ModelOptions:
     sharpness: float = 5.0
     """Factor of the agreement in the routing."""
     normalize: F.Axis = "inputs"
-    """Axis of the routing softmax: the coefficients of one expert sum to 1 over the inputs, or
-    those of one input sum to 1 over the experts (outputs)."""
+    """Axis over which the routing coefficients sum to 1: the inputs, or the outputs (experts)."""
     agreement: F.Agreement = "cosine"
     """Measure of agreement: the cosine or the inner product of vote and expert."""
     winners: int | None = None
@@ -48,14 +47,11 @@ class ModelOptions:
     whiten: bool = False
     """Whether each input capsule is whitened by its covariance over the training images."""
     equalized_components: int = 0
-    """Number of leading principal components of all input capsules together whose variance is
-    reduced to that of the last of them; 0: none."""
+    """Leading principal components of all capsules that get the variance of the last; 0: none."""
     pixel_decoder: bool = False
-    """Whether images are decoded by separate filters, trained in a last stage, instead of the
-    transposed filters of the autoencoder."""
+    """Whether images are decoded by separate filters, not by the transposed encoder filters."""
     joint_components: int = 1000
-    """Maximum number of Gaussians in the density of whole codes; each is fitted to 25 images or
-    more on average."""
+    """Maximum number of Gaussians in the density of whole codes, each for 25 images or more."""
     expert_components: int = 20
     """Maximum number of Gaussians in the density of the codes of one expert."""
 

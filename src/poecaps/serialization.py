@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -105,8 +106,9 @@ def half_precision(module: nn.Module) -> dict[str, Tensor]:
         If numbers are too large for float16.
     """
     tensors: dict[str, Tensor] = module.state_dict()
-    large = [name for name, parameter in module.named_parameters() if parameter.ndim > 1]
-    for name in (*large, *(name for name in tensors if name.endswith(".factors"))):
+    weights = [name for name, parameter in module.named_parameters() if parameter.ndim > 1]
+    factors = [name for name in tensors if re.fullmatch(r"code_density\..*\.factors", name)]
+    for name in (*weights, *factors):
         exact, rounded = tensors[name], tensors[name].half()
         if not rounded.isfinite().all():
             largest = torch.finfo(torch.float16).max
