@@ -15,7 +15,7 @@ from poecaps import functional as F
 from poecaps.autoencoder import ConvAutoencoder
 from poecaps.kernels import filters, flash
 from poecaps.layer import MIXINGS, Mixing
-from poecaps.network import ModelOptions
+from poecaps.options import ModelOptions
 from poecaps.training import (
     Config,
     DecoderStage,

@@ -12,7 +12,7 @@ from torch import Tensor
 from poecaps import CapsuleExperts, kernels, squash
 from poecaps import functional as F
 from poecaps.kernels import flash
-from poecaps.network import CapsuleDecoder
+from poecaps.layer import CapsuleDecoder
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 OPTIONS = [(axis, agreement) for axis in F.AXES for agreement in F.AGREEMENTS]
