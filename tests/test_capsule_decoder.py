@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from poecaps import squash
 from poecaps.layer import CapsuleDecoder
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 
 def test_the_gradient_of_the_loss_is_the_rule_written_with_loops(
@@ -24,8 +28,11 @@ def test_the_gradient_of_the_loss_is_the_rule_written_with_loops(
     u, e = decoder.weight.detach(), decoder.route(y).coefficients.detach()
     torch.testing.assert_close(e.sum(1), torch.ones(6, inputs, dtype=torch.float64))
 
-    def small(z: Tensor) -> Tensor:
+    def squash_one(z: Tensor) -> Tensor:
         return z * z.norm() / (1 + z @ z)
+
+    def sum_of(terms: Iterable[Tensor]) -> Tensor:
+        return torch.stack(list(terms)).sum(0)
 
     def g(z: Tensor) -> Tensor:
         return z / (1 + z @ z)
@@ -33,16 +40,16 @@ def test_the_gradient_of_the_loss_is_the_rule_written_with_loops(
     delta = torch.zeros_like(u)
     for n in range(6):
         z_model = [
-            sum(e[n, j, i] * u[j, i] @ y[n, j] for j in range(experts)) for i in range(inputs)
+            sum_of(e[n, j, i] * u[j, i] @ y[n, j] for j in range(experts)) for i in range(inputs)
         ]
-        x_model = [small(z) for z in z_model]  # type: ignore[arg-type]
+        x_model = [squash_one(z) for z in z_model]
         y_model = [
-            small(sum(e[n, j, i] * u[j, i].T @ x_model[i] for i in range(inputs)))
+            squash_one(sum_of(e[n, j, i] * u[j, i].T @ x_model[i] for i in range(inputs)))
             for j in range(experts)
-        ]  # type: ignore[arg-type]
+        ]
         for j, i in itertools.product(range(experts), range(inputs)):
             z = x[n, i] / x[n, i].norm() * (x[n, i].norm() / (1 - x[n, i].norm())).sqrt()
-            step = torch.outer(g(z), y[n, j]) - torch.outer(g(z_model[i]), y_model[j])  # type: ignore[arg-type]
+            step = torch.outer(g(z), y[n, j]) - torch.outer(g(z_model[i]), y_model[j])
             delta[j, i] += 2 * e[n, j, i] * step / 6
     torch.testing.assert_close(decoder.weight.grad, -delta, rtol=1e-9, atol=1e-12)
 

@@ -1,4 +1,4 @@
-"""Exported programs compute what the network computes, in PyTorch and in onnxruntime."""
+"""Exported programs give the results of the network, in PyTorch and in onnxruntime."""
 
 from __future__ import annotations
 

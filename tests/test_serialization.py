@@ -1,4 +1,4 @@
-"""Files of a network: what comes back, half precision, and errors of damaged and foreign files."""
+"""Files of a network: saving and loading, half precision, damaged and foreign files."""
 
 from __future__ import annotations
 

@@ -326,7 +326,7 @@ def _data_name(source: str) -> str:
 
 
 def _valid_utf8(text: str) -> str:
-    """Replace by a question mark what UTF-8 cannot encode; file names may contain it."""
+    """Replace characters of file names that UTF-8 cannot encode by question marks."""
     return text.encode("utf-8", "replace").decode()
 
 
