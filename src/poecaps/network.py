@@ -298,8 +298,8 @@ class CapsuleNetwork(nn.Module):
             Whether to write a file of about half the size: filters, the weights of capsule layers
             and the factors of the code densities are rounded to float16, which `load` converts back
             to float32. Everything small and sensitive stays in float32: biases, the preprocessing
-            and its inverse, and the means and mixture weights, which decide the draws of a seed. So do
-            tensors whose numbers are too small for float16.
+            and its inverse, and the means and mixture weights, which decide the draws of a seed.
+            So do tensors whose numbers are too small for float16.
 
         Raises
         ------
