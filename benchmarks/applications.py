@@ -28,7 +28,7 @@ from torch import nn
 
 import poecaps
 from benchmarks.baselines import AllFeatures, BernoulliMachine, Budget, _limit
-from poecaps.applications import encode, free_energy, inpaint, interpolate, nearest
+from poecaps.applications import encode, free_energy, inpaint, interpolate, nearest_neighbours
 from poecaps.data import ImageSet, load
 from poecaps.evaluation import CLASSIFIERS, load_classifier, recognisability
 
@@ -172,7 +172,7 @@ def measure_near(
         "pixels": [each.flatten(1) for each in images],
     }
     return {
-        name: (labels[0][nearest(places, asked).indices[:, 0].cpu()] == labels[1])
+        name: (labels[0][nearest_neighbours(places, asked).indices[:, 0].cpu()] == labels[1])
         .double()
         .mean()
         .item()

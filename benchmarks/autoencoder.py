@@ -22,7 +22,8 @@ import torch
 
 from benchmarks import machine
 from poecaps.data import load
-from poecaps.network import Architecture, CapsuleNetwork
+from poecaps.network import CapsuleNetwork
+from poecaps.options import Architecture
 from poecaps.training import PRESETS, loop
 from poecaps.training.optim import make_optimizer, set_learning_rate
 from poecaps.training.stages import AutoencoderTask, Material

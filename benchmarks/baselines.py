@@ -42,9 +42,9 @@ import torch
 from torch import nn
 
 from poecaps import Architecture, CapsuleNetwork, ConvAutoencoder
+from poecaps.code_density import PCAMixture
 from poecaps.data import ImageSet, load
 from poecaps.evaluation import CLASSIFIERS, NetworkEncoder, evaluate, load_classifier, side_by_side
-from poecaps.network import MixtureOfCodes
 from poecaps.training import PRESETS
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ class Density:
     """The mixture that poecaps fits to whole codes, for codes (N, S) of any kind."""
 
     def __init__(self, codes: Tensor, seed: int) -> None:
-        self.density = MixtureOfCodes(codes.shape[1], Architecture().components).to(codes.device)
+        self.density = PCAMixture(codes.shape[1], Architecture().joint_components).to(codes.device)
         self.density.fit(codes, torch.Generator().manual_seed(seed))
 
     def sample(self, count: int, generator: torch.Generator) -> Tensor:

@@ -19,7 +19,7 @@ import torch
 
 from poecaps import CapsuleNetwork, plotting
 from poecaps import functional as F
-from poecaps._files import write_atomically
+from poecaps._files import atomic_write
 from poecaps.data import load
 from poecaps.evaluation import Background, background, load_classifier, measures
 from poecaps.evaluation.protocol import without_nan
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from poecaps.code_density import Domain
     from poecaps.evaluation import Classifier
-    from poecaps.network import Domain
 
 ROWS = 4
 DRAWS = 500  # of each expert
@@ -207,9 +207,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.json is not None:
         others = json.loads(options.json.read_text()) if options.json.is_file() else []
         others = [each for each in others if each["run"] != found["run"]]
-        write_atomically(
-            options.json, (json.dumps([*others, without_nan(found)], indent=1) + "\n").encode()
-        )
+        with atomic_write(options.json) as file:
+            file.write((json.dumps([*others, without_nan(found)], indent=1) + "\n").encode())
     if options.figures is not None:
         for domain in domains:
             print(

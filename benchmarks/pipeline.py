@@ -30,16 +30,17 @@ import torch
 from benchmarks import machine
 from benchmarks.claims import figure
 from benchmarks.study import find
+from poecaps.code_density import CodeDensity
 from poecaps.data import ImageSet, load
 from poecaps.evaluation import CLASSIFIERS, evaluate, load_classifier
-from poecaps.network import CapsuleNetwork, CodeDensity
+from poecaps.network import CapsuleNetwork
 from poecaps.training import PRESETS, train
 from poecaps.training.steps import FEWEST, PLAIN
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from poecaps.network import Domain
+    from poecaps.code_density import Domain
     from poecaps.training import Config, Progress
 
 PANELS: tuple[Domain, ...] = ("complete", "restricted", "learned")

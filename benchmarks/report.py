@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from benchmarks.routing import NAMES, OF_COPY, OF_PRODUCT, ORDERS, share
 from benchmarks.study import cell, find
 from benchmarks.study import table as study_table
-from poecaps.network import DOMAINS
+from poecaps.code_density import DOMAINS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

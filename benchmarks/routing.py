@@ -29,7 +29,7 @@ from poecaps import CapsuleExperts, squash
 from poecaps import functional as F
 from poecaps.kernels import lanes, votefree
 from poecaps.kernels.common import Options
-from poecaps.network import CapsuleDecoder
+from poecaps.layer import CapsuleDecoder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

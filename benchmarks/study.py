@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from poecaps._files import write_atomically
+from poecaps._files import atomic_write
 from poecaps.data import load
 from poecaps.evaluation import CLASSIFIERS, evaluate, load_classifier
 from poecaps.training import PRESETS, Config, Progress, TrainingError, train
@@ -326,7 +326,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 options.json is not None
             ):  # after each, so that a run that is cut short leaves what it has
                 options.json.parent.mkdir(parents=True, exist_ok=True)
-                write_atomically(options.json, (json.dumps(rows, indent=1) + "\n").encode())
+                with atomic_write(options.json) as file:
+                    file.write((json.dumps(rows, indent=1) + "\n").encode())
     print(f"\n{table(rows)}")
 
 

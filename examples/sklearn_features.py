@@ -1,8 +1,8 @@
-"""Features without labels, judged by a logistic regression: expert capsules beside scikit-learn's BernoulliRBM.
+"""Unsupervised features for a logistic regression: expert capsules and scikit-learn's BernoulliRBM.
 
-`python examples/sklearn_features.py` takes 5,000 of the digits that come with poecaps, learns 320 features of them
-twice, both times without labels, and lets the same classifier read the digit off either, and off the pixels.
-It printed, on one core that others used as well::
+`python examples/sklearn_features.py` takes 5,000 of the digits that come with poecaps, learns 320
+features with each of the two models without labels, and trains the same classifier on both kinds
+of features and on the pixels. On one core of a busy machine it printed::
 
     pixels                     88.1% of 2000 test images, 8 s
     BernoulliRBM               89.1% of 2000 test images, 20 s
@@ -32,57 +32,54 @@ parser = argparse.ArgumentParser(
 parser.add_argument(
     "--data", default="mnist-sample", help="or fashion-mnist-sample (default: mnist-sample)"
 )
+parser.add_argument("--images", type=int, default=5000, help="training images (default: 5000)")
+parser.add_argument("--test", type=int, default=2000, help="test images (default: 2000)")
 parser.add_argument(
-    "--images", type=int, default=5000, help="how many to learn from (default: 5000)"
-)
-parser.add_argument("--test", type=int, default=2000, help="how many to test on (default: 2000)")
-parser.add_argument(
-    "--passes", type=int, default=5, help="over the images, of experts and RBM alike (default: 5)"
+    "--epochs", type=int, default=5, help="epochs of both the experts and the RBM (default: 5)"
 )
 parser.add_argument(
-    "--filters", type=int, default=128, help="of the convolutions below the capsules (default: 128)"
+    "--filters", type=int, default=128, help="number of convolutional filters (default: 128)"
 )
 parser.add_argument("--seed", type=int, default=0)
 options = parser.parse_args()
 
 train, test = (poecaps.data.load(options.data, split=split) for split in ("train", "test"))
-assert train.labels is not None  # only to judge by
+assert train.labels is not None  # for the classifier only
 assert test.labels is not None
-X, y = (
-    train.images[: options.images, :, :, 0],
-    train.labels[: options.images],
-)  # (n, 28, 28) of bytes
+X = train.images[: options.images, :, :, 0]  # (n, 28, 28), uint8
+y = train.labels[: options.images]
 X_test, y_test = test.images[: options.test, :, :, 0], test.labels[: options.test]
 
-# Features alone need no way back to images, so the stages that learn one are left out.
+# Only the encoder is needed, so the stages of the decoders have no epochs.
 capsules = CapsuleExpertsTransformer(
     n_experts=20,
     expert_dim=16,
     n_filters=options.filters,
     autoencoder_iter=3,
-    n_iter=options.passes,
+    n_iter=options.epochs,
     decoder_iter=0,
-    painter_iter=0,
+    pixel_decoder_iter=0,
     random_state=options.seed,
 )
 machine = BernoulliRBM(
-    320, learning_rate=0.05, batch_size=50, n_iter=options.passes, random_state=options.seed
+    320, learning_rate=0.05, batch_size=50, n_iter=options.epochs, random_state=options.seed
 )
 
 
 def flat(images: np.ndarray) -> np.ndarray:
-    """Pixels in a row, from 0 to 1."""
+    """Return one row of pixels for each image, from 0 to 1."""
     return images.reshape(len(images), -1) / 255
 
 
 def report(name: str, features: object, X: np.ndarray, X_test: np.ndarray) -> None:
-    """Fit a pipeline and print how often its classifier is right."""
+    """Fit a pipeline and print the accuracy of its classifier."""
     classifier = make_pipeline(StandardScaler(), LogisticRegression(C=0.01, max_iter=1000))
     started = time.perf_counter()
     model = make_pipeline(features, classifier).fit(X, y)
     seconds = time.perf_counter() - started
     print(
-        f"{name:24}{model.score(X_test, y_test):8.1%} of {len(y_test)} test images, {seconds:.0f} s",
+        f"{name:24}{model.score(X_test, y_test):8.1%} of {len(y_test)} test images, "
+        f"{seconds:.0f} s",
         flush=True,
     )
 

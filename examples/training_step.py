@@ -1,8 +1,8 @@
-"""Experts in the form that a trainer such as Lightning asks for: `training_step` and `configure_optimizers`.
+"""Experts in the form of a Lightning module: `training_step` and `configure_optimizers`.
 
-Nothing special is needed. `contrastive_divergence` is a loss like any other: it is returned by `training_step`, and
-whoever drives the loop calls `backward` on it. With Lightning installed, write `lightning.LightningModule` in place of
-`nn.Module`, and `lightning.Trainer(max_epochs=…).fit(…)` in place of the loop at the end.
+`contrastive_divergence` is a loss like any other: `training_step` returns it, and the trainer calls
+`backward` on it. With Lightning installed, replace `nn.Module` by `lightning.LightningModule`, and
+the loop at the end by `lightning.Trainer(max_epochs=…).fit(…)`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Patches(nn.Module):
         self.experts = poecaps.CapsuleExperts(49, 16, 20, 16)
 
     def capsules(self, images: Tensor) -> Tensor:
-        """Cut images into patches: (B, 1, 28, 28) → (B, 49, 16)."""
+        """Split images into patches: (B, 1, 28, 28) → (B, 49, 16)."""
         patches = (images - self.mean).unfold(2, 4, 4).unfold(3, 4, 4)
         return poecaps.squash(patches.reshape(-1, 49, 16))
 
@@ -37,17 +37,17 @@ class Patches(nn.Module):
         return codes
 
     def training_step(self, batch: list[Tensor], index: int) -> Tensor:  # noqa: ARG002 (Lightning's signature)
-        """Compute the loss of a batch of images and labels; the labels are not looked at."""
+        """Compute the loss of a batch of images and labels; the labels are not used."""
         images, _ = batch
         return self.experts.contrastive_divergence(self.capsules(images))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Choose the optimiser."""
+        """Return the optimizer."""
         return torch.optim.Adam(self.parameters(), lr=0.1)
 
 
 def main() -> None:
-    """Train for some epochs, and print how much of the patches is lost on the way to the experts and back."""
+    """Train for some epochs, and print the reconstruction error of the patches."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -59,7 +59,7 @@ def main() -> None:
     digits = poecaps.data.load("mnist-sample")
     model = Patches(digits.batch(range(1000)).mean(0))
     x = model.capsules(digits.batch(range(500)))
-    assert digits.labels is not None  # they come along, and are not looked at
+    assert digits.labels is not None  # part of each batch, but not used
     few = poecaps.data.ImageSet(digits.images[: options.images], digits.labels[: options.images])
     loader: DataLoader[list[Tensor]] = DataLoader(few, batch_size=128, shuffle=True)  # type: ignore[arg-type]
 

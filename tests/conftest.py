@@ -2,9 +2,8 @@ from __future__ import annotations
 
 import os
 
-os.environ.setdefault(
-    "OMP_NUM_THREADS", "1"
-)  # before torch: what is computed here is too small to share
+# Set before torch is imported: the tests compute too little for several threads.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import hypothesis
 import pytest
@@ -12,7 +11,7 @@ import torch
 
 hypothesis.settings.register_profile(
     "poecaps",
-    deadline=None,  # nothing is timed in a test
+    deadline=None,  # no test depends on time
     derandomize="CI" in os.environ,
 )
 hypothesis.settings.load_profile("poecaps")

@@ -1,4 +1,4 @@
-"""What `make build` looks for in a package. That the package installs and works, `make build` itself tells."""
+"""The checks of `make build` on the files of a wheel and an sdist."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_wheel_holds_every_file_of_the_package(tmp_path: Path, capsys: pytest.
         "kernels/cpu/routing.c",
     ],
 )
-def test_a_wheel_that_lacks_a_file_is_refused(part: str, tmp_path: Path) -> None:
+def test_a_wheel_that_lacks_a_file_raises_an_error(part: str, tmp_path: Path) -> None:
     assert f"poecaps/{part}" in FILES
     with pytest.raises(BuildError, match=f"lacks poecaps/{part}"):
         check_wheel(wheel_of(tmp_path, [name for name in FILES if name != f"poecaps/{part}"]))
@@ -62,21 +62,26 @@ def test_a_wheel_that_lacks_a_file_is_refused(part: str, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     "name", ["tests/test_build.py", "poecaps/__pycache__/cli.cpython-311.pyc", "poecaps/notes.txt"]
 )
-def test_a_wheel_with_a_file_of_something_else_is_refused(name: str, tmp_path: Path) -> None:
-    with pytest.raises(BuildError, match=f"has, for no reason, {name}"):
+def test_a_wheel_with_an_unexpected_file_raises_an_error(name: str, tmp_path: Path) -> None:
+    with pytest.raises(BuildError, match=f"has the unexpected {name}"):
         check_wheel(wheel_of(tmp_path, [*FILES, name]))
 
 
-def test_an_sdist_is_whole_and_without_data(tmp_path: Path) -> None:
+def test_an_sdist_is_complete_and_without_data(tmp_path: Path) -> None:
     whole = ["pyproject.toml", "README.md", "LICENSE", "src/poecaps/__init__.py"]
     check_sdist(sdist_of(tmp_path, whole))
     with pytest.raises(BuildError, match="lacks LICENSE"):
         check_sdist(sdist_of(tmp_path, [name for name in whole if name != "LICENSE"]))
     with pytest.raises(BuildError, match=r"has, for no reason, \.data/mnist/train-images-idx3-ubyte"):
+    with pytest.raises(
+        BuildError, match=r"has the unexpected \.data/mnist/train-images-idx3-ubyte"
+    ):
         check_sdist(sdist_of(tmp_path, [*whole, ".data/mnist/train-images-idx3-ubyte"]))
 
 
-def test_an_empty_folder_is_no_build(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_empty_folder_raises_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([str(tmp_path)]) == 1
     assert "must hold one *.whl, but holds none" in capsys.readouterr().err
 
@@ -88,6 +93,6 @@ def test_a_command_that_does_not_end_is_stopped(tmp_path: Path, monkeypatch: pyt
         run([sys.executable, "-c", "import time; time.sleep(60)"], tmp_path)
 
 
-def test_a_command_that_fails_is_an_error(tmp_path: Path) -> None:
+def test_a_command_that_fails_raises_an_error(tmp_path: Path) -> None:
     with pytest.raises(BuildError, match="ended with status 3: no luck"):
         run([sys.executable, "-c", "import sys; print('no luck', file=sys.stderr); sys.exit(3)"], tmp_path)

@@ -1,4 +1,4 @@
-"""The model card of a saved network, and the way to the Hub and back with the network part replaced."""
+"""The model card of a saved network; upload to and download from the Hub, with its API replaced."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ import yaml
 from PIL import Image
 
 import poecaps
-from poecaps import card, hub
+from poecaps import Architecture, CapsuleNetwork, card, hub
 from poecaps.cli import main
-from poecaps.network import Architecture, CapsuleNetwork
 from poecaps.training import PRESETS, record
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
-SMALL = ["--model.features", "8", "--model.capsule-dim", "4", "--model.experts", "3", "5", "--model.joint-components", "4",
-         "--batch-size", "16", "--autoencoder.epochs", "1", "--encoder.epochs", "1", "--decoder.epochs", "1",
-         "--pixel-decoder.epochs", "1", "--device", "cpu"]  # fmt: skip
+SMALL = shlex.split(
+    "--model.features 8 --model.capsule-dim 4 --model.experts 3 5 --model.joint-components 4 "
+    "--batch-size 16 --autoencoder.epochs 1 --encoder.epochs 1 --decoder.epochs 1 "
+    "--pixel-decoder.epochs 1 --device cpu"
+)
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run on images of somebody's own."""
+    """A run on images that are not a known set."""
     root = tmp_path_factory.mktemp("home-of-somebody")
     train, test = poecaps.data.load("mnist-sample"), poecaps.data.load("mnist-sample", split="test")
     assert train.labels is not None
@@ -73,29 +73,28 @@ def head_of(folder: Path) -> dict[str, Any]:
     return found
 
 
-# ---------------------------------------------------------------------------------------------------------
 # The card
 
 
-def test_a_run_ends_with_a_card_that_tells_how_it_was_trained(run: Path) -> None:
+def test_a_run_ends_with_a_card_that_states_how_it_was_trained(run: Path) -> None:
     head, text = head_of(run), text_of(run)
     assert head["library_name"] == "poecaps"
     assert head["pipeline_tag"] == "unconditional-image-generation"
-    assert head["license"] == "unknown"  # which is for the owner to choose
+    assert head["license"] == "unknown"  # the owner has to choose it
     assert "capsule-networks" in head["tags"]
     assert "datasets" not in head
     assert "model-index" not in head
     for fact in (
         "28×28, grey",
-        "3 experts of 5 numbers",
+        "3 experts of dimension 5",
         "| seed | 3 |",
         "| training images | 48,",
         "shapes.npz",
     ):
         assert fact in text
-    assert "Not yet. `poecaps evaluate FOLDER` measures it." in text
+    assert "Not evaluated yet; run `poecaps evaluate FOLDER`." in text
     assert "| preset | default, with the changes below |" in text
-    assert "![40 draws from all experts together, none picked](samples.png)" in text
+    assert "![40 random draws from all experts together](samples.png)" in text
     with Image.open(run / "samples.png") as picture:
         assert picture.size[0] > 10 * 28
     assert not (run / "samples.npz").exists()
@@ -116,11 +115,11 @@ def test_evaluation_completes_the_card(run: Path) -> None:
     text, (model,) = text_of(run), head_of(run)["model-index"]
     accuracy = measured["probe"]["test_accuracy"]
     assert f"| linear probe on codes, test accuracy | {accuracy:.2%} |" in text
-    assert "on shapes.npz, 20 images, with 20 draws" in text
-    assert "Not yet" not in text
+    assert "on shapes.npz, 20 images,\nwith 20 draws" in text
+    assert "Not evaluated" not in text
     metrics = {each["type"]: each["value"] for each in model["results"][0]["metrics"]}
     assert metrics["accuracy"] == pytest.approx(accuracy)
-    assert "recognisable-draws" not in metrics  # for which there is no classifier
+    assert "recognisable-draws" not in metrics  # there is no classifier for these images
     assert (run / "samples.png").read_bytes() == before
 
 
@@ -133,8 +132,9 @@ def test_the_hub_understands_the_head_of_a_card(run: Path) -> None:
     assert {each.task_type for each in results} == {"unconditional-image-generation"}
 
 
-def test_an_edited_card_is_left_alone(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    mine = text_of(run).replace("To try poecaps", "To find broken parts")
+def test_an_edited_card_is_not_overwritten(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mine = text_of(run).replace("For trying out poecaps", "For finding broken parts")
+    assert mine != text_of(run)
     (run / "README.md").write_text(mine, encoding="utf-8")
     assert main(["evaluate", str(run), "--samples", "20", "--device", "cpu"]) == 0
     assert text_of(run) == mine
@@ -172,7 +172,7 @@ def test_a_bare_network_has_a_card_too(tmp_path: Path) -> None:
     assert head["license"] == "mit"
     for fact in (
         "20×18, RGB",
-        "2 experts of 9 numbers",
+        "2 experts of dimension 9",
         "the large tensors in float16",
         "(20, 3, 20, 18)",
     ):
@@ -183,13 +183,11 @@ def test_a_bare_network_has_a_card_too(tmp_path: Path) -> None:
 
 
 ODD = "ev|il `code` <b>\n# [two](x) \u2028__lines__"
-SHOWN = (
-    "ev\\|il \\`code\\` &lt;b&gt; # \\[two\\](x)  \\_\\_lines\\_\\_"  # on one line, and as it is
-)
+SHOWN = "ev\\|il \\`code\\` &lt;b&gt; # \\[two\\](x)  \\_\\_lines\\_\\_"  # escaped, on one line
 
 
 def rename(run: Path, data: str) -> None:
-    """Let a run say that it has learned other images, and was measured on such."""
+    """Change the name of the images in the record and the evaluation of a run."""
     about = record.read(run)
     config, starts = about["config"] | {"data": data}, about["starts"]
     record.write(
@@ -208,7 +206,7 @@ def measured(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_odd_names_are_shown_as_they_are(measured: Path, tmp_path: Path) -> None:
+def test_odd_names_are_shown_unchanged(measured: Path, tmp_path: Path) -> None:
     run = tmp_path / ODD
     shutil.copytree(measured, run)
     rename(run, f"/home/me/{ODD}")
@@ -219,11 +217,11 @@ def test_odd_names_are_shown_as_they_are(measured: Path, tmp_path: Path) -> None
     assert dataset == {"type": "ev-il-code-b-two-x-lines", "name": ODD}
     body = text.split("---\n", 2)[2]
     assert body.startswith(
-        f"\n# {SHOWN}\n\nA product of expert capsules that has learned {SHOWN} without labels.\n"
+        f"\n# {SHOWN}\n\nA product of expert capsules, trained on {SHOWN} without labels.\n"
     )
-    assert f"\n| data | {SHOWN}, images of the one who trained it |\n" in body
-    assert f"\n| licence | of the weights {SHOWN}; " in body
-    assert f"\nBy `poecaps evaluate` on {SHOWN}, 20 images, " in body
+    assert f"\n| data | {SHOWN}, provided by the author of the model |\n" in body
+    assert f"\n| licence | weights: {SHOWN}; " in body
+    assert f"\nMeasured by `poecaps evaluate` on {SHOWN}, 20 images,\n" in body
     prose = re.sub(r"^(`{3,})\w+\n.*?^\1$|<!-- written.*", "", body, flags=re.M | re.S)
     assert "<" not in prose
     (program,) = re.findall(r"^```python\n(.*?)^```$", body, re.M | re.S)
@@ -233,13 +231,24 @@ def test_odd_names_are_shown_as_they_are(measured: Path, tmp_path: Path) -> None
     assert name == ODD
 
 
-def test_a_block_of_code_ends_where_it_should(measured: Path, tmp_path: Path) -> None:
-    run, data = tmp_path / "run", "a\n````\n<b>"
-    shutil.copytree(measured, run)
-    rename(run, data)
+def test_a_card_lists_the_options_that_differ_from_the_preset(run: Path) -> None:
+    (block,) = re.findall(r"^```yaml\n(.*?)^```$", text_of(run), re.M | re.S)
+    options = yaml.safe_load(block)
+    assert options["model.features"] == 8
+    assert options["model.experts"] == [[3, 5]]
+    assert options["batch_size"] == 16
+    assert options["encoder.epochs"] == 1
+    assert not {"data", "seed", "device", "model.whiten"} & options.keys()
+    assert "Options that differ from the preset `default`:" in text_of(run)
+
+
+def test_a_block_of_code_ends_where_it_should(run: Path) -> None:
+    odd = "a\n````\n<b>"
+    about = record.read(run)
+    record.write(run, about | {"config": about["config"] | {"precision": odd}})
     assert card.write(run, poecaps.load(run))
-    (line,) = re.findall(r"^`````sh\n(.*?)^`````$", text_of(run), re.M | re.S)
-    assert shlex.split(line)[:4] == ["poecaps", "train", "--data", data]
+    (block,) = re.findall(r"^`````yaml\n(.*?)^`````$", text_of(run), re.M | re.S)
+    assert yaml.safe_load(block)["precision"] == odd
 
 
 @pytest.mark.parametrize(
@@ -262,9 +271,9 @@ def test_images_are_called_by_their_folder(
     rename(run, data)
     assert card.write(run, poecaps.load(run))
     assert head_of(run)["model-index"][0]["results"][0]["dataset"] == {"type": kind, "name": name}
-    assert f"that has learned {name} without labels" in text_of(run)
-    assert f"\n| data | {name}, images of" in text_of(run)
-    assert f"\nBy `poecaps evaluate` on {name}, 20 images" in text_of(run)
+    assert f"trained on {name} without labels" in text_of(run)
+    assert f"\n| data | {name}, provided by" in text_of(run)
+    assert f"\nMeasured by `poecaps evaluate` on {name}, 20 images" in text_of(run)
 
 
 def test_a_preset_has_changes_only_where_something_was_changed(run: Path) -> None:
@@ -272,12 +281,13 @@ def test_a_preset_has_changes_only_where_something_was_changed(run: Path) -> Non
     record.write(run, about | {"config": usual | {"data": about["config"]["data"], "seed": 5}})
     assert card.write(run, poecaps.load(run))
     assert "\n| preset | paper |\n| seed | 5 |\n" in text_of(run)
+    assert "Options that differ" not in text_of(run)
     record.write(run, about | {"config": usual | {"batch_size": 7}})
     assert card.write(run, poecaps.load(run))
     assert "\n| preset | paper, with the changes below |\n" in text_of(run)
 
 
-def test_a_card_that_is_no_utf8_is_somebodys_own(
+def test_a_card_that_is_not_utf8_is_not_overwritten(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     mine = "für mich".encode("latin-1")
@@ -288,20 +298,11 @@ def test_a_card_that_is_no_utf8_is_somebodys_own(
     assert "was edited, so it is left as it is" in capsys.readouterr().err
 
 
-# ---------------------------------------------------------------------------------------------------------
 # The Hub
 
 
-@pytest.fixture
-def fresh_mixin() -> Iterator[None]:
-    """Make the class for the Hub anew, and forget it however the test ends: it keeps what was replaced."""
-    hub._mixin.cache_clear()
-    yield
-    hub._mixin.cache_clear()
-
-
 class Uploads:
-    """What stands in for the Hub: it keeps what would be sent there."""
+    """Replaces the API of the Hub, and keeps the uploaded folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.asked = folder, []  # type: Path, list[dict[str, Any]]
@@ -328,11 +329,11 @@ def uploads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Uploads:
 
 
 def test_a_network_goes_to_the_hub_with_card_and_picture_and_comes_back(
-    run: Path, trained: Path, uploads: Uploads, fresh_mixin: None, monkeypatch: pytest.MonkeyPatch
+    run: Path, trained: Path, uploads: Uploads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert main(["evaluate", str(run), "--samples", "20", "--device", "cpu"]) == 0
     network = poecaps.load(run)
-    address = network.push_to_hub("me/digits", run=run, licence="mit", private=True)
+    address = poecaps.push_to_hub(network, "me/digits", run=run, licence="mit", private=True)
     assert address == "https://huggingface.co/me/digits/commit/1"
     assert uploads.asked[0]["repo_id"] == uploads.asked[1]["repo_id"] == "me/digits"
     assert uploads.asked[0]["private"] is True
@@ -348,8 +349,8 @@ def test_a_network_goes_to_the_hub_with_card_and_picture_and_comes_back(
     for file in ("config.json", "README.md", "run.json", "evaluation.json"):
         assert trained.parent.name not in (uploads.folder / file).read_text(encoding="utf-8")
     assert head_of(uploads.folder)["license"] == "mit"
-    assert 'from_pretrained("me/digits")' in text_of(uploads.folder)
-    assert "evaluate me/digits" not in text_of(uploads.folder)  # which opens folders
+    assert 'poecaps.from_pretrained("me/digits")' in text_of(uploads.folder)
+    assert "evaluate me/digits" not in text_of(uploads.folder)  # it takes a folder
     assert head_of(uploads.folder)["model-index"][0]["name"] == "me/digits"
 
     asked: list[dict[str, Any]] = []
@@ -359,13 +360,7 @@ def test_a_network_goes_to_the_hub_with_card_and_picture_and_comes_back(
         return str(uploads.folder)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    monkeypatch.setattr(
-        huggingface_hub.hub_mixin,
-        "hf_hub_download",
-        lambda **_: str(uploads.folder / "config.json"),
-    )
-    hub._mixin.cache_clear()  # which has the true download, from the way there
-    again = CapsuleNetwork.from_pretrained("me/digits", revision="v1")
+    again = poecaps.from_pretrained("me/digits", revision="v1")
     assert (asked[0]["repo_id"], asked[0]["revision"]) == ("me/digits", "v1")
     assert again.architecture == network.architecture
     for name, tensor in network.state_dict().items():
@@ -374,40 +369,43 @@ def test_a_network_goes_to_the_hub_with_card_and_picture_and_comes_back(
 
 def test_a_network_without_a_run_goes_to_the_hub_as_well(uploads: Uploads) -> None:
     network = CapsuleNetwork(Architecture(features=8, experts=((2, 9),)))
-    network.push_to_hub("me/bare", half=True)
-    assert "Not yet. `poecaps evaluate FOLDER` measures it." in text_of(uploads.folder)
+    poecaps.push_to_hub(network, "me/bare", half=True)
+    assert "Not evaluated yet; run `poecaps evaluate FOLDER`." in text_of(uploads.folder)
     assert {file.name for file in uploads.folder.iterdir()} == {
         *("config.json", "model.safetensors", "README.md", "samples.png"),
     }
-    assert CapsuleNetwork.from_pretrained(uploads.folder).architecture == network.architecture
+    assert poecaps.from_pretrained(uploads.folder).architecture == network.architecture
 
 
 def test_an_edited_card_goes_to_the_hub_as_it_is(run: Path, uploads: Uploads) -> None:
-    mine = text_of(run).replace("To try poecaps", "To find broken parts")
+    mine = text_of(run).replace("For trying out poecaps", "For finding broken parts")
+    assert mine != text_of(run)
     (run / "README.md").write_text(mine, encoding="utf-8")
-    poecaps.load(run).push_to_hub("me/digits", run=run)
+    poecaps.push_to_hub(poecaps.load(run), "me/digits", run=run)
     assert text_of(uploads.folder) == mine
 
 
-def test_what_is_no_run_is_refused_before_anything_is_written(run: Path, tmp_path: Path) -> None:
+def test_a_missing_run_raises_an_error_before_anything_is_written(
+    run: Path, tmp_path: Path
+) -> None:
     with pytest.raises(
-        FileNotFoundError, match=r"nowhere holds no run: there is no run.json in it"
+        FileNotFoundError, match=r"nowhere does not contain a run: run.json is missing"
     ):
-        hub.lay_out(poecaps.load(run), tmp_path / "out", run=tmp_path / "nowhere")
+        hub.write_repository(poecaps.load(run), tmp_path / "out", run=tmp_path / "nowhere")
     assert not (tmp_path / "out").exists()
 
 
-def test_a_folder_opens_without_the_hub_and_a_name_says_what_is_missing(
-    run: Path, fresh_mixin: None, monkeypatch: pytest.MonkeyPatch
+def test_without_huggingface_hub_a_folder_opens_and_a_name_raises_an_error(
+    run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    network = CapsuleNetwork.from_pretrained(run)
+    network = poecaps.from_pretrained(run)
     assert not network.training
     message = r"^the Hugging Face Hub needs huggingface_hub; pip install 'poecaps\[hub\]'$"
     with pytest.raises(ModuleNotFoundError, match=message):
-        CapsuleNetwork.from_pretrained("me/digits")
+        poecaps.from_pretrained("me/digits")
     with pytest.raises(ModuleNotFoundError, match=message):
-        network.push_to_hub("me/digits")
+        poecaps.push_to_hub(network, "me/digits")
 
 
 def test_neither_the_library_nor_the_command_line_imports_the_hub() -> None:

@@ -19,9 +19,9 @@ import torch
 from PIL import Image
 
 import poecaps
-from poecaps._files import read_tensors
 from poecaps.cli import main
-from poecaps.network import DOMAINS
+from poecaps.code_density import DOMAINS
+from poecaps.serialization import read_tensors
 from poecaps.training import PRESETS
 from poecaps.training.config import Config, from_json
 from poecaps.training.loop import CHECKPOINT
@@ -725,7 +725,7 @@ def test_misuse_has_status_2_and_names_what_would_be_right(
             ["generate", "nowhere"],
             "there is no folder nowhere, and no model of that name comes with poecaps",
         ),
-        (["generate", "empty"], "empty holds no trained model"),
+        (["generate", "empty"], "empty does not contain a trained model"),
         (["generate", "{broken}"], "model.safetensors"),
         (["reconstruct", "{run}", "--data", "wide.npy"], "the model sees grey images of 28×28"),
         (["encode", "{run}", "--data", "text.npz"], "text.npz"),

@@ -16,7 +16,7 @@ from poecaps.autoencoder import ConvAutoencoder
 from poecaps.kernels import convolution
 from poecaps.kernels.triton import launch, support
 from poecaps.layer import MIXINGS, Mixing
-from poecaps.network import ModelOptions
+from poecaps.options import ModelOptions
 from poecaps.training import (
     Config,
     DecoderStage,

@@ -1,4 +1,4 @@
-"""Exported programs compute what the network computes, in PyTorch and in onnxruntime."""
+"""Exported programs give the results of the network, in PyTorch and in onnxruntime."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="module")
 def network() -> CapsuleNetwork:
-    """Everything that a trained network has, with weights that routing has something to do with."""
+    """A network with all parts, and weights large enough that the votes disagree."""
     shape = Architecture(
         image_shape=(3, 21, 20),
         features=16,
@@ -35,7 +35,7 @@ def network() -> CapsuleNetwork:
     for layer in (*made.encoders, *made.decoders):
         layer.reset_parameters(std=2.0, generator=generator)
     with torch.no_grad():
-        made.scaling.fit([made.activations(torch.rand(50, 3, 21, 20, generator=generator))])
+        made.preprocessing.fit([made.activations(torch.rand(50, 3, 21, 20, generator=generator))])
     return made
 
 
@@ -45,7 +45,7 @@ def images(generator: torch.Generator) -> torch.Tensor:
 
 
 @torch.no_grad()
-def test_an_exported_program_is_the_network(
+def test_an_exported_program_computes_the_same(
     network: CapsuleNetwork, images: torch.Tensor, tmp_path: Path
 ) -> None:
     torch.export.save(export_encoder(network), tmp_path / "encoder.pt2")
@@ -59,7 +59,7 @@ def test_an_exported_program_is_the_network(
 
 @pytest.mark.filterwarnings(
     "ignore:.*LeafSpec.*:FutureWarning"
-)  # torch's exporter uses what torch has deprecated
+)  # torch's exporter calls a function that torch has deprecated
 @torch.no_grad()
 def test_onnxruntime_computes_the_same(
     network: CapsuleNetwork, images: torch.Tensor, tmp_path: Path
@@ -77,13 +77,16 @@ def test_onnxruntime_computes_the_same(
         np.testing.assert_allclose(drawn, network.decode(codes).numpy(), atol=1e-4)
 
 
-def test_neither_is_imported_by_poecaps() -> None:
-    program = "import sys, poecaps; sys.exit(any(name.startswith(('onnx', 'poecaps.export')) for name in sys.modules))"
+def test_poecaps_imports_neither_onnx_nor_export() -> None:
+    program = (
+        "import sys, poecaps; "
+        "sys.exit(any(name.startswith(('onnx', 'poecaps.export')) for name in sys.modules))"
+    )
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
 @pytest.mark.parametrize("missing", ["onnx", "onnxscript"])
-def test_onnx_says_what_is_missing(
+def test_a_missing_package_is_named(
     network: CapsuleNetwork, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str
 ) -> None:
     monkeypatch.setitem(sys.modules, missing, None)

@@ -1,4 +1,4 @@
-"""The models that come with poecaps, and how a name finds one. What stands in for them here is a tiny one."""
+"""The models that come with poecaps, replaced by a tiny one, and the search for a model by name."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ import torch
 from PIL import Image
 
 import poecaps
-from poecaps import hub, models
-from poecaps.card import is_ours
+from poecaps import Architecture, CapsuleNetwork, hub, models
+from poecaps.card import is_unedited
 from poecaps.cli import main
+from poecaps.code_density import DOMAINS
 from poecaps.data import named
-from poecaps.network import DOMAINS, Architecture, CapsuleNetwork
 from poecaps.training import PRESETS, Config, EncoderStage, record, train
 from poecaps.training.config import command, nearest_preset
 from tools.ship_model import main as ship_model
@@ -29,13 +29,13 @@ from tools.ship_model import ship
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-SMALL = {"features": 8, "capsule_dim": 4, "experts": ((3, 5),), "components": 4}
-PRESENT = models.names()  # before a test puts others in their place
+SMALL = {"features": 8, "capsule_dim": 4, "experts": ((3, 5),), "joint_components": 4}
+PRESENT = models.names()  # before a test replaces them
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run whose record says that it learned the full MNIST, from a folder of this machine."""
+    """A finished run whose record states the full MNIST, in a folder of this machine, as data."""
     root = tmp_path_factory.mktemp("elsewhere")
     np.save(root / "few.npy", poecaps.data.load("mnist-sample").images[:48])
     usual = PRESETS["default"]()
@@ -61,7 +61,7 @@ def shipped(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> Path:
-    """A package with two models, seen from an empty folder on a machine without the full sets and the network."""
+    """A package with two models; the current folder is empty, and there are no full data sets."""
     package = tmp_path_factory.mktemp("package")
     monkeypatch.setattr(models, "FOLDER", package)
     ship(run, "mnist")
@@ -84,7 +84,6 @@ def written(folder: Path) -> set[str]:
     return {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}
 
 
-# ---------------------------------------------------------------------------------------------------------
 # Names
 
 
@@ -92,9 +91,8 @@ def test_a_model_is_found_by_its_name_or_by_its_folder(shipped: Path, run: Path)
     assert models.names() == ("fashion-mnist", "mnist")
     assert models.find("fashion-mnist") == shipped / "fashion-mnist"
     assert poecaps.load("mnist").architecture.experts == ((3, 5),)
-    assert torch.equal(
-        poecaps.load(run).encoders[0].weight, CapsuleNetwork.load(run).encoders[0].weight
-    )  # type: ignore[arg-type]
+    by_path, direct = poecaps.load(run).state_dict(), CapsuleNetwork.load(run).state_dict()
+    assert torch.equal(by_path["encoders.0.weight"], direct["encoders.0.weight"])
 
 
 def test_a_name_means_the_shipped_model_and_a_path_the_folder(
@@ -117,10 +115,13 @@ def test_a_name_means_the_shipped_model_and_a_path_the_folder(
     assert said.err == ""
 
 
-def test_an_unknown_name_is_told_those_there_are(
+def test_the_error_of_an_unknown_name_lists_the_models(
     shipped: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    message = r"there is no folder mnits, and no model of that name .*; did you mean 'mnist'\? .*: fashion-mnist, mnist$"
+    message = (
+        r"there is no folder mnits, and no model of that name .*; "
+        r"did you mean 'mnist'\? .*: fashion-mnist, mnist$"
+    )
     with pytest.raises(FileNotFoundError, match=message):
         poecaps.load("mnits")
     monkeypatch.setattr(models, "FOLDER", shipped / "mnist")
@@ -133,19 +134,18 @@ def test_an_unknown_name_is_told_those_there_are(
 def test_the_hub_is_not_asked_for_what_cannot_be_there(
     shipped: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hub, "_mixin", lambda: pytest.fail("the Hub was asked"))
-    assert CapsuleNetwork.from_pretrained("mnist").architecture.experts == ((3, 5),)
+    monkeypatch.setattr(hub, "_huggingface_hub", lambda: pytest.fail("the Hub was asked"))
+    assert poecaps.from_pretrained("mnist").architecture.experts == ((3, 5),)
     for name in ("mnits", "./mnist", "/nowhere/at/all"):
         with pytest.raises(
             FileNotFoundError,
             match=f"^there is no folder {name}, and no model .*: fashion-mnist.*$",
         ):
-            CapsuleNetwork.from_pretrained(name)
+            poecaps.from_pretrained(name)
     with pytest.raises(pytest.fail.Exception, match="the Hub was asked"):
-        CapsuleNetwork.from_pretrained("me/digits-2.0")
+        poecaps.from_pretrained("me/digits-2.0")
 
 
-# ---------------------------------------------------------------------------------------------------------
 # The command line
 
 
@@ -179,7 +179,7 @@ def test_results_of_a_shipped_model_go_into_the_current_folder(
     assert {file: file.read_bytes() for file in shipped.rglob("*") if file.is_file()} == before
 
 
-def test_a_shipped_model_sees_the_bundled_sample_where_its_own_set_is_missing(
+def test_a_shipped_model_takes_the_bundled_sample_if_its_own_set_is_missing(
     shipped: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["reconstruct", "mnist", "--count", "5"]) == 0
@@ -192,15 +192,17 @@ def test_a_shipped_model_sees_the_bundled_sample_where_its_own_set_is_missing(
         np.testing.assert_array_equal(drawn["originals"], sample.numpy())
 
 
-def test_a_shipped_model_sees_its_own_set_where_it_is(
+def test_a_shipped_model_takes_its_own_set_if_it_is_there(
     shipped: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Both splits of it: a set of which a part is missing would compare the one with the sample of the other."""
+    """It needs both splits: otherwise one would be compared with the sample of the other."""
     monkeypatch.setenv("POECAPS_DATA", str(tmp_path))
-    shutil.copytree(named.BUNDLED / "fashion-mnist", tmp_path / "mnist")  # tell-tale images
+    shutil.copytree(
+        named.BUNDLED / "fashion-mnist", tmp_path / "mnist"
+    )  # images that can be told apart
     monkeypatch.setattr(named, "_refuse_another_set", lambda *_: None)
     assert main(["reconstruct", "mnist", "--count", "5", "--out", "a.png"]) == 0
     assert capsys.readouterr().err == ""
@@ -214,7 +216,7 @@ def test_a_shipped_model_sees_its_own_set_where_it_is(
     assert "takes the bundled mnist-sample" in capsys.readouterr().err
 
 
-def test_a_shipped_model_is_measured_on_one_set_and_by_its_judge(
+def test_a_shipped_model_is_evaluated_on_one_set_with_its_classifier(
     shipped: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -241,7 +243,7 @@ def test_a_shipped_model_is_measured_on_one_set_and_by_its_judge(
     )
 
 
-def test_info_tells_of_shipped_models(shipped: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_info_lists_shipped_models(shipped: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["info"]) == 0
     text = capsys.readouterr().out
     assert re.search(r"^models +fashion-mnist, mnist$", text, re.MULTILINE)
@@ -258,11 +260,10 @@ def test_info_tells_of_shipped_models(shipped: Path, capsys: pytest.CaptureFixtu
         assert fact in text
 
 
-# ---------------------------------------------------------------------------------------------------------
 # Shipping
 
 
-def test_what_is_shipped_is_the_run_in_half_precision_without_its_machine(
+def test_a_shipped_model_is_the_run_in_half_precision_without_its_machine(
     shipped: Path, run: Path
 ) -> None:
     folder = shipped / "mnist"
@@ -290,18 +291,18 @@ def test_what_is_shipped_is_the_run_in_half_precision_without_its_machine(
     assert about["starts"][0]["versions"]["torch"] == torch.__version__
 
 
-def test_the_card_tells_where_the_model_comes_from(shipped: Path) -> None:
+def test_the_card_states_the_origin_of_the_model(shipped: Path) -> None:
     card = (shipped / "mnist" / "README.md").read_text(encoding="utf-8")
     for fact in (
         "28×28, grey",
-        "3 experts of 5 numbers",
+        "3 experts of dimension 5",
         "CC BY-SA 3.0",
         "60,000",
         "| seed | 7 |",
         "| preset | default",
     ):
         assert fact in card
-    assert "`poecaps evaluate mnist` measures it" in card
+    assert "run `poecaps evaluate mnist`" in card
 
 
 def test_the_card_has_the_numbers_of_the_evaluation(
@@ -330,15 +331,19 @@ def test_the_card_has_the_numbers_of_the_evaluation(
     assert str(shipped / "mnist" / "model.safetensors") in capsys.readouterr().out
     measured = json.loads((copy / "evaluation.json").read_text())
     card = (shipped / "mnist" / "README.md").read_text(encoding="utf-8")
-    assert "on mnist-sample (test), 2,000 images, with 20 draws" in card
+    assert "on mnist-sample (test), 2,000 images,\nwith 20 draws" in card
     assert (
         f"| linear probe on codes, test accuracy | {measured['probe']['test_accuracy']:.2%} |"
         in card
     )
-    assert (
-        f"| Fréchet distance, domain joint | {measured['domains']['joint']['frechet']['distance']:.1f} |"
-        in card
-    )
+    for domain, draws in (
+        ("joint", "draws from all experts together"),
+        ("learned", "draws from one expert: learned"),
+        ("restricted", "draws from one expert: restricted"),
+        ("complete", "draws from one expert: complete"),
+    ):
+        distance = measured["domains"][domain]["frechet"]["distance"]
+        assert f"| Fréchet distance of {draws} | {distance:.1f} |" in card
 
 
 @pytest.mark.parametrize(
@@ -349,11 +354,11 @@ def test_the_card_has_the_numbers_of_the_evaluation(
         (
             {"config": {"data": "/home/me/faces.npy"}},
             "mnist",
-            "was trained on /home/me/faces.npy, but must be on one of",
+            "was trained on /home/me/faces.npy, but must be trained on one of",
         ),
     ],
 )
-def test_what_cannot_be_shipped_is_refused(
+def test_a_run_that_cannot_be_shipped_raises_an_error(
     changes: dict[str, Any], name: str, message: str, run: Path, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
@@ -369,7 +374,7 @@ def test_what_cannot_be_shipped_is_refused(
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_the_command_of_a_card_trains_with_its_options(
+def test_the_command_of_a_config_trains_with_its_options(
     preset: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usual = PRESETS[preset]()
@@ -377,7 +382,7 @@ def test_the_command_of_a_card_trains_with_its_options(
         usual.model, experts=((40, 8), (20, 16)), whiten=not usual.model.whiten, scale=None
     )
     encoder = EncoderStage(
-        **asdict(usual.encoder) | {"epochs": 30, "winners": None, "final_rate": 1e-5}
+        **asdict(usual.encoder) | {"epochs": 30, "winners": None, "final_learning_rate_ratio": 1e-5}
     )
     config = replace(
         usual, data="fashion-mnist", seed=3, model=model, encoder=encoder, batch_size=512
@@ -402,7 +407,6 @@ def test_the_command_of_a_card_trains_with_its_options(
     assert asked == [config]
 
 
-# ---------------------------------------------------------------------------------------------------------
 # The real ones
 
 
@@ -414,16 +418,14 @@ def test_every_model_of_the_package_draws(
     for domain in DOMAINS:
         with torch.no_grad():
             images = network.generate(20, domain, generator=torch.Generator().manual_seed(0))
-        assert bool(
-            ((images >= 0) & (images <= 1)).all()
-        )  # which a number that is none would not be
-        assert images.std(0).mean() > 0.05  # and not one image for all
+        assert bool(((images >= 0) & (images <= 1)).all())  # false for NaN
+        assert images.std(0).mean() > 0.05  # the images differ
     monkeypatch.chdir(tmp_path)
     assert main(["generate", name, "--device", "cpu"]) == 0
     with Image.open(tmp_path / f"{name}-joint.png") as picture:
         assert picture.size[0] > 20 * 28
     text = (models.FOLDER / name / "README.md").read_text(encoding="utf-8")
-    assert is_ours(text)
+    assert is_unedited(text)
     assert f"\n# {name}\n" in text
     assert "](samples.png)" in text
     assert (models.FOLDER / name / "samples.png").stat().st_size < 60_000

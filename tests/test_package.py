@@ -1,7 +1,8 @@
-"""What holds for the package as a whole."""
+"""The package as a whole: its public names, its imports, its metadata and a guide."""
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 import subprocess
@@ -16,6 +17,15 @@ import poecaps
 from poecaps.cli import main
 
 ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "src" / "poecaps"
+# Modules and subpackages of poecaps; each imports only those that come before it.
+ORDER = (
+    *("_version", "_checks", "_files", "_json", "_modules", "data"),
+    *("functional", "kernels", "autoencoder", "layer"),
+    *("options", "preprocessing", "code_density", "serialization", "network", "models"),
+    *("training", "evaluation", "plotting", "card", "hub"),
+    *("applications", "export", "_table", "sklearn", "explorer", "cli", "__main__"),
+)
 
 
 def test_every_public_name_is_there_and_documented() -> None:
@@ -32,10 +42,11 @@ def test_the_package_is_typed() -> None:
 
 
 def test_importing_is_light() -> None:
-    """Beyond torch and NumPy, importing poecaps loads nothing but itself."""
+    """Importing poecaps loads no packages except torch and NumPy."""
     program = (
         "import sys, torch, numpy; before = set(sys.modules); import poecaps;"
-        "print({name.split('.')[0] for name in set(sys.modules) - before} - set(sys.stdlib_module_names))"
+        "new = {name.split('.')[0] for name in set(sys.modules) - before};"
+        "print(new - set(sys.stdlib_module_names))"
     )
     result = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
@@ -43,7 +54,40 @@ def test_importing_is_light() -> None:
     assert result.stdout.strip() == "{'poecaps'}"
 
 
-def test_the_citation_is_of_this_version_and_names_the_paper() -> None:
+def imported_parts(file: Path) -> set[str]:
+    """Modules and subpackages of poecaps that a file imports, also inside functions and for types.
+
+    A name that is not a module comes from `poecaps` itself, which imports everything.
+    """
+    parts = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module == "poecaps":
+            names = [f"poecaps.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [node.module or ""]
+        else:
+            continue
+        for name in names:
+            package, _, rest = name.partition(".")
+            if package == "poecaps":
+                part = rest.partition(".")[0]
+                parts.add(part if part in ORDER else "poecaps")
+    return parts
+
+
+def test_no_module_imports_a_higher_one() -> None:
+    place = {part: index for index, part in enumerate((*ORDER, "poecaps"))}
+    for file in PACKAGE.rglob("*.py"):
+        part = file.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        if part != "__init__":
+            assert part in place, f"{part} must have a place in ORDER"
+            higher = [each for each in imported_parts(file) if place[each] > place[part]]
+            assert not higher, f"{file.relative_to(ROOT)} imports {higher}"
+
+
+def test_the_citation_states_this_version_and_the_paper() -> None:
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     assert cited["cff-version"] == "1.2.0"
     assert cited["version"] == poecaps.__version__
@@ -53,8 +97,8 @@ def test_the_citation_is_of_this_version_and_names_the_paper() -> None:
     assert paper["title"] in " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
 
 
-def test_the_forms_for_issues_can_be_shown() -> None:
-    """GitHub drops a form without a word where it lacks a name, a description or a body of known parts."""
+def test_the_issue_forms_are_valid() -> None:
+    """GitHub silently ignores a form without a name, a description or a valid body."""
     forms = [
         file
         for file in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml")
@@ -76,9 +120,9 @@ def test_the_forms_for_issues_can_be_shown() -> None:
         assert all(part["attributes"]["label"] for part in form["body"])
 
 
-def test_git_ignores_what_the_documentation_makes_but_nothing_that_is_kept() -> None:
+def test_git_ignores_the_output_of_the_documentation_but_no_tracked_files() -> None:
     if not (ROOT / ".git").exists():
-        pytest.skip("this is no clone")
+        pytest.skip("not a git clone")
     made = [
         "mnist-joint.png",
         "mnist-joint.npz",
@@ -99,13 +143,13 @@ def test_git_ignores_what_the_documentation_makes_but_nothing_that_is_kept() -> 
 def test_the_guide_to_own_images_runs_from_end_to_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its pictures and its commands, with one epoch and a small model in place of its minute."""
+    """Its program and its commands, with one epoch and a small model."""
     text = (ROOT / "docs" / "own-images.md").read_text(encoding="utf-8")
     (program,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True)
     monkeypatch.chdir(tmp_path)
     few = "--batch-size 100 --model.features 8 --model.capsule-dim 4 --device cpu " + " ".join(
-        f"--{stage}.epochs 1" for stage in ("autoencoder", "encoder", "decoder", "pixel_decoder")
+        f"--{stage}.epochs 1" for stage in ("autoencoder", "encoder", "decoder", "pixel-decoder")
     )
     lines = [
         line

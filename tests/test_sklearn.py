@@ -1,4 +1,4 @@
-"""The scikit-learn transformer: scikit-learn's own checks, and what a user of it expects."""
+"""The scikit-learn transformer: scikit-learn's own checks, tables, images and errors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sklearn.pipeline import make_pipeline
 
 from poecaps import CapsuleNetwork, TrainingError, squash
 from poecaps.data import DataError
-from poecaps.sklearn import KEPT, CapsuleExpertsTransformer
+from poecaps.sklearn import RESERVOIR_SIZE, CapsuleExpertsTransformer
 
 Array = np.ndarray[Any, Any]
 
@@ -31,8 +31,8 @@ def table(**changes: Any) -> CapsuleExpertsTransformer:
 
 
 def small(**changes: Any) -> CapsuleExpertsTransformer:
-    """For images: few filters and passes."""
-    stages = {"autoencoder_iter": 3, "n_iter": 3, "decoder_iter": 3, "painter_iter": 3}
+    """For images: few filters and epochs."""
+    stages = {"autoencoder_iter": 3, "n_iter": 3, "decoder_iter": 3, "pixel_decoder_iter": 3}
     sizes = {"n_experts": 6, "expert_dim": 4, "n_filters": 16, "batch_size": 32, "random_state": 0}
     return CapsuleExpertsTransformer(**stages | sizes | changes)
 
@@ -48,17 +48,18 @@ def digits() -> Array:
 
 
 def lost(X: Array, back: Array) -> float:
-    """Share of the variance of each column that is gone, on average."""
+    """Return the unexplained share of the variance, averaged over the columns."""
     return float((np.square(back - X).mean(0) / X.var(0).clip(1e-12)).mean())
 
 
 class TestScikitLearn:
     def test_every_check_passes(self) -> None:
-        """In a process of its own, because SciPy decides at import whether a check of array types is left out."""
+        """In a separate process: SciPy decides at import whether a check of array types is run."""
         program = """if True:
             from sklearn.utils.estimator_checks import check_estimator
             from poecaps.sklearn import CapsuleExpertsTransformer as Transformer
-            for each in (Transformer(), Transformer(3, 2, capsule_dim=3, winners=None, normalize="inputs")):
+            other = Transformer(3, 2, capsule_dim=3, winners=None, normalize="inputs")
+            for each in (Transformer(), other):
                 results = check_estimator(each, on_skip=None)
                 assert len(results) > 40
                 assert all(result["status"] == "passed" for result in results), results
@@ -66,11 +67,11 @@ class TestScikitLearn:
         environment = {**os.environ, "SCIPY_ARRAY_API": "1", "OMP_NUM_THREADS": "1"}
         subprocess.run([sys.executable, "-c", program], check=True, env=environment)
 
-    def test_importing_poecaps_does_not_import_it(self) -> None:
+    def test_importing_poecaps_does_not_import_scikit_learn(self) -> None:
         program = "import sys, poecaps; sys.exit(any('sklearn' in name for name in sys.modules))"
         subprocess.run([sys.executable, "-c", program], check=True)
 
-    def test_a_grid_search_over_a_pipeline_finds_what_works(self, digits: Array) -> None:
+    def test_a_grid_search_over_a_pipeline_finds_the_better_parameter(self, digits: Array) -> None:
         y = load_digits(return_X_y=True)[1][: len(digits)]
         pipeline = make_pipeline(table(expert_dim=8), LogisticRegression(C=10, max_iter=500))
         search = GridSearchCV(pipeline, {"capsuleexpertstransformer__n_experts": [1, 8]}, cv=3).fit(
@@ -79,7 +80,7 @@ class TestScikitLearn:
         assert search.best_params_ == {"capsuleexpertstransformer__n_experts": 8}
         assert search.best_score_ > 0.8
 
-    def test_a_clone_learns_the_same(self, wine: Array) -> None:
+    def test_a_clone_gives_the_same_codes(self, wine: Array) -> None:
         first = table().fit(wine)
         second = clone(first)
         assert not hasattr(second, "model_")
@@ -88,7 +89,7 @@ class TestScikitLearn:
             clone(first).set_params(random_state=1).fit_transform(wine), first.transform(wine)
         )
 
-    def test_a_pickled_one_goes_on_where_it_was(self, wine: Array) -> None:
+    def test_a_pickled_transformer_continues_in_the_same_way(self, wine: Array) -> None:
         first = table().partial_fit(wine[:100])
         second = pickle.loads(pickle.dumps(first))
         for each in (first, second):
@@ -99,7 +100,7 @@ class TestScikitLearn:
         )
         np.testing.assert_array_equal(second.sample(5), first.sample(5))
 
-    def test_names_go_in_and_come_out(self) -> None:
+    def test_feature_names_are_kept(self) -> None:
         pandas = pytest.importorskip("pandas")
         frame = load_iris(as_frame=True).data
         made = table().set_output(transform="pandas").fit(frame)
@@ -112,7 +113,7 @@ class TestScikitLearn:
 
 
 class TestTable:
-    def test_codes_keep_what_the_rows_say(self, wine: Array) -> None:
+    def test_codes_keep_the_information_of_the_rows(self, wine: Array) -> None:
         made = table(n_iter=30).fit(wine)
         codes = made.transform(wine)
         assert codes.shape == (178, 24)
@@ -122,9 +123,7 @@ class TestTable:
         made = table().fit(wine)
         firing = np.linalg.norm(made.transform(wine).reshape(178, 6, 4), axis=2)
         assert firing.max() < 1
-        assert firing.max(1).mean() == pytest.approx(
-            0.5, abs=1e-6
-        )  # of the strongest expert, on average
+        assert firing.max(1).mean() == pytest.approx(0.5, abs=1e-6)  # the strongest expert
 
     def test_units_do_not_matter(self, wine: Array) -> None:
         factors = np.logspace(-6, 6, 13)
@@ -134,9 +133,7 @@ class TestTable:
         )
 
     def test_a_constant_column_changes_nothing_and_comes_back(self, wine: Array) -> None:
-        wide = np.column_stack(
-            [wine, np.full(178, 1e5)]
-        )  # in a place that was filled with a zero before
+        wide = np.column_stack([wine, np.full(178, 1e5)])  # this column was padding before
         made = table().fit(wide)
         np.testing.assert_allclose(
             made.transform(wide), table().fit(wine).transform(wine), atol=1e-9
@@ -156,7 +153,7 @@ class TestTable:
                 made.score_samples(wine), -made.experts_.free_energy(x), atol=1e-12
             )
 
-    def test_rows_unlike_those_learned_score_less(
+    def test_rows_unlike_the_training_rows_score_less(
         self, wine: Array, generator: torch.Generator
     ) -> None:
         made = table(n_iter=30).fit(wine[::2])
@@ -196,22 +193,22 @@ class TestTable:
         np.testing.assert_allclose(made.model_.variance, wine.var(0))
         assert (made.n_iter_, made.n_samples_seen_) == (7, 178)
 
-    def test_portions_teach(self, wine: Array) -> None:
+    def test_rows_in_portions_train_the_experts(self, wine: Array) -> None:
         random, made = np.random.default_rng(0), table()
         for _ in range(30):
             made.partial_fit(wine[random.choice(178, 60)])
         assert lost(wine, made.inverse_transform(made.transform(wine))) < 0.3
 
-    def test_what_is_kept_of_a_stream_is_an_even_draw(self) -> None:
+    def test_the_reservoir_is_a_uniform_sample_of_a_stream(self) -> None:
         made = table(n_experts=2, expert_dim=2)
-        for start in range(0, 6 * KEPT, KEPT):
-            made.partial_fit(np.arange(start, start + KEPT, dtype=float)[:, None])
-        kept = made._kept[0].ravel()
-        assert len(kept) == len(set(kept)) == KEPT
-        shares = np.histogram(kept, bins=6, range=(0, 6 * KEPT))[0] / KEPT
+        for start in range(0, 6 * RESERVOIR_SIZE, RESERVOIR_SIZE):
+            made.partial_fit(np.arange(start, start + RESERVOIR_SIZE, dtype=float)[:, None])
+        kept = made._reservoir[0].ravel()
+        assert len(kept) == len(set(kept)) == RESERVOIR_SIZE
+        shares = np.histogram(kept, bins=6, range=(0, 6 * RESERVOIR_SIZE))[0] / RESERVOIR_SIZE
         np.testing.assert_allclose(shares, 1 / 6, atol=0.04)  # five standard deviations
 
-    def test_divergence_is_an_error(self, wine: Array) -> None:
+    def test_divergence_raises_an_error(self, wine: Array) -> None:
         with pytest.raises(TrainingError, match="lower learning_rate"):
             table(learning_rate=1e300).fit(wine)
 
@@ -233,7 +230,7 @@ class TestImages:
             assert made.inverse_transform(codes[:3]).shape == (3, *shape)
             assert made.sample(2).shape == (2, *shape)
 
-    def test_it_is_the_network_of_poecaps(self, digits: Array) -> None:
+    def test_the_model_is_a_capsule_network(self, digits: Array) -> None:
         made = small(image_shape=(8, 8)).fit(digits)
         assert isinstance(made.model_, CapsuleNetwork)
         images = torch.from_numpy(digits).float().view(-1, 1, 8, 8)
@@ -261,21 +258,22 @@ class TestImages:
             0,
         ]  # red above, in many shades
         images[:, 9:] = random.integers(150, 256, (64, 1, 1, 3)) * [0, 0, 1]  # blue below
-        made = small(autoencoder_iter=60, decoder_iter=10, painter_iter=30).fit(images)
+        made = small(autoencoder_iter=60, decoder_iter=10, pixel_decoder_iter=30).fit(images)
         back = made.inverse_transform(made.transform(images)).mean((0, 2))
         assert back[:8, 0].min() > 0.5 > back[:8, 1:].max()
         assert back[10:, 2].min() > 0.5 > back[10:, :2].max()
 
-    def test_more_images_teach_but_leave_the_filters(self, digits: Array) -> None:
-        made = small(n_iter=1, decoder_iter=1, painter_iter=1).partial_fit(
+    def test_more_images_train_the_experts_but_not_the_filters(self, digits: Array) -> None:
+        made = small(n_iter=1, decoder_iter=1, pixel_decoder_iter=1).partial_fit(
             digits.reshape(-1, 8, 8)[:100]
         )
         before = pickle.loads(pickle.dumps(made))
         for _ in range(5):
             made.partial_fit(digits)
         assert made.n_samples_seen_ == 1100
-        assert torch.equal(made.model_.autoencoder.conv1_weight, before.model_.autoencoder.conv1_weight)
-        assert torch.equal(made.model_.scaling.mean, before.model_.scaling.mean)
+        for name, value in before.model_.autoencoder.state_dict().items():
+            assert torch.equal(made.model_.autoencoder.state_dict()[name], value)
+        assert torch.equal(made.model_.preprocessing.mean, before.model_.preprocessing.mean)
         errors = [
             np.square(
                 each.inverse_transform(each.transform(digits)).reshape(-1, 64) - digits
@@ -283,9 +281,9 @@ class TestImages:
             for each in (before, made)
         ]
         assert errors[1] < errors[0]
-        assert not torch.equal(made.model_.density.mean, before.model_.density.mean)
+        assert not torch.equal(made.model_.code_density.mean, before.model_.code_density.mean)
 
-    def test_what_no_image_is_is_refused(self, digits: Array) -> None:
+    def test_invalid_images_raise_an_error(self, digits: Array) -> None:
         made = small(image_shape=(8, 8)).fit(digits)
         with pytest.raises(DataError, match="floats from 0 to 1"):
             made.transform(digits * 16)
@@ -308,32 +306,30 @@ class TestImages:
         ({"kernel_size": 0}, "kernel_size must be"),
     ],
 )
-def test_a_wrong_parameter_is_named_when_it_is_used(
-    wine: Array, parameter: Any, message: str
-) -> None:
-    made = table(**parameter)  # merely stored
+def test_an_invalid_parameter_is_named_by_fit(wine: Array, parameter: Any, message: str) -> None:
+    made = table(**parameter)  # only stored
     for learn in (made.fit, made.partial_fit):
         with pytest.raises(ValueError, match=message):
             learn(wine)
 
 
-def test_a_code_of_another_size_is_refused(wine: Array) -> None:
+def test_a_code_of_another_size_raises_an_error(wine: Array) -> None:
     with pytest.raises(ValueError, match="X must have 24 columns"):
         table().fit(wine).inverse_transform(np.zeros((2, 23)))
 
 
-def test_it_tells_how_far_it_is(
+def test_verbose_prints_a_line_for_each_epoch(
     wine: Array, digits: Array, capsys: pytest.CaptureFixture[str]
 ) -> None:
     table(n_iter=2, verbose=True).fit(wine)
     assert capsys.readouterr().out.splitlines()[-1].endswith("epoch 2/2")
     small(image_shape=(8, 8), verbose=True).fit(digits)
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 12  # four stages of three passes
+    assert len(lines) == 12  # four stages of three epochs
     assert "decoder 1: epoch 3.0/3" in lines[8]
 
 
-def test_it_says_what_is_missing() -> None:
+def test_missing_scikit_learn_is_named() -> None:
     program = "import sys; sys.modules['sklearn'] = None; import poecaps.sklearn"
     result = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=False

@@ -1,9 +1,10 @@
-"""Check the packages in a folder: that they hold what they should, and that what they install works by itself.
+"""Check a wheel and an sdist: their files, and that they install and work in a new environment.
 
 Run as: python tools/check_build.py DIST
 
-The wheel goes, alone, into a new virtual environment in a temporary folder, where a user's first commands are run; then
-the sdist is installed over it. Versions are those of the constraints that pip is told by PIP_CONSTRAINT.
+The wheel is installed into a new virtual environment in a temporary folder, where the first
+commands of a user are run; then the sdist is installed over it. The environment variable
+PIP_CONSTRAINT sets the versions of the dependencies.
 """
 
 from __future__ import annotations
@@ -25,21 +26,22 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "poecaps"
-LONGEST = 1800  # seconds that a command may take; to install torch is the longest
-LARGEST = 100 * 2**20  # bytes that a package may have; what it holds has about 45 MB
+LONGEST = 1800  # seconds that a command may take; installing torch takes longest
+LARGEST = 100 * 2**20  # bytes of all files of a package; they have about 45 MB
 STRAY = {".data", ".git", ".venv", "__pycache__", "build", "dist", "runs", "shared", "tensorboard"}
 SMALL = shlex.split(
-    "--model.features 8 --model.capsule-dim 4 --model.experts 3 5 --model.joint-components 4 --batch-size 500 --device cpu "
-    "--autoencoder.epochs 1 --encoder.epochs 1 --decoder.epochs 1 --pixel-decoder.epochs 1"
+    "--model.features 8 --model.capsule-dim 4 --model.experts 3 5 --model.joint-components 4 "
+    "--batch-size 500 --device cpu --autoencoder.epochs 1 --encoder.epochs 1 --decoder.epochs 1 "
+    "--pixel-decoder.epochs 1"
 )
 
 
 class BuildError(Exception):
-    """A package is not as it should be."""
+    """A package is incomplete, has unexpected files or does not work."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Check a wheel and an sdist, say what was done, and return the exit status."""
+    """Check a wheel and an sdist, print the steps, and return the exit status."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -61,13 +63,14 @@ def _only(dist: Path, pattern: str) -> Path:
     found = sorted(dist.glob(pattern))
     if len(found) != 1:
         raise BuildError(
-            f"{dist} must hold one {pattern}, but holds {', '.join(each.name for each in found) or 'none'}"
+            f"{dist} must hold one {pattern}, but holds "
+            f"{', '.join(each.name for each in found) or 'none'}"
         )
     return found[0].resolve()
 
 
 def check_wheel(wheel: Path) -> None:
-    """Compare a wheel with the source: every file of the package, and nothing else but its metadata."""
+    """Raise BuildError unless a wheel holds exactly the files of the package and its metadata."""
     with zipfile.ZipFile(wheel) as archive:
         sizes = {info.filename: info.file_size for info in archive.infolist() if not info.is_dir()}
     _check_sizes(wheel, sizes)
@@ -80,14 +83,17 @@ def check_wheel(wheel: Path) -> None:
         file for file in PACKAGE.rglob("*") if file.is_file() and "__pycache__" not in file.parts
     )
     wanted = {PurePosixPath(file.relative_to(PACKAGE.parent).as_posix()) for file in files}
-    for what, names in (("lacks", wanted - there), ("has, for no reason,", there - wanted)):
+    for problem, names in (
+        ("lacks", wanted - there),
+        ("has the unexpected", there - wanted),
+    ):
         if names:
-            raise BuildError(f"{wheel.name} {what} {', '.join(map(str, sorted(names)[:5]))}")
+            raise BuildError(f"{wheel.name} {problem} {', '.join(map(str, sorted(names)[:5]))}")
     print(f"{wheel.name}: {len(there)} files, {wheel.stat().st_size / 1e6:.1f} MB")
 
 
 def check_sdist(sdist: Path) -> None:
-    """Look for files in an sdist that are nobody's business."""
+    """Raise BuildError if an sdist lacks a file, or holds data or other local files."""
     with tarfile.open(sdist) as archive:
         sizes = {
             member.name.partition("/")[2]: member.size
@@ -104,17 +110,17 @@ def check_sdist(sdist: Path) -> None:
 def _check_sizes(package: Path, sizes: Mapping[str, int]) -> None:
     stray = sorted(name for name in sizes if STRAY & set(PurePosixPath(name).parts))
     if stray:
-        raise BuildError(f"{package.name} has, for no reason, {', '.join(stray[:5])}")
+        raise BuildError(f"{package.name} has the unexpected {', '.join(stray[:5])}")
     if sum(sizes.values()) > LARGEST:
         largest = sorted(sizes, key=lambda name: -sizes[name])[:3]
         raise BuildError(
-            f"{package.name} must hold at most {LARGEST:,} bytes, but holds {sum(sizes.values()):,}; "
-            f"the largest are {', '.join(largest)}"
+            f"{package.name} must hold at most {LARGEST:,} bytes, but holds "
+            f"{sum(sizes.values()):,}; the largest files are {', '.join(largest)}"
         )
 
 
 def try_out(wheel: Path, sdist: Path, folder: Path) -> None:
-    """Install a wheel where nothing else is, run what a user would run first, and install the sdist over it."""
+    """Install a wheel in a new environment, run a user's first commands, install the sdist."""
     venv.create(folder / "venv", with_pip=True)
     bin_ = folder / "venv" / ("Scripts" if os.name == "nt" else "bin")
     python, poecaps = str(bin_ / "python"), str(bin_ / "poecaps")
@@ -125,7 +131,9 @@ def try_out(wheel: Path, sdist: Path, folder: Path) -> None:
 
     place = run([python, "-c", "import poecaps; print(poecaps.__file__)"], folder)
     if folder.resolve() not in Path(place.strip()).resolve().parents:
-        raise BuildError(f"poecaps must be imported from {folder}, but is from {place.strip()}")
+        raise BuildError(
+            f"poecaps must be imported from {folder}, but is imported from {place.strip()}"
+        )
     _expect(run([poecaps, "--version"], folder), [f"poecaps {version}"])
     _expect(run([poecaps, "info"], folder), ["fashion-mnist, mnist", "mnist-sample"])
     run([poecaps, "generate", "mnist", "--device", "cpu"], folder)
@@ -141,7 +149,7 @@ def try_out(wheel: Path, sdist: Path, folder: Path) -> None:
     )
     for file in ("mnist-joint.png", "grid.png", "grid.npz", "run/README.md", "run/samples.png"):
         if not (folder / file).is_file():
-            raise BuildError(f"{file} must have been written, but is not there")
+            raise BuildError(f"{file} was not written")
 
     print("installs the sdist over it", flush=True)
     run([*pip, "--no-deps", "--force-reinstall", str(sdist)], folder)
@@ -151,7 +159,7 @@ def try_out(wheel: Path, sdist: Path, folder: Path) -> None:
 
 
 def run(command: Sequence[str], folder: Path) -> str:
-    """Run a command in a folder, away from the source, and return what it prints."""
+    """Run a command in a folder, without the source on the path, and return its output."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     print("  " + " ".join([Path(command[0]).name, *command[1:]])[:110], flush=True)
     try:
@@ -171,7 +179,8 @@ def run(command: Sequence[str], folder: Path) -> str:
         ) from error
     if done.returncode:
         raise BuildError(
-            f"{Path(command[0]).name} ended with status {done.returncode}: {done.stderr.strip()[-2000:]}"
+            f"{Path(command[0]).name} ended with status {done.returncode}: "
+            f"{done.stderr.strip()[-2000:]}"
         )
     return done.stdout
 
@@ -179,7 +188,7 @@ def run(command: Sequence[str], folder: Path) -> str:
 def _expect(text: str, facts: Iterable[str]) -> None:
     for fact in facts:
         if fact not in text:
-            raise BuildError(f"{fact!r} must be printed, but there is {text!r}")
+            raise BuildError(f"{fact!r} must be printed, but the output is {text!r}")
 
 
 if __name__ == "__main__":

@@ -3,14 +3,16 @@
 from poecaps import data, functional, models
 from poecaps._checks import check_capsules
 from poecaps._files import ModelError
+from poecaps._version import __version__ as __version__
 from poecaps.autoencoder import ConvAutoencoder
 from poecaps.functional import Routing, routing_by_agreement, squash, unsquash
+from poecaps.hub import from_pretrained, push_to_hub
 from poecaps.layer import CapsuleExperts
 from poecaps.models import load
-from poecaps.network import Architecture, CapsuleNetwork
+from poecaps.network import CapsuleNetwork
+from poecaps.options import Architecture
 from poecaps.training import TrainingError, resume, train
 
-__version__ = "0.1.0"
 __all__ = [
     "Architecture",
     "CapsuleExperts",
@@ -21,9 +23,11 @@ __all__ = [
     "TrainingError",
     "check_capsules",
     "data",
+    "from_pretrained",
     "functional",
     "load",
     "models",
+    "push_to_hub",
     "resume",
     "routing_by_agreement",
     "squash",

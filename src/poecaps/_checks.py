@@ -1,4 +1,4 @@
-"""Checks of what a caller hands in: each error names the argument, what was given and what would be right."""
+"""Argument checks: each error names the argument, the given value and a valid one."""
 
 from __future__ import annotations
 
@@ -14,29 +14,35 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-# torch has no public way to ask whether a tensor is inside torch.func; if this one goes, such tensors are checked too.
+# torch has no public function for whether a tensor is inside torch.func. If this private one is
+# removed, such tensors are checked as well.
 is_wrapped = getattr(torch._C._functorch, "is_functorch_wrapped_tensor", lambda _: False)
 
-BEYOND = 1e-3  # how far a pixel may lie outside 0…1, by rounding or by scaling
+PIXEL_TOLERANCE = 1e-3  # distance of a pixel from 0…1 that rounding or resizing may cause
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def require_tensor(name: str, value: Any) -> None:
-    """Refuse anything but a tensor."""
+    """Raise TypeError unless `value` is a tensor."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(
-            f"{name} must be a torch.Tensor, but is {type(value).__name__}; convert it with torch.as_tensor"
+            f"{name} must be a torch.Tensor, but is {type(value).__name__}; "
+            "convert it with torch.as_tensor"
         )
 
 
 def require_floating(name: str, value: Any, *, pixels: bool = False) -> None:
-    """Refuse anything but a real floating-point tensor; the remedy is another where it holds pixels."""
+    """Raise TypeError unless `value` is a real floating-point tensor.
+
+    With `pixels`, the remedy in the message is that for images of bytes.
+    """
     require_tensor(name, value)
     if value.dtype not in FLOATING:
-        remedy = f"convert it with {name}.float() (and bring its values to the range you mean)"
+        remedy = f"convert it with {name}.float() (and scale its values to the intended range)"
         if pixels:
             remedy = (
-                f"pixels go from 0 to 1, so divide those from 0 to 255 by 255: {name}.float() / 255"
+                "pixels must be from 0 to 1, so divide bytes from 0 to 255 by 255: "
+                f"{name}.float() / 255"
             )
         raise TypeError(
             f"{name} must be a floating-point tensor, but its dtype is {value.dtype}; {remedy}"
@@ -46,7 +52,19 @@ def require_floating(name: str, value: Any, *, pixels: bool = False) -> None:
 def require_shape(
     name: str, value: Tensor, axes: str, sizes: Sequence[int | None], remedy: str
 ) -> None:
-    """Refuse a tensor whose shape is not `sizes`; a size of None is free, `axes` are the letters to show."""
+    """Raise ValueError unless a tensor has the shape `sizes`.
+
+    Parameters
+    ----------
+    name, value
+        The argument.
+    axes
+        One letter for each axis, for the message.
+    sizes
+        None for an axis of any size.
+    remedy
+        The end of the message.
+    """
     if _fits(value.shape, sizes):
         return
     if axes[0] == "B" and _fits(value.shape, sizes[1:]):
@@ -56,7 +74,8 @@ def require_shape(
         for letter, size in zip(axes, sizes, strict=True)
     ]
     raise ValueError(
-        f"{name} must have shape ({', '.join(wanted)}), but has shape {tuple(value.shape)}; {remedy}"
+        f"{name} must have shape ({', '.join(wanted)}), but has shape {tuple(value.shape)}; "
+        f"{remedy}"
     )
 
 
@@ -67,7 +86,7 @@ def _fits(shape: Sequence[int], sizes: Sequence[int | None]) -> bool:
 
 
 def require_choice(name: str, value: Any, choices: Sequence[str]) -> None:
-    """Refuse an option that is not one of `choices`, naming the nearest."""
+    """Raise ValueError unless an option is one of `choices`; the message suggests the nearest."""
     if value in choices:
         return
     close = difflib.get_close_matches(value, choices, n=1) if isinstance(value, str) else []
@@ -78,9 +97,9 @@ def require_choice(name: str, value: Any, choices: Sequence[str]) -> None:
 
 
 def require_int(name: str, value: Any, low: int, high: int | None = None) -> None:
-    """Refuse anything but a whole number from `low` to `high`."""
+    """Raise TypeError or ValueError unless `value` is a whole number from `low` to `high`."""
     bounds = f"of at least {low}" if high is None else f"from {low} to {high}"
-    # The exact type first: it is the common case, and the one that torch.compile can trace.
+    # The exact type is compared first: it is the usual case, and torch.compile can trace it.
     if type(value) is not int and (
         isinstance(value, bool) or not isinstance(value, numbers.Integral)
     ):
@@ -92,7 +111,7 @@ def require_int(name: str, value: Any, low: int, high: int | None = None) -> Non
 
 
 def require_nonnegative(name: str, value: Any) -> None:
-    """Refuse anything but a finite number of at least 0."""
+    """Raise TypeError or ValueError unless `value` is a finite number of at least 0."""
     if type(value) not in (int, float) and (
         isinstance(value, bool) or not isinstance(value, numbers.Real)
     ):
@@ -104,28 +123,29 @@ def require_nonnegative(name: str, value: Any) -> None:
 
 
 def require_share(name: str, value: Any) -> None:
-    """Refuse anything but a number from 0 to 1."""
+    """Raise TypeError or ValueError unless `value` is a number from 0 to 1."""
     require_nonnegative(name, value)
     if value > 1:
         raise ValueError(f"{name} must be at most 1, but is {value}")
 
 
 def require_dtype(name: str, value: torch.dtype | None) -> None:
-    """Refuse a dtype that capsules cannot have."""
+    """Raise TypeError unless capsules can have this dtype."""
     if value is not None and value not in FLOATING:
         raise TypeError(f"{name} must be one of {', '.join(map(str, FLOATING))}, but is {value}")
 
 
 def require_images(name: str, value: Tensor) -> None:
-    """Refuse an empty batch."""
+    """Raise ValueError if a batch is empty."""
     if value.shape[0] == 0:
-        raise ValueError(
-            f"{name} must hold at least one image to learn from, but its batch axis is empty"
-        )
+        raise ValueError(f"{name} must hold at least one image, but its batch axis is empty")
 
 
 def require_same_dtype(name: str, value: Tensor, other_name: str, other: Tensor) -> None:
-    """Refuse tensors of two precisions, unless autocast is there to reconcile them, which it does up to float32."""
+    """Raise TypeError if two tensors differ in dtype.
+
+    Under autocast they may differ, except that it does not convert float64.
+    """
     if value.dtype == other.dtype:
         return
     if torch.float64 in (value.dtype, other.dtype) or not torch.is_autocast_enabled(
@@ -140,69 +160,66 @@ def require_same_dtype(name: str, value: Tensor, other_name: str, other: Tensor)
 def check_capsules(x: Tensor, name: str = "x") -> None:
     """Check that `x` holds squashed capsules: finite, and every one inside the open unit ball.
 
-    This reads the tensor's values, so on an accelerator it waits for the device. Call it where data enter,
-    not in a training step.
+    This reads the values of the tensor, and therefore waits for the device on an accelerator. Call
+    it once for new data, not in every training step.
 
     Parameters
     ----------
     x : (..., K)
         Capsules along the last axis.
     name
-        What to call `x` in the error.
+        Name of `x` in the error message.
 
     Raises
     ------
     ValueError
-        If a capsule is NaN, infinite or of norm 1 or more; the message says which and what to do.
+        If a capsule is NaN, infinite or of norm 1 or more; the message names it and the remedy.
     """
     require_floating(name, x)
     _check_values(x.detach(), name, ball=True)
 
 
 def check_values_on_cpu(x: Tensor, name: str, *, ball: bool) -> None:
-    """Run the value checks where they cost nothing: on the CPU, outside compilation and `torch.func`.
+    """Check the values of capsules on the CPU, outside compilation and `torch.func`.
 
-    On an accelerator reading a value would stall the queue, so there data are checked with
-    `check_capsules` as they enter.
+    On an accelerator, reading a value would wait for the device; there, users call
+    `check_capsules` for new data.
     """
     if _is_readable(x):
         _check_values(x.detach(), name, ball=ball)
 
 
 def check_pixels_on_cpu(images: Tensor, name: str) -> None:
-    """Refuse pixels outside 0…1, where looking costs nothing."""
+    """Raise ValueError if pixels are outside 0…1; on the CPU only, where reading them is cheap."""
     if not _is_readable(images) or not images.numel():
         return
     low, high = (each.item() for each in images.detach().aminmax())
-    if low >= -BEYOND and high <= 1 + BEYOND:  # false for NaN
+    if low >= -PIXEL_TOLERANCE and high <= 1 + PIXEL_TOLERANCE:  # false for NaN
         return
-    remedy = (
-        f"divide them by 255: {name} / 255" if low >= 0 and high > 2 else "bring them to that range"
-    )
-    raise ValueError(
-        f"{name} must be from 0 to 1, but reach from {low:.4g} to {high:.4g}; {remedy}"
-    )
+    remedy = f"divide them by 255: {name} / 255" if low >= 0 and high > 2 else "rescale them"
+    raise ValueError(f"{name} must be from 0 to 1, but are from {low:.4g} to {high:.4g}; {remedy}")
 
 
 def check_states_on_cpu(on: Tensor, name: str) -> None:
-    """Refuse states of experts other than 0 and 1, where looking costs nothing."""
+    """Raise ValueError if states of experts are not 0 or 1; on the CPU only."""
     if _is_readable(on) and not bool(((on == 0) | (on == 1)).all()):
         bad = on[(on != 0) & (on != 1)][0].item()
         raise ValueError(f"{name} must be 0 (off) or 1 (on) for every expert, but holds {bad}")
 
 
 def require_apart(name: str, value: Tensor, other_name: str, other: Tensor) -> None:
-    """Refuse a tensor that would be overwritten together with another."""
+    """Raise ValueError if an overwritten tensor shares its memory with another."""
     if torch.compiler.is_compiling() or not _is_plain(value) or not _is_plain(other):
         return
     if value.untyped_storage().data_ptr() == other.untyped_storage().data_ptr():
         raise ValueError(
-            f"{name} is overwritten, but shares its memory with {other_name}; give it {name}.clone()"
+            f"{name} is overwritten, but shares its memory with {other_name}; "
+            f"give it {name}.clone()"
         )
 
 
 def _is_readable(x: Tensor) -> bool:
-    """Whether values can be looked at for free: on the CPU, outside compilation and `torch.func`."""
+    """Return whether values can be read at no cost: on the CPU, not compiled, no `torch.func`."""
     return not torch.compiler.is_compiling() and x.device.type == "cpu" and _is_plain(x)
 
 
@@ -212,7 +229,7 @@ def _is_plain(x: Tensor) -> bool:
 
 def _check_values(x: Tensor, name: str, *, ball: bool) -> None:
     norms = torch.linalg.vector_norm(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1)
-    # One comparison clears the common case: it is false for NaN, for infinity and for a norm that is too large.
+    # One comparison suffices for valid data: it is false for NaN, infinity and too large a norm.
     suspects = (~(norms < (1.0 if ball else math.inf))).nonzero()
     for where in map(tuple, suspects.tolist()):
         capsule = x[where].double()
@@ -223,6 +240,6 @@ def _check_values(x: Tensor, name: str, *, ball: bool) -> None:
             )
         if ball and capsule.norm() >= 1:
             raise ValueError(
-                f"{name} must hold squashed capsules, of norm below 1, but {name}{list(where)} has norm "
-                f"{capsule.norm().item():.9g}; apply poecaps.squash to it first"
+                f"{name} must hold squashed capsules, of norm below 1, but {name}{list(where)} "
+                f"has norm {capsule.norm().item():.9g}; apply poecaps.squash to it first"
             )

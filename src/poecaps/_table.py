@@ -1,4 +1,4 @@
-"""Rows of a table as capsules under one layer of experts, and back."""
+"""The model of `poecaps.sklearn` for tables: one layer of experts over rows, and back."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ import torch
 from torch import nn
 
 from poecaps import functional as F
+from poecaps._modules import in_batches
+from poecaps.code_density import MIN_POINTS_PER_GAUSSIAN, PCAMixture
 from poecaps.layer import CapsuleExperts
-from poecaps.network import FEWEST, MixtureOfCodes
 from poecaps.training.errors import TrainingError
 from poecaps.training.stages import factor_for_firing
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from torch import Tensor
 
-SCALE = 0.4  # root mean square of the norm of a capsule before it is squashed; g(z) peaks at 1
-FIRING = 0.5  # mean firing probability of the strongest expert of a row
-DAMPING = 1e-6  # of the mean eigenvalue of the Gram matrix of codes
-ROUNDING = 1e-12  # spread of a column, as a share of its mean, that is none
-EXPLODED = 1e3  # a mean weight of this size is no model any more
-MOST = 1000  # Gaussians
-CHUNK = 1000  # rows that are encoded together
+SCALE = 0.4  # root mean square of the norm of a capsule before squashing; g(z) is largest at 1
+TARGET_FIRING = 0.5  # mean firing probability of the strongest expert of a row
+RIDGE = 1e-6  # of the least squares, relative to the mean of the diagonal of the Gram matrix
+CONSTANT = 1e-12  # a column with a smaller standard deviation, relative to its mean, is constant
+DIVERGED = 1e3  # mean absolute weight above which training has diverged
+MAX_GAUSSIANS = 1000  # of the density of codes
+BATCH_SIZE = 1000  # rows that are encoded together
 
 
-class CapsuleTable(nn.Module):
+class TabularModel(nn.Module):
     """A product of expert capsules over the rows of a table.
 
-    K neighbouring columns are a capsule; the last is filled up with zeros. With m and s the mean and the standard
-    deviation of each column over all rows seen, and t = (row − m)/s, the input capsules are squash(0.4 t/√K), so that
-    no column and no capsule dominates. Rows come back by a linear map of the unsquashed code, found by least squares.
+    K neighbouring columns form a capsule; the last capsule is padded with zeros. With m and s the
+    mean and the standard deviation of each column over all rows so far, and t = (row − m)/s, the
+    input capsules are squash(0.4 t/√K), so that no column and no capsule dominates. Rows are
+    decoded by a linear map of the unsquashed code, fitted by least squares.
 
     Parameters
     ----------
@@ -44,11 +44,22 @@ class CapsuleTable(nn.Module):
     experts, dim
         J and D.
     sharpness, normalize, winners
-        See `CapsuleExperts`; the competition is for learning only.
+        See `CapsuleExperts`; the competition is for training only.
     dtype
         float32 or float64.
     generator
         Source of the initial weights.
+
+    Attributes
+    ----------
+    competing_experts
+        The experts that contrastive divergence trains, with competition.
+    experts
+        The experts that encode: without competition, rescaled to a firing probability.
+    mean, variance : (columns,)
+        Statistics of all rows so far.
+    decoder : (J·D + 1, columns)
+        The linear map; its last row is the intercept.
     """
 
     mean: Tensor
@@ -85,48 +96,50 @@ class CapsuleTable(nn.Module):
                 generator=generator,
             )
 
-        self.learner = layer(winners)  # what contrastive divergence moves
-        self.experts = layer(
-            None
-        )  # the same as it is used: no competition, and one factor for all weights
+        self.competing_experts = layer(winners)
+        self.experts = layer(None)
+        code_size = experts * dim
         self.register_buffer("mean", torch.zeros(columns, dtype=torch.float64))
         self.register_buffer("variance", torch.ones(columns, dtype=torch.float64))
-        self.register_buffer(
-            "decoder", torch.zeros(experts * dim + 1, columns, dtype=torch.float64)
-        )
-        self.density: MixtureOfCodes | None = None
+        self.register_buffer("decoder", torch.zeros(code_size + 1, columns, dtype=torch.float64))
+        self.density: PCAMixture | None = None
+
+    # Using the model
 
     def capsules(self, rows: Tensor) -> Tensor:
-        """Input capsules: (B, columns) → (B, I, K)."""
-        filled = nn.functional.pad(self._standardise(rows), (0, -self.columns % self.capsule_dim))
-        scaled = filled * (SCALE / self.capsule_dim**0.5)
+        """Compute the input capsules: (B, columns) → (B, I, K)."""
+        padded = nn.functional.pad(self._standardize(rows), (0, -self.columns % self.capsule_dim))
+        scaled = padded * (SCALE / self.capsule_dim**0.5)
         return F.squash(scaled.view(len(rows), -1, self.capsule_dim).to(self.dtype))
 
     def encode(self, rows: Tensor) -> Tensor:
-        """Codes: (B, columns) → (B, J, D)."""
-        return torch.cat([self.experts(self.capsules(part)) for part in rows.split(CHUNK)])
+        """Encode rows: (N, columns) → (N, J, D)."""
+        return in_batches(lambda batch: self.experts(self.capsules(batch)), rows, BATCH_SIZE)
 
     def decode(self, codes: Tensor) -> Tensor:
-        """Rows from codes: (B, J, D) → (B, columns), float64."""
-        return _with_one(codes) @ self.decoder * self._deviation() + self.mean
+        """Decode codes to rows: (B, J, D) → (B, columns), float64."""
+        return self._decode(F.unsquash(codes.double()).flatten(1))
 
     def free_energy(self, rows: Tensor) -> Tensor:
-        """F of the input capsules: (B, columns) → (B,)."""
-        return torch.cat(
-            [self.experts.free_energy(self.capsules(part)) for part in rows.split(CHUNK)]
+        """Compute F of the input capsules: (N, columns) → (N,)."""
+        return in_batches(
+            lambda batch: self.experts.free_energy(self.capsules(batch)), rows, BATCH_SIZE
         )
 
     def sample(self, count: int, generator: torch.Generator) -> Tensor:
-        """Draw rows, decoded from a density of codes: (count, columns), float64."""
-        assert self.density is not None  # noqa: S101 (settle comes first)
-        z = self.density.sample(count, generator).double()
-        return (
-            torch.cat([z, z.new_ones(count, 1)], 1) @ self.decoder * self._deviation() + self.mean
-        )
+        """Draw codes from their density and decode them: (count, columns), float64."""
+        assert self.density is not None  # noqa: S101 (finalize comes first)
+        return self._decode(self.density.sample(count, generator).double())
+
+    def _decode(self, z: Tensor) -> Tensor:
+        """Decode unsquashed codes (B, J·D)."""
+        return _with_intercept(z) @ self.decoder * self._std() + self.mean
+
+    # Training
 
     @torch.no_grad()
-    def see(self, rows: Tensor) -> None:
-        """Take more rows into the mean and the variance of the columns (Chan, Golub and LeVeque 1979)."""
+    def partial_fit_statistics(self, rows: Tensor) -> None:
+        """Update the mean and the variance of the columns (Chan, Golub and LeVeque 1979)."""
         rows = rows.double()
         old, new = self.rows_seen, len(rows)
         total, mean = old + new, rows.mean(0)
@@ -136,54 +149,57 @@ class CapsuleTable(nn.Module):
         self.variance.copy_(scatter / total)
         self.rows_seen = total
 
-    def learn(
-        self, rows: Tensor, optimizer: torch.optim.Optimizer, batch: int, generator: torch.Generator
+    def train_one_epoch(
+        self,
+        rows: Tensor,
+        optimizer: torch.optim.Optimizer,
+        batch_size: int,
+        generator: torch.Generator,
     ) -> None:
-        """Go over rows once, in random order, by contrastive divergence."""
-        for step in self.batches(rows, batch, generator):
+        """Train the competing experts by contrastive divergence, in one pass over shuffled rows."""
+        for chosen in torch.randperm(len(rows), generator=generator).split(batch_size):
             optimizer.zero_grad(set_to_none=True)
-            self.learner.contrastive_divergence(self.capsules(step)).backward()
+            x = self.capsules(rows[chosen])
+            self.competing_experts.contrastive_divergence(x).backward()
             optimizer.step()
-        if not self.learner.weight.abs().mean() < EXPLODED:
+        if not self.competing_experts.weight.abs().mean() < DIVERGED:
             raise TrainingError("contrastive divergence diverged; lower learning_rate")
 
-    @staticmethod
-    def batches(rows: Tensor, size: int, generator: torch.Generator) -> Iterator[Tensor]:
-        """Yield all rows once, in random order, `size` at a time."""
-        order = torch.randperm(len(rows), generator=generator)
-        return (rows[chosen] for chosen in order.split(size))
-
     @torch.no_grad()
-    def settle(self, rows: Tensor, generator: torch.Generator) -> None:
-        """Make the experts of what was learned, and fit the way back and the density of codes to rows.
+    def finalize(self, rows: Tensor, generator: torch.Generator) -> None:
+        """Update the experts that encode, and fit the decoder and the density of codes to rows.
 
-        As in `poecaps.training`: head starts go into the weights, and one factor sets how much experts fire.
+        The experts are finished as in `poecaps.training`: the balance is folded into the weights,
+        and one factor sets the firing probability.
         """
-        self.experts.load_state_dict(self.learner.state_dict())
+        self.experts.load_state_dict(self.competing_experts.state_dict())
         self.experts.fold_balance()
-        strongest = [
-            self.experts.route(self.capsules(part)).preactivation.norm(dim=-1).amax(1)
-            for part in rows.split(CHUNK)
-        ]
-        self.experts.weight.mul_(factor_for_firing(torch.cat(strongest), FIRING))
-        a = _with_one(self.encode(rows))
+        strongest = in_batches(self._largest_norm, rows, BATCH_SIZE)
+        self.experts.weight.mul_(factor_for_firing(strongest, TARGET_FIRING))
+        z = F.unsquash(self.encode(rows).double()).flatten(1)
+        a = _with_intercept(z)
         gram = a.T @ a
-        gram.diagonal().add_(DAMPING * gram.diagonal().mean())
-        self.decoder.copy_(torch.linalg.solve(gram, a.T @ self._standardise(rows)))
-        z = a[:, :-1].float()
-        self.density = MixtureOfCodes(z.shape[1], max(1, min(MOST, len(rows) // FEWEST)))
-        self.density.fit(z, generator)
+        gram.diagonal().add_(RIDGE * gram.diagonal().mean())
+        self.decoder.copy_(torch.linalg.solve(gram, a.T @ self._standardize(rows)))
+        gaussians = max(1, min(MAX_GAUSSIANS, len(rows) // MIN_POINTS_PER_GAUSSIAN))
+        self.density = PCAMixture(z.shape[1], gaussians)
+        self.density.fit(z.float(), generator)
 
-    def _standardise(self, rows: Tensor) -> Tensor:
-        return (rows.double() - self.mean) / self._deviation()
+    def _largest_norm(self, rows: Tensor) -> Tensor:
+        """Compute max_j ‖z_j‖: (B, columns) → (B,)."""
+        z = self.experts.route(self.capsules(rows)).preactivation
+        norm: Tensor = z.norm(dim=-1).amax(1)
+        return norm
 
-    def _deviation(self) -> Tensor:
-        """Return standard deviations; 1 for a column whose spread is no more than rounding."""
-        constant = self.variance <= (ROUNDING * self.mean).square()
+    def _standardize(self, rows: Tensor) -> Tensor:
+        return (rows.double() - self.mean) / self._std()
+
+    def _std(self) -> Tensor:
+        """Return the standard deviations of the columns; 1 for a constant column."""
+        constant = self.variance <= (CONSTANT * self.mean).square()
         return torch.where(constant, 1, self.variance).sqrt()
 
 
-def _with_one(codes: Tensor) -> Tensor:
-    """Unsquashed codes in a row, and a 1 for the constant: (B, J, D) → (B, J·D + 1), float64."""
-    z = F.unsquash(codes.double()).flatten(1)
+def _with_intercept(z: Tensor) -> Tensor:
+    """Append a 1 to every row: (B, S) → (B, S + 1)."""
     return torch.cat([z, z.new_ones(len(z), 1)], 1)

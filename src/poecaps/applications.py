@@ -1,6 +1,6 @@
-"""What a trained network is good for besides drawing: what is unusual, what is hidden, what lies between, what is near.
+"""Applications of a trained network: novelty, inpainting, interpolation and nearest neighbours.
 
-Every function takes a `poecaps.CapsuleNetwork` in evaluation mode, as `poecaps.load` gives it.
+Every function takes a `poecaps.CapsuleNetwork` in evaluation mode, as `poecaps.load` returns it.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ import torch
 
 from poecaps import _checks as checks
 from poecaps import functional as F
+from poecaps._modules import in_batches
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import Tensor
 
     from poecaps.network import CapsuleNetwork
@@ -26,30 +25,34 @@ __all__ = [
     "free_energy",
     "inpaint",
     "interpolate",
-    "nearest",
+    "nearest_neighbours",
     "novelty_score",
 ]
-CHUNK = 250  # images that go through the network together
-QUERIES = 1000  # codes whose distances to all others are held at a time
+QUERY_BATCH = 1000  # queries whose similarities to all codes are in memory together
 
 
+@torch.no_grad()
 def encode(network: CapsuleNetwork, images: Tensor) -> Tensor:
-    """Encode any number of images, in parts, without gradients: (N, C, H, W) → (N, J, D)."""
-    return _in_parts(network.encode, images)
+    """Encode any number of images, in batches, without gradients: (N, C, H, W) → (N, J, D)."""
+    return in_batches(network.encode, images)
 
 
+@torch.no_grad()
 def free_energy(network: CapsuleNetwork, images: Tensor) -> Tensor:
-    """Compute F of any number of images, in parts, without gradients: (N, C, H, W) → (N,)."""
-    return _in_parts(network.free_energy, images)
+    """Compute F of any number of images, in batches, without gradients: (N, C, H, W) → (N,)."""
+    return in_batches(network.free_energy, images)
 
 
-def novelty_score(network: CapsuleNetwork, images: Tensor, usual: Tensor | None = None) -> Tensor:
-    """Score how unlike the training images others are; larger is more unlike.
+def novelty_score(
+    network: CapsuleNetwork, images: Tensor, reference: Tensor | None = None
+) -> Tensor:
+    """Score how much images differ from the training images; higher is more novel.
 
-    The obvious score is F itself, for P(x) = e^(−F(x))/Z. It is also the one that fails where it is least expected, as
-    the likelihoods of deep models do: images with stronger features than any of the training set get a lower F than
-    those. An image is typical if its F is as usual, neither higher nor lower (Nalisnick et al. 2019), so with the free
-    energies of training images at hand the score is |F − median|, in units of the median of that among them.
+    The obvious score is F itself, because P(x) = e^(−F(x))/Z. It fails in the same way as the
+    likelihoods of deep generative models: images with stronger features than any training image
+    have a lower F. An image is typical if its F is typical, neither higher nor lower (Nalisnick et
+    al. 2019). With the free energies of training images as a reference, the score is therefore
+    |F − median|, divided by the median of the same number over the reference.
 
     Parameters
     ----------
@@ -57,22 +60,24 @@ def novelty_score(network: CapsuleNetwork, images: Tensor, usual: Tensor | None 
         Trained.
     images : (N, C, H, W)
         From 0 to 1.
-    usual : (M,), optional
-        `free_energy` of some hundred training images or more. None: the score is F.
+    reference : (M,), optional
+        `free_energy` of a few hundred training images or more. None: the score is F.
 
     Returns
     -------
     (N,)
-        With `usual`, about half of the training images score below 1.
+        With a reference, about half of the training images score below 1.
     """
-    found = free_energy(network, images)
-    if usual is None:
-        return found
-    checks.require_shape("usual", usual, "M", (None,), "give the free energies of training images")
-    checks.require_images("usual", usual)
-    middle = usual.median()
-    spread = (usual - middle).abs().median()
-    return (found - middle).abs() / spread.clamp(min=torch.finfo(spread.dtype).tiny)
+    energy = free_energy(network, images)
+    if reference is None:
+        return energy
+    checks.require_shape(
+        "reference", reference, "M", (None,), "give the free energies of training images"
+    )
+    checks.require_images("reference", reference)
+    median = reference.median()
+    spread = (reference - median).abs().median()
+    return (energy - median).abs() / spread.clamp(min=torch.finfo(spread.dtype).tiny)
 
 
 def inpaint(
@@ -84,130 +89,124 @@ def inpaint(
     noise: float = 1.0,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Fill in what is hidden by its expectation, given what is known.
+    """Replace hidden pixels by their expectation, given the known pixels.
 
-    With images y_s drawn from the model, and the known pixels of an image x those of a y_s with Gaussian noise::
+    Images y_s are drawn from the model, and the known pixels of an image x are taken to be those of
+    one y_s with Gaussian noise::
 
         hidden pixels = Σ_s w_s y_s,    w_s ∝ exp(−‖x − y_s‖²/2σ²), the norm over the known pixels
 
-    Going up and down through the network again and again with the known pixels put back is simpler, but did worse than
-    the mean image: experts that see half a digit see another thing.
+    Encoding and decoding repeatedly with the known pixels put back is simpler, but had a higher
+    error than the mean image: half a digit activates other experts than the whole digit.
 
     Parameters
     ----------
     network
         Trained.
     images : (N, C, H, W)
-        From 0 to 1; hidden pixels may have any value, they are not looked at.
+        From 0 to 1; hidden pixels may have any value and are not read.
     known : (H, W)
-        Truth values, False where a pixel is hidden; the same for all images.
+        Boolean mask, False where a pixel is hidden; the same for all images.
     draws
-        How many images are drawn from the domain ``"joint"``, for all images together.
+        Size of the sample from the domain ``"joint"``, the same sample for all images.
     noise
-        σ, of a pixel. With little, few of the draws count; with much, the result is their mean.
+        σ, in units of pixel values. With a small σ few draws have weight; with a large σ the
+        result is the mean of all draws.
     generator
-        Source of the draws, on the model's device.
+        Source of the draws, on the device of the model.
 
     Returns
     -------
     (N, C, H, W)
-        The images, with hidden pixels replaced.
+        The images with their hidden pixels replaced.
     """
     checks.require_int("draws", draws, 1)
     checks.require_nonnegative("noise", noise)
     if noise == 0:
         raise ValueError("noise must be above 0")
+    shape = network.architecture.image_shape
+    remedy = "give images of the size that the model was trained on"
     checks.require_floating("images", images, pixels=True)
-    checks.require_shape(
-        "images",
-        images,
-        "BCHW",
-        (None, *network.architecture.image_shape),
-        "as the model draws them",
-    )
+    checks.require_shape("images", images, "BCHW", (None, *shape), remedy)
     checks.require_tensor("known", known)
-    checks.require_shape(
-        "known", known, "HW", network.architecture.image_shape[1:], "as the model draws images"
-    )
+    checks.require_shape("known", known, "HW", shape[1:], remedy)
     if known.dtype != torch.bool:
         raise TypeError(
-            f"known must hold truth values, but its dtype is {known.dtype}; compare with a number first"
+            f"known must be a boolean mask, but its dtype is {known.dtype}; "
+            "make one by a comparison, such as known > 0"
         )
     checks.check_pixels_on_cpu(images[:, :, known], "images")
     with torch.no_grad():
-        drawn = _in_parts(network.decode, network.sample(draws, generator=generator))
+        drawn = in_batches(network.decode, network.sample(draws, generator=generator))
     distance = torch.cdist(images[:, :, known].flatten(1), drawn[:, :, known].flatten(1)).square()
     weight = (-distance / (2 * noise**2)).softmax(1)
     expected = (weight @ drawn.flatten(1)).view_as(images)
     return torch.where(known, images, expected)
 
 
+@torch.no_grad()
 def interpolate(network: CapsuleNetwork, first: Tensor, second: Tensor, steps: int = 8) -> Tensor:
-    """Walk from images to others in the space of their experts, before squashing.
+    """Interpolate linearly between the codes of two images, before squashing.
 
     Parameters
     ----------
     network
         Trained.
     first, second : (N, C, H, W)
-        From 0 to 1: where to begin, and where to end.
+        Start and end, from 0 to 1.
     steps
-        Images on the way, both ends included; at least 2.
+        Number of images, including both ends; at least 2.
 
     Returns
     -------
     (N, steps, C, H, W)
-        The ends are reconstructions of the images given.
+        The ends are the reconstructions of the given images.
     """
     checks.require_int("steps", steps, 2)
     if first.shape != second.shape:
         raise ValueError(
-            f"first and second must have one shape, but have {tuple(first.shape)} and {tuple(second.shape)}"
+            f"first and second must have the same shape, but have {tuple(first.shape)} and "
+            f"{tuple(second.shape)}"
         )
-    begin, end = (F.unsquash(encode(network, images)).unsqueeze(1) for images in (first, second))
-    share = torch.linspace(0, 1, steps, dtype=begin.dtype, device=begin.device).view(1, -1, 1, 1)
-    codes = F.squash(torch.lerp(begin, end, share))
-    images = _in_parts(network.decode, codes.flatten(0, 1))
+    start, end = (F.unsquash(encode(network, images)).unsqueeze(1) for images in (first, second))
+    position = torch.linspace(0, 1, steps, dtype=start.dtype, device=start.device)
+    codes = F.squash(torch.lerp(start, end, position.view(1, -1, 1, 1)))
+    images = in_batches(network.decode, codes.flatten(0, 1))
     return images.view(len(first), steps, *images.shape[1:])
 
 
 @dataclass(frozen=True, eq=False)
 class Neighbours:
-    """Result of `nearest`."""
+    """Result of `nearest_neighbours`."""
 
     indices: Tensor
-    """(N, count), which codes, the nearest first."""
+    """(N, count), indices of the codes, the nearest first."""
     distances: Tensor
     """(N, count), 1 − cosine."""
 
 
-def nearest(codes: Tensor, queries: Tensor, count: int = 1) -> Neighbours:
-    """Find those of many codes that point most nearly in the direction of each query.
+def nearest_neighbours(codes: Tensor, queries: Tensor, count: int = 1) -> Neighbours:
+    """Find the codes with the highest cosine similarity to each query.
 
     Parameters
     ----------
     codes : (M, J, D) or (M, S)
-        Where to look, as `encode` gives them.
+        The codes to search, from `encode`.
     queries : (N, J, D) or (N, S)
-        What to look for.
+        The codes whose neighbours are wanted.
     count
-        How many neighbours, at most M.
+        Number of neighbours, at most M.
     """
     checks.require_floating("codes", codes)
     checks.require_floating("queries", queries)
     if codes.ndim < 2 or codes.shape[1:] != queries.shape[1:]:
         raise ValueError(
-            f"codes and queries must be codes of one network, but have shapes {tuple(codes.shape)} and "
-            f"{tuple(queries.shape)}"
+            "codes and queries must come from the same network, but have shapes "
+            f"{tuple(codes.shape)} and {tuple(queries.shape)}"
         )
     checks.require_int("count", count, 1, len(codes))
-    places, asked = F.direction(codes.flatten(1)), F.direction(queries.flatten(1))
-    found = [(part @ places.T).topk(count) for part in asked.split(QUERIES)]
+    codes, queries = F.direction(codes.flatten(1)), F.direction(queries.flatten(1))
+    found = [(batch @ codes.T).topk(count) for batch in queries.split(QUERY_BATCH)]
     return Neighbours(
         torch.cat([each.indices for each in found]), 1 - torch.cat([each.values for each in found])
     )
-
-
-@torch.no_grad()
-def _in_parts(function: Callable[[Tensor], Tensor], batch: Tensor) -> Tensor:
-    return torch.cat([function(part) for part in batch.split(CHUNK)])

@@ -1,9 +1,9 @@
-"""The model card of a saved network: `README.md` as the Hugging Face Hub shows it, with a picture of what it draws.
+"""The model card of a saved network: `README.md` for the Hugging Face Hub, with drawn images.
 
-A folder that holds a network (`config.json`, `model.safetensors`) is whole with it: what is known of the training
-comes from `run.json`, what was measured from `evaluation.json`, where these are there. No path of the machine gets into
-a card: images of one's own are called by the name of their file or folder. Names are shown as they are, whatever
-Markdown, HTML or YAML would make of them.
+A card is written into the folder of a network (`config.json`, `model.safetensors`). Facts about
+the training come from `run.json`, measures from `evaluation.json`, if these files exist. A card
+holds no path of the machine: images that are not a known set are called by the name of their file
+or folder. Names are escaped, so that Markdown, HTML and YAML show them unchanged.
 """
 
 from __future__ import annotations
@@ -20,11 +20,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from poecaps import plotting
-from poecaps._files import read_json, read_tensors, write_atomically
+from poecaps._files import atomic_write, read_json
+from poecaps._json import dataclass_from_json
+from poecaps._modules import device_of
+from poecaps.code_density import DOMAINS
 from poecaps.data.named import NAMES
-from poecaps.network import DOMAINS
+from poecaps.serialization import WEIGHTS, read_metadata
 from poecaps.training import record
-from poecaps.training.config import Config, changes, command, from_json, nearest_preset
+from poecaps.training.config import Config, changed_options, nearest_preset
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -41,33 +44,40 @@ TAGS = (
     "unsupervised",
 )
 TASK = "unconditional-image-generation"
-WITH_ROWS = {"data", "seed"}  # options that the card shows beside the preset
-MARK = "<!-- written by poecaps, sha256 {}; once edited, it is left alone -->"
+IN_TABLE = {"data", "seed"}  # options with their own row in the table of the card
+MARK = "<!-- written by poecaps, sha256 {}; once edited, it is not overwritten -->"
 
 
 @dataclass(frozen=True)
-class Published:
-    """What a card says of a set known by name."""
+class KnownData:
+    """Facts about a data set that is known by name."""
 
-    about: str
-    hub: str
-    """What the Hub calls it."""
+    description: str
+    hub_name: str
+    """Name on the Hub."""
 
 
-SETS = {
-    "mnist": Published(
-        "[MNIST](http://yann.lecun.com/exdb/mnist/), by Yann LeCun, Corinna Cortes and Christopher J.C. Burges, "
+KNOWN_DATA = {
+    "mnist": KnownData(
+        "[MNIST](http://yann.lecun.com/exdb/mnist/), by Yann LeCun, Corinna Cortes and "
+        "Christopher J.C. Burges, "
         "[CC BY-SA 3.0](https://creativecommons.org/licenses/by-sa/3.0/)",
         "mnist",
     ),
-    "fashion-mnist": Published(
-        "[Fashion-MNIST](https://github.com/zalandoresearch/fashion-mnist), by Han Xiao, Kashif Rasul and "
-        "Roland Vollgraf, Zalando Research, MIT licence",
+    "fashion-mnist": KnownData(
+        "[Fashion-MNIST](https://github.com/zalandoresearch/fashion-mnist), by Han Xiao, "
+        "Kashif Rasul and Roland Vollgraf, Zalando Research, MIT licence",
         "fashion_mnist",
     ),
 }
+DRAWS = {
+    "complete": "draws from one expert: complete",
+    "restricted": "draws from one expert: restricted",
+    "learned": "draws from one expert: learned",
+    "joint": "draws from all experts together",
+}
 PROBE = "linear probe on codes, test accuracy"
-ROWS_MEASURED = {  # rows of the card, and where evaluation.json has them
+MEASURES = {  # rows of the card: path of the number in evaluation.json, and its format
     PROBE: (("probe", "test_accuracy"), ".2%"),
     "linear probe on firing probabilities alone": (("probe_of_firing", "test_accuracy"), ".2%"),
     "normalised mutual information of the most active expert and the label": (
@@ -75,23 +85,20 @@ ROWS_MEASURED = {  # rows of the card, and where evaluation.json has them
         ".3f",
     ),
     "effective rank of the code": (("effective_rank",), ".1f"),
-    "reconstruction error, share of that of the mean image": (
-        ("reconstruction", "relative"),
-        ".1%",
-    ),
+    "reconstruction error, relative to the mean image": (("reconstruction", "relative"), ".1%"),
     "purity of the draws of one expert": (("experts", "purity", "mean"), ".1%"),
 } | {
-    f"{what}, domain {domain}": (("domains", domain, *where), form)
+    f"{measure} {DRAWS[domain]}": (("domains", domain, *path), form)
     for domain in DOMAINS
-    for what, where, form in (
-        ("recognisable draws", ("recognisability", "share"), ".1%"),
-        ("Fréchet distance", ("frechet", "distance"), ".1f"),
+    for measure, path, form in (
+        ("recognisable", ("recognisability", "share"), ".1%"),
+        ("Fréchet distance of", ("frechet", "distance"), ".1f"),
     )
 }
-TYPES = {  # rows that the head of the card has too, by the Hub's name for such a number
+HUB_METRICS = {  # rows that the head of the card repeats, by the Hub's name for such a number
     PROBE: "accuracy",
-    "recognisable draws, domain joint": "recognisable-draws",
-    "Fréchet distance, domain joint": "frechet-distance",
+    f"recognisable {DRAWS['joint']}": "recognisable-draws",
+    f"Fréchet distance of {DRAWS['joint']}": "frechet-distance",
 }
 
 
@@ -104,57 +111,61 @@ def write(
     shipped: bool = False,
     draw: bool = True,
 ) -> bool:
-    """Write the model card of a network into the folder that it is saved in, unless somebody has edited it.
+    """Write the model card of a network into its folder, unless the existing card was edited.
 
     Parameters
     ----------
     folder
-        Where the network is, with `run.json` and `evaluation.json` if there are such.
+        Folder of the saved network, with `run.json` and `evaluation.json` if they exist.
     network
         The network.
     name
-        What the model is called; by default as its folder.
+        Name of the model; by default that of its folder.
     licence
-        Of the weights, as the Hub writes it, such as ``"mit"``.
+        Licence of the weights in the notation of the Hub, such as ``"mit"``.
     shipped
-        Whether the model comes with poecaps, so that its name finds it.
+        Whether the model comes with poecaps, so that it is found by its name.
     draw
-        Whether to draw the picture that the card shows; one that is there already is shown in any case.
+        Whether to draw the picture of the card. An existing picture is shown in any case.
 
     Returns
     -------
     bool
-        False if the card was left alone because it is not as it was written.
+        False if the card was edited and therefore not overwritten.
     """
     path = folder / CARD
-    if path.is_file() and not _is_as_written(path):
+    if path.is_file() and not _is_unedited(path):
         return False
     if draw:
-        _draw(network, folder / PICTURE)
-    full = record.read(folder) if (folder / record.RECORD).is_file() else None
-    about = None if full is None else record.without_machine(full)
-    data = None if full is None else _name_of(str(full["config"]["data"]))
-    measured = read_json(folder / MEASURED) if (folder / MEASURED).is_file() else None
-    half = read_tensors(folder / "model.safetensors")[1].get("half") is True
-    name, picture = name or folder.resolve().name, (folder / PICTURE).is_file()
-    lines = _lines(
-        name, network, data, about, measured, licence, half=half, shipped=shipped, picture=picture
+        _draw_samples(network, folder / PICTURE)
+    run = record.read(folder) if (folder / record.RECORD).is_file() else None
+    card = _Card(
+        name=name or folder.resolve().name,
+        network=network,
+        licence=licence,
+        data_name=None if run is None else _data_name(str(run["config"]["data"])),
+        run=None if run is None else record.without_machine(run),
+        measured=read_json(folder / MEASURED) if (folder / MEASURED).is_file() else None,
+        half=read_metadata(folder / WEIGHTS).get("half") is True,
+        shipped=shipped,
+        picture=(folder / PICTURE).is_file(),
     )
-    text = _valid("\n".join(lines) + "\n")
-    write_atomically(path, f"{text}\n{MARK.format(_digest(text))}\n".encode())
+    text = _valid_utf8("\n".join(card.lines()) + "\n")
+    with atomic_write(path) as file:
+        file.write(f"{text}\n{MARK.format(_digest(text))}\n".encode())
     return True
 
 
-def is_ours(text: str) -> bool:
-    """Tell whether a card is as `write` left it."""
+def is_unedited(text: str) -> bool:
+    """Return whether a card is unchanged since `write` wrote it."""
     body, _, last = text.rstrip("\n").rpartition("\n\n")
     return last == MARK.format(_digest(f"{body}\n"))
 
 
-def _is_as_written(path: Path) -> bool:
+def _is_unedited(path: Path) -> bool:
     try:
-        return is_ours(path.read_text(encoding="utf-8"))
-    except UnicodeDecodeError:  # which is not what `write` leaves
+        return is_unedited(path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError:  # `write` writes UTF-8
         return False
 
 
@@ -162,151 +173,184 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-@torch.no_grad()
-def _draw(network: CapsuleNetwork, path: Path) -> None:
-    generator = torch.Generator(next(network.parameters()).device).manual_seed(0)
+def _draw_samples(network: CapsuleNetwork, path: Path) -> None:
+    generator = torch.Generator(device_of(network)).manual_seed(0)
     images = network.generate(ROWS * COLUMNS, "joint", generator=generator)
     plotting.image_grid(images, path, columns=COLUMNS, raw=False)
 
 
-def _lines(
-    name: str,
-    network: CapsuleNetwork,
-    data_name: str | None,
-    about: Mapping[str, Any] | None,
-    measured: Mapping[str, Any] | None,
-    licence: str,
-    *,
-    half: bool,
-    shipped: bool,
-    picture: bool,
-) -> Iterator[str]:
-    """Yield the card, line after line."""
-    config = None if about is None else from_json(Config, about["config"])
-    known = None if config is None else SETS.get(config.data.removesuffix("-sample"))
-    yield from _head(name, known, measured, licence)
-    learned = "" if data_name is None else f" that has learned {_plain(data_name)} without labels"
-    yield f"# {_plain(name)}\n\nA product of expert capsules{learned}.\n"
-    if picture:
-        yield f"![{ROWS * COLUMNS} draws from all experts together, none picked]({PICTURE})\n"
-    if shipped:
-        yield f"It comes with poecaps:\n\n{_fenced('sh', f'poecaps generate {shlex.quote(name)}')}\n"
-    else:
-        yield "`poecaps generate FOLDER` draws from the folder that holds it, or in Python:\n"
-        yield "```python\nfrom poecaps import CapsuleNetwork\n"
-        yield f"network = CapsuleNetwork.from_pretrained({_quoted(name)})"
-        yield f"images = network.generate(20)  # (20, {', '.join(map(str, network.architecture.image_shape))})\n```\n"
-    channels, height, width = network.architecture.image_shape
-    weights = f"{sum(each.numel() for each in network.parameters()):,}"
-    yield "| | |\n| --- | --- |"
-    yield f"| images | {height}×{width}, {'grey' if channels == 1 else 'RGB'} |"
-    layers = (f"{count} experts of {dim} numbers" for count, dim in network.architecture.experts)
-    yield f"| code | {', then '.join(layers)} |"
-    yield f"| weights | {weights}{', the large tensors in float16' if half else ''} |"
-    if about is not None and config is not None and data_name is not None:
-        data, last = about["data"], (about["starts"] or [{}])[-1]
-        yield f"| data | {known.about if known else f'{_plain(data_name)}, images of the one who trained it'} |"
-        yield f"| training images | {data['images']:,}, sha256 of the array `{data.get('sha256')}` |"
-        preset = nearest_preset(config)
-        changed = changes(config, preset).keys() - WITH_ROWS
-        yield f"| preset | {preset}{', with the changes below' if changed else ''} |"
-        yield f"| seed | {config.seed} |"
-        torch_version = last.get("versions", {}).get("torch")
-        yield f"| trained on | {_plain(str(last.get('device')))}, {last.get('precision')}, torch {torch_version} |"
-        yield f"| finished | {about['finished']} |"
-    theirs = "the images keep that of their makers"
-    choice = "for the owner to choose" if licence == "unknown" else _plain(licence)
-    yield f"| licence | of the weights {choice}; {theirs} |"
-    if config is not None:
-        yield "\nTrained by this command; all options are in `run.json`:\n"
-        yield _fenced("sh", command(config))
-    yield "\n## Measured\n"
-    yield from _table(shlex.quote(name) if shipped else "FOLDER", measured, half)
-    yield "\n## What it is for\n"
-    yield "To try poecaps, to compare with, to teach. It knows images of this one kind, centred and scaled as in its"
-    yield "data; what it says of others means nothing."
+@dataclass(frozen=True)
+class _Card:
+    """Everything that a card states."""
 
+    name: str
+    network: CapsuleNetwork
+    licence: str
+    data_name: str | None
+    run: Mapping[str, Any] | None
+    measured: Mapping[str, Any] | None
+    half: bool
+    shipped: bool
+    picture: bool
 
-def _head(
-    name: str, known: Published | None, measured: Mapping[str, Any] | None, licence: str
-) -> Iterator[str]:
-    """Yield what the Hub reads, in YAML; a string of JSON is one of YAML, too."""
-    yield "---"
-    yield f"library_name: poecaps\nlicense: {_quoted(licence)}\npipeline_tag: {TASK}"
-    yield "tags:\n" + "\n".join(f"- {tag}" for tag in TAGS)
-    if known:
-        yield f"datasets:\n- {known.hub}"
-    values = {} if measured is None else {row: _value(measured, row) for row in TYPES}
-    values = {row: value for row, value in values.items() if value is not None}
-    if measured is not None and values:
-        yield "metrics:\n" + "\n".join(f"- {TYPES[row]}" for row in values)
-        data = _name_of(measured["data"])
-        kind = (
-            known.hub
-            if known
-            else _quoted(re.sub(r"[^a-z0-9]+", "-", data.lower()).strip("-") or "images")
+    def lines(self) -> Iterator[str]:
+        """Yield the card, line by line."""
+        run = self.run
+        config = None if run is None else dataclass_from_json(Config, run["config"])
+        known = None if config is None else KNOWN_DATA.get(config.data.removesuffix("-sample"))
+        yield from self._head(known)
+        data = self.data_name
+        trained = "" if data is None else f", trained on {_escape(data)} without labels"
+        yield f"# {_escape(self.name)}\n\nA product of expert capsules{trained}.\n"
+        yield from self._usage()
+        yield from self._facts(config, known)
+        yield from self._options(config)
+        yield "\n## Evaluation\n"
+        yield from self._evaluation()
+        yield "\n## Intended use\n"
+        yield "For trying out poecaps, for comparisons and for teaching."
+        yield "The model knows only images of this kind, centred and scaled as in its data;"
+        yield "its results for other images are meaningless."
+
+    def _head(self, known: KnownData | None) -> Iterator[str]:
+        """Yield the metadata for the Hub, in YAML; strings are JSON, which YAML includes."""
+        yield "---"
+        yield f"library_name: poecaps\nlicense: {_quote(self.licence)}\npipeline_tag: {TASK}"
+        yield "tags:\n" + "\n".join(f"- {tag}" for tag in TAGS)
+        if known:
+            yield f"datasets:\n- {known.hub_name}"
+        values = {row: self._measure(row) for row in HUB_METRICS}
+        values = {row: value for row, value in values.items() if value is not None}
+        if self.measured is not None and values:
+            yield "metrics:\n" + "\n".join(f"- {HUB_METRICS[row]}" for row in values)
+            data = _data_name(self.measured["data"])
+            slug = re.sub(r"[^a-z0-9]+", "-", data.lower()).strip("-") or "images"
+            kind = known.hub_name if known else _quote(slug)
+            yield f"model-index:\n- name: {_quote(self.name)}\n  results:"
+            yield f"  - task:\n      type: {TASK}"
+            yield f"    dataset:\n      type: {kind}\n      name: {_quote(data)}\n    metrics:"
+            for row, value in values.items():
+                yield f"    - type: {HUB_METRICS[row]}\n      name: {_quote(row)}"
+                yield f"      value: {value:.6g}"
+        yield "---\n"
+
+    def _usage(self) -> Iterator[str]:
+        if self.picture:
+            yield f"![{ROWS * COLUMNS} random draws from all experts together]({PICTURE})\n"
+        if self.shipped:
+            command = _code_block("sh", f"poecaps generate {shlex.quote(self.name)}")
+            yield f"The model comes with poecaps:\n\n{command}\n"
+        else:
+            shape = ", ".join(map(str, self.network.architecture.image_shape))
+            yield "Draw images with `poecaps generate FOLDER`, or in Python:\n"
+            yield "```python\nimport poecaps\n"
+            yield f"network = poecaps.from_pretrained({_quote(self.name)})"
+            yield f"images = network.generate(20)  # (20, {shape})\n```\n"
+
+    def _facts(self, config: Config | None, known: KnownData | None) -> Iterator[str]:
+        channels, height, width = self.network.architecture.image_shape
+        layers = (
+            f"{count} experts of dimension {dim}"
+            for count, dim in self.network.architecture.experts
         )
-        yield f"model-index:\n- name: {_quoted(name)}\n  results:\n  - task:\n      type: {TASK}"
-        yield f"    dataset:\n      type: {kind}\n      name: {_quoted(data)}\n    metrics:"
-        for row, value in values.items():
-            yield f"    - type: {TYPES[row]}\n      name: {_quoted(row)}\n      value: {value:.6g}"
-    yield "---\n"
+        weights = sum(parameter.numel() for parameter in self.network.parameters())
+        yield "| | |\n| --- | --- |"
+        yield f"| images | {height}×{width}, {'grey' if channels == 1 else 'RGB'} |"
+        yield f"| code | {', then '.join(layers)} |"
+        yield f"| weights | {weights:,}{', the large tensors in float16' if self.half else ''} |"
+        if self.run is not None and config is not None and self.data_name is not None:
+            data, last = self.run["data"], (self.run["starts"] or [{}])[-1]
+            own = f"{_escape(self.data_name)}, provided by the author of the model"
+            yield f"| data | {known.description if known else own} |"
+            images, checksum = data["images"], data.get("sha256")
+            yield f"| training images | {images:,}, SHA-256 of the array `{checksum}` |"
+            preset = nearest_preset(config)
+            changed = ", with the changes below" if _changed(config, preset) else ""
+            yield f"| preset | {preset}{changed} |"
+            yield f"| seed | {config.seed} |"
+            device, version = str(last.get("device")), last.get("versions", {}).get("torch")
+            yield f"| trained on | {_escape(device)}, {last.get('precision')}, torch {version} |"
+            yield f"| finished | {self.run['finished']} |"
+        chosen = "not chosen yet" if self.licence == "unknown" else _escape(self.licence)
+        yield f"| licence | weights: {chosen}; images: that of their authors |"
+
+    def _options(self, config: Config | None) -> Iterator[str]:
+        """Yield the options that differ from the preset."""
+        preset = None if config is None else nearest_preset(config)
+        changed = {} if config is None or preset is None else _changed(config, preset)
+        if changed:
+            yield f"\nOptions that differ from the preset `{preset}`:\n"
+            yield _code_block("yaml", "\n".join(f"{k}: {_yaml(v)}" for k, v in changed.items()))
+        if config is not None:
+            yield "\nAll options are in `run.json`."
+
+    def _evaluation(self) -> Iterator[str]:
+        """Yield the measures of `poecaps evaluate`."""
+        measured = self.measured
+        if measured is None:
+            model = shlex.quote(self.name) if self.shipped else "FOLDER"
+            yield f"Not evaluated yet; run `poecaps evaluate {model}`."
+            return
+        data = _escape(_data_name(measured["data"]))
+        rounded = ", before the weights were rounded" if self.half else ""
+        yield f"Measured by `poecaps evaluate` on {data}, {measured['test_images']:,} images,"
+        draws, seed = f"{measured['samples']:,} draws", measured["seed"]
+        yield f"with {draws} from each domain, seed {seed}{rounded}."
+        yield "The documentation of poecaps defines each measure in `docs/evaluation.md`.\n"
+        yield "| | |\n| --- | ---: |"
+        for row, (_, form) in MEASURES.items():
+            value = self._measure(row)
+            if value is not None:
+                yield f"| {row} | {value:{form}} |"
+
+    def _measure(self, row: str) -> Any:
+        """Return the number of a row, or None if it was not measured."""
+        value: Any = self.measured
+        for key in MEASURES[row][0]:
+            value = None if value is None else value.get(key)
+        return value
 
 
-def _valid(text: str) -> str:
-    """Put a question mark for what UTF-8 cannot hold, as names of files may have it."""
-    return text.encode("utf-8", "replace").decode()
+def _changed(config: Config, preset: str) -> dict[str, Any]:
+    """Return the options that differ from a preset and have no row in the table."""
+    changed = changed_options(config, preset)
+    return {name: value for name, value in changed.items() if name not in IN_TABLE}
 
 
-def _quoted(text: str) -> str:
-    """Write a string on one line as JSON, YAML and Python have it."""
-    return "".join(
-        each if each.isprintable() else f"\\U{ord(each):08x}"
-        for each in json.dumps(_valid(text), ensure_ascii=False)
-    )
-
-
-def _plain(text: str) -> str:
-    """Write a name so that Markdown shows it as it is, on one line, in a table too."""
-    line = "".join(each if each.isprintable() else " " for each in _valid(text)).strip()
-    return re.sub(
-        r"[\\`*\[\]|]|(?<![^\W_])_|_(?![^\W_])", r"\\\g<0>", html.escape(line, quote=False)
-    )
-
-
-def _fenced(language: str, text: str) -> str:
-    """Make a block of code that ends where it should, whatever is in it."""
-    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
-    return f"{fence}{language}\n{text}\n{fence}"
-
-
-def _name_of(source: str) -> str:
-    """Call images by their file or folder; one that is only a split, by the folder around it."""
+def _data_name(source: str) -> str:
+    """Return the name of a file or folder of images; for a split, that of the folder around it."""
     path = Path(source)
     if source in NAMES:
         return source
     return (path.parent.name if path.name in ("train", "test") else "") or path.name or "images"
 
 
-def _table(which: str, measured: Mapping[str, Any] | None, half: bool) -> Iterator[str]:
-    """Yield the numbers of `poecaps evaluate`."""
-    if measured is None:
-        yield f"Not yet. `poecaps evaluate {which}` measures it."
-        return
-    images, draws = f"{measured['test_images']:,} images", f"{measured['samples']:,} draws"
-    data = _plain(_name_of(measured["data"]))
-    yield f"By `poecaps evaluate` on {data}, {images}, with {draws} from each domain and seed"
-    rounded = ", before the weights were rounded" if half else ""
-    yield f"{measured['seed']}{rounded}. `docs/evaluation.md` of poecaps defines each number.\n"
-    yield "| | |\n| --- | ---: |"
-    for row, (_, form) in ROWS_MEASURED.items():
-        value = _value(measured, row)
-        if value is not None:
-            yield f"| {row} | {value:{form}} |"
+def _valid_utf8(text: str) -> str:
+    """Replace characters of file names that UTF-8 cannot encode by question marks."""
+    return text.encode("utf-8", "replace").decode()
 
 
-def _value(measured: Mapping[str, Any], row: str) -> Any:
-    value: Any = measured
-    for key in ROWS_MEASURED[row][0]:
-        value = None if value is None else value.get(key)
-    return value
+def _quote(text: str) -> str:
+    """Write a string on one line so that JSON, YAML and Python read it back."""
+    return "".join(
+        each if each.isprintable() else f"\\U{ord(each):08x}"
+        for each in json.dumps(_valid_utf8(text), ensure_ascii=False)
+    )
+
+
+def _yaml(value: Any) -> str:
+    return _quote(value) if isinstance(value, str) else json.dumps(value)
+
+
+def _escape(text: str) -> str:
+    """Write a name on one line so that Markdown shows it unchanged, also in a table."""
+    line = "".join(each if each.isprintable() else " " for each in _valid_utf8(text)).strip()
+    return re.sub(
+        r"[\\`*\[\]|]|(?<![^\W_])_|_(?![^\W_])", r"\\\g<0>", html.escape(line, quote=False)
+    )
+
+
+def _code_block(language: str, text: str) -> str:
+    """Return a fenced code block, with a fence that is longer than any in the text."""
+    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
+    return f"{fence}{language}\n{text}\n{fence}"

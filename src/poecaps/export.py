@@ -1,7 +1,7 @@
-"""A trained network for other programs: `torch.export` and ONNX.
+"""Export of a trained network to other programs: `torch.export` and ONNX.
 
-The encoder, from images to codes, and the generator, from codes to images, are two programs, for any number of images
-at a time. ``pip install 'poecaps[onnx]'`` brings what ONNX needs.
+The encoder, from images to codes, and the generator, from codes to images, are two programs, both
+for any batch size. ``pip install 'poecaps[onnx]'`` installs the packages that ONNX needs.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+
+from poecaps._modules import device_of
 
 if TYPE_CHECKING:
     import os
@@ -53,29 +55,30 @@ def export_encoder(network: CapsuleNetwork) -> ExportedProgram:
     Returns
     -------
     torch.export.ExportedProgram
-        To be called as ``program.module()(images)``, saved with `torch.export.save`, compiled, or turned into ONNX.
+        Call it as ``program.module()(images)``, save it with `torch.export.save`, compile it, or
+        convert it to ONNX.
     """
-    return _export(_Encoder(network), network, network.architecture.image_shape)
+    return _export(_Encoder(network), network.architecture.image_shape)
 
 
 def export_generator(network: CapsuleNetwork) -> ExportedProgram:
     """Export `CapsuleNetwork.decode`: (B, J, D) → (B, C, H, W), for any B.
 
-    What draws codes stays behind: draw them with `CapsuleNetwork.sample`, or with random numbers of your own that are
-    squashed, and give them to the program.
+    The densities of codes are not exported: draw codes with `CapsuleNetwork.sample`, or squash
+    random numbers, and pass them to the program.
 
     Parameters
     ----------
     network
         Trained; it is put into evaluation mode.
     """
-    return _export(_Generator(network), network, network.architecture.experts[-1])
+    return _export(_Generator(network), network.architecture.experts[-1])
 
 
-def _export(program: nn.Module, network: CapsuleNetwork, shape: tuple[int, ...]) -> ExportedProgram:
+def _export(program: nn.Module, shape: tuple[int, ...]) -> ExportedProgram:
     program.eval()
-    example = torch.rand(2, *shape, device=network.preprocessing.mean.device)
-    # Strict, because it follows len(tensor); the other way takes the number of images for a constant there.
+    example = torch.rand(2, *shape, device=device_of(program))
+    # Strict mode keeps len(tensor) symbolic; non-strict mode would fix the batch size there.
     batch = {0: torch.export.Dim("batch")}
     with torch.no_grad():
         return torch.export.export(program, (example,), dynamic_shapes=(batch,), strict=True)
@@ -84,15 +87,15 @@ def _export(program: nn.Module, network: CapsuleNetwork, shape: tuple[int, ...])
 def write_onnx(network: CapsuleNetwork, folder: str | os.PathLike[str]) -> tuple[Path, Path]:
     """Write `encoder.onnx` and `generator.onnx` into a folder.
 
-    The encoder's input is called ``images`` and its output ``codes``, and for the generator it is the other way round.
-    Needs the packages onnx and onnxscript.
+    The input of the encoder is called ``images`` and its output ``codes``; for the generator it is
+    the other way round. The packages onnx and onnxscript must be installed.
 
     Parameters
     ----------
     network
         Trained; it is put into evaluation mode.
     folder
-        Where to; it is made if need be.
+        Created if it does not exist.
 
     Returns
     -------
@@ -109,14 +112,13 @@ def write_onnx(network: CapsuleNetwork, folder: str | os.PathLike[str]) -> tuple
     folder.mkdir(parents=True, exist_ok=True)
     files = folder / "encoder.onnx", folder / "generator.onnx"
     programs = export_encoder(network), export_generator(network)
-    for file, program, names in zip(
-        files, programs, (("images", "codes"), ("codes", "images")), strict=True
-    ):
-        made = torch.onnx.export(
-            program, dynamo=True, input_names=names[:1], output_names=names[1:], verbose=False
+    names = ("images", "codes"), ("codes", "images")
+    for file, program, (given, result) in zip(files, programs, names, strict=True):
+        exported = torch.onnx.export(
+            program, dynamo=True, input_names=[given], output_names=[result], verbose=False
         )
-        assert made is not None  # noqa: S101 (it is None only where torch writes a file itself)
-        made.save(file)
+        assert exported is not None  # noqa: S101 (None only if torch is given a file to write)
+        exported.save(file)
     return files
 
 

@@ -1,42 +1,75 @@
-"""Models on the Hugging Face Hub: what `CapsuleNetwork.from_pretrained` and `push_to_hub` do.
+"""Models on the Hugging Face Hub: download and upload.
 
-Nothing here imports `huggingface_hub` before it is needed; `pip install 'poecaps[hub]'` brings it.
+`huggingface_hub` is imported when it is first needed; ``pip install 'poecaps[hub]'`` installs it.
 """
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 import shutil
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from poecaps import card, models
 from poecaps._files import read_json, write_json
 from poecaps.network import CapsuleNetwork
+from poecaps.serialization import CONFIG, WEIGHTS
 from poecaps.training import record
 
 if TYPE_CHECKING:
     import torch
 
-FILES = ("config.json", "model.safetensors")
-REPOSITORY = r"\w[\w.-]*/[\w.-]+"  # what a model on the Hub is called: its owner and its name
-DOWNLOAD = ("revision", "cache_dir", "force_download", "local_files_only", "token")
+__all__ = ["from_pretrained", "push_to_hub", "write_repository"]
+REPOSITORY = r"\w[\w.-]*/[\w.-]+"  # owner and name
 
 
 def from_pretrained(
-    model: str | os.PathLike[str], *, device: torch.device | str = "cpu", **options: Any
+    model: str | os.PathLike[str],
+    *,
+    device: torch.device | str = "cpu",
+    revision: str | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    force_download: bool = False,
+    local_files_only: bool = False,
+    token: str | bool | None = None,
 ) -> CapsuleNetwork:
-    """Open a network of the package, from a folder or from the Hub; see `CapsuleNetwork.from_pretrained`."""
-    if models.is_shipped(model) or Path(model).is_dir():
+    """Load a model of the package, from a folder or from the Hugging Face Hub, frozen as by `load`.
+
+    Parameters
+    ----------
+    model
+        Name of a model that comes with poecaps, such as ``"mnist"``, a folder written by
+        `CapsuleNetwork.save` or by a training run, or the name of a repository on the Hub, such as
+        ``"me/digits"``.
+    device
+        Device of the model.
+    revision, cache_dir, force_download, local_files_only, token
+        For the Hub; see `huggingface_hub.snapshot_download`.
+
+    Raises
+    ------
+    FileNotFoundError
+        If there is no such model, and the name cannot be that of a repository.
+    ModuleNotFoundError
+        If `model` is not a folder and huggingface_hub is not installed.
+    ModelError
+        If its files are damaged, not written by poecaps, or of another format version.
+    """
+    is_local = models.is_shipped(model) or Path(model).is_dir()
+    if is_local or not re.fullmatch(REPOSITORY, os.fspath(model)):
         return models.load(model, device)
-    if not re.fullmatch(REPOSITORY, os.fspath(model)):
-        models.find(model)  # refuses it
-    network: CapsuleNetwork = (
-        _mixin().from_pretrained(os.fspath(model), device=device, **options).network
+    folder = _huggingface_hub().snapshot_download(
+        repo_id=os.fspath(model),
+        allow_patterns=[CONFIG, WEIGHTS],
+        revision=revision,
+        cache_dir=cache_dir,
+        force_download=force_download,
+        local_files_only=local_files_only,
+        token=token,
     )
-    return network
+    return CapsuleNetwork.load(folder, device)
 
 
 def push_to_hub(
@@ -46,15 +79,57 @@ def push_to_hub(
     run: str | os.PathLike[str] | None = None,
     half: bool = False,
     licence: str = "unknown",
-    **options: Any,
+    private: bool | None = None,
+    token: str | bool | None = None,
+    branch: str | None = None,
+    create_pr: bool | None = None,
+    commit_message: str = "Add a model of poecaps",
 ) -> str:
-    """Put a network on the Hub, and return the address of the commit; see `CapsuleNetwork.push_to_hub`."""
-    prepare = functools.partial(lay_out, network, run=run, name=repo_id, half=half, licence=licence)
-    options = {"commit_message": "Add a model of poecaps"} | options
-    return str(_mixin()(network, prepare).push_to_hub(repo_id, **options))
+    """Upload a network to the Hugging Face Hub, with a model card and a picture of its samples.
+
+    Parameters
+    ----------
+    network
+        Trained.
+    repo_id
+        Name of the repository, such as ``"me/digits"``; created if it does not exist.
+    run
+        Folder of the training run of the network. The card then states how it was trained and,
+        after `poecaps evaluate`, its measures. Paths and names of the machine are left out.
+    half
+        Whether the large tensors are rounded to float16; see `CapsuleNetwork.save`.
+    licence
+        Licence of the weights in the notation of the Hub, such as ``"mit"``.
+    private, token, branch, create_pr, commit_message
+        For the Hub; see `huggingface_hub.HfApi.create_repo` and `upload_folder`.
+
+    Returns
+    -------
+    str
+        The address of the commit.
+
+    Raises
+    ------
+    ModuleNotFoundError
+        If huggingface_hub is not installed.
+    FileNotFoundError
+        If `run` is not the folder of a run.
+    """
+    api = _huggingface_hub().HfApi(token=token)
+    with tempfile.TemporaryDirectory(prefix="poecaps-") as folder:
+        write_repository(network, folder, run=run, name=repo_id, half=half, licence=licence)
+        repository = api.create_repo(repo_id=repo_id, private=private, exist_ok=True)
+        commit = api.upload_folder(
+            repo_id=repository.repo_id,
+            folder_path=folder,
+            commit_message=commit_message,
+            revision=branch,
+            create_pr=create_pr,
+        )
+    return str(commit)
 
 
-def lay_out(
+def write_repository(
     network: CapsuleNetwork,
     folder: str | os.PathLike[str],
     *,
@@ -64,34 +139,37 @@ def lay_out(
     licence: str = "unknown",
     shipped: bool = False,
 ) -> None:
-    """Write a folder as the Hub expects it: config.json, model.safetensors, a model card and its picture.
+    """Write a folder in the form of a repository on the Hub.
+
+    It contains config.json, model.safetensors, a model card and the picture of the card.
 
     Parameters
     ----------
     network
-        What to save.
+        The network to save.
     folder
-        Where to; it is made if need be.
+        Created if it does not exist.
     run
-        Folder of the run that the network comes from: of its record everything that is not of the machine is kept, and
-        its evaluation goes into the card. A card that was edited there is taken as it is.
+        Folder of the training run of the network. Its record is copied without information about
+        the machine, and its evaluation is shown in the card. A card that was edited is copied
+        unchanged.
     name
-        What the model is called; by default as its folder.
+        Name of the model; by default that of the folder.
     half
         Whether the large tensors are rounded to float16; see `CapsuleNetwork.save`.
     licence
-        Of the weights, as the Hub writes it, such as ``"mit"``.
+        Licence of the weights in the notation of the Hub, such as ``"mit"``.
     shipped
         Whether the model comes with poecaps.
 
     Raises
     ------
     FileNotFoundError
-        If `run` holds no run.
+        If `run` is not the folder of a run.
     """
     folder, source = Path(folder), None if run is None else Path(run)
     if source is not None and not (source / record.RECORD).is_file():
-        raise FileNotFoundError(f"{source} holds no run: there is no {record.RECORD} in it")
+        raise FileNotFoundError(f"{source} does not contain a run: {record.RECORD} is missing")
     network.save(folder, half=half)
     if source is not None:
         record.write(folder, record.without_machine(record.read(source)))
@@ -104,30 +182,13 @@ def lay_out(
     card.write(folder, network, name=name, licence=licence, shipped=shipped)
 
 
-@functools.cache
-def _mixin() -> Any:
-    """Make the class through which huggingface_hub uploads and downloads."""
+def _huggingface_hub() -> Any:
+    """Import huggingface_hub, or raise an error that names the extra to install."""
     try:
-        from huggingface_hub import ModelHubMixin, snapshot_download
+        import huggingface_hub
     except ModuleNotFoundError as error:
         if error.name != "huggingface_hub":
             raise
         message = "the Hugging Face Hub needs huggingface_hub; pip install 'poecaps[hub]'"
         raise ModuleNotFoundError(message, name="huggingface_hub") from error
-
-    class Shared(ModelHubMixin, library_name="poecaps"):  # type: ignore[misc, unused-ignore]
-        """A network on its way to the Hub or from it."""
-
-        def __init__(self, network: Any, prepare: Any = None) -> None:
-            self.network, self.prepare = network, prepare
-
-        def _save_pretrained(self, save_directory: Path) -> None:
-            self.prepare(save_directory)
-
-        @classmethod
-        def _from_pretrained(cls, *, model_id: str, **options: Any) -> Any:
-            wanted = {name: options[name] for name in DOWNLOAD if name in options}
-            folder = snapshot_download(repo_id=model_id, allow_patterns=list(FILES), **wanted)
-            return cls(CapsuleNetwork.load(folder, options["device"]))
-
-    return Shared
+    return huggingface_hub

@@ -1,6 +1,6 @@
 """Products of expert capsules as a scikit-learn transformer.
 
-Needs scikit-learn: ``pip install 'poecaps[sklearn]'``. Importing `poecaps` alone does not.
+This module needs scikit-learn: ``pip install 'poecaps[sklearn]'``. `import poecaps` does not.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import torch
 
 from poecaps import _checks as checks
 from poecaps import functional as F
-from poecaps._table import CapsuleTable
+from poecaps._modules import in_batches
+from poecaps._table import TabularModel
 from poecaps.data import ImageSet
 from poecaps.training import PRESETS, Config, Progress, Stage, train
 from poecaps.training.online import learn_more
@@ -39,72 +40,81 @@ if TYPE_CHECKING:
     from poecaps.layer import CapsuleExperts
 
 Array = np.ndarray[Any, Any]
-KEPT = 2000  # rows, drawn from all that `partial_fit` has seen, that the way back and the density are fitted to
-LATER = 0.1  # learning rates of `partial_fit` on images after its first call, as a share of those of `fit`
-CHUNK = 250  # images that go through the network together
+# Rows in the reservoir: a uniform sample of all rows that `partial_fit` has received, to which the
+# decoder of a table and the density of codes are fitted.
+RESERVOIR_SIZE = 2000
+# Learning rates of `partial_fit` on images after its first call, relative to those of `fit`.
+FINE_TUNING_RATIO = 0.1
+NEVER = 2**31  # seconds between checkpoints: the folder of a run is deleted, so none is resumed
 
 
 class CapsuleExpertsTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):  # type: ignore[misc]
     """Codes of expert capsules, learned without labels by contrastive divergence.
 
-    What X is, is told by its shape. An array (n, h, w) or (n, h, w, c) holds images, and so does (n, h·w) or (n, h·w·c)
-    if `image_shape` says so: uint8, or floats from 0 to 1, grey or RGB. They train a whole `poecaps.CapsuleNetwork`.
-    Every other array (n, columns) is a table: columns are centred and scaled, `capsule_dim` neighbours are grouped into
-    a capsule, one layer of experts learns, and least squares finds the way back.
+    X may hold images or the rows of a table. Arrays (n, h, w) and (n, h, w, c) are images, and so
+    are (n, h·w) and (n, h·w·c) if `image_shape` is given: uint8, or floats from 0 to 1, grey or
+    RGB. They train a whole `poecaps.CapsuleNetwork`. Every other array (n, columns) is a table:
+    columns are centred and scaled, `capsule_dim` neighbouring columns are grouped into a capsule,
+    one layer of experts is trained, and a linear decoder is fitted by least squares.
 
     Parameters
     ----------
     n_experts, expert_dim : int
         J and D: a code has J·D numbers.
     capsule_dim : int
-        Columns of a table, or features of an image, in one input capsule.
+        Number of columns of a table, or of features of an image, in one input capsule.
     image_shape : tuple of int, optional
-        (h, w) or (h, w, c) of images that come in rows. None: rows are those of a table.
+        (h, w) or (h, w, c) of images that are given as rows. None: rows are those of a table.
     n_iter : int
-        Passes of the experts over X.
+        Epochs of the experts.
     learning_rate : float
-        Of the experts, at the start; it falls along a cosine. In `partial_fit` it does not fall.
+        Initial learning rate of the experts, with cosine decay. In `partial_fit` it is constant.
     batch_size : int
-        Rows in a step.
+        Rows in a training step.
     winners : int, optional
-        How many experts may learn from a row; few make experts different from each other. None: all.
+        Number of experts that may learn from a row; with few winners experts specialise. None: all.
     sharpness, normalize
         Options of the routing; see `poecaps.routing_by_agreement`.
     n_filters, kernel_size : int
-        Of the convolutions that see images. A kernel_size of None is 9, or a third of the shorter side if that is less.
-    autoencoder_iter, decoder_iter, painter_iter : int
-        Passes of the other stages over images: the filters, the way back to capsules, and that to sharp pixels.
+        Of the convolutions, for images. A kernel_size of None is 9, or a third of the shorter side
+        if that is less.
+    autoencoder_iter, decoder_iter, pixel_decoder_iter : int
+        Epochs of the other stages, for images: the convolutions, the capsule decoder and the pixel
+        decoder.
     device : str
-        Where images are learned: "cpu", "cuda", or "auto" for a GPU where there is one. Tables stay on the CPU.
+        Device for images: "cpu", "cuda", or "auto" for a GPU if there is one. Tables are always
+        processed on the CPU.
     verbose : bool
         Whether to print a line for each epoch.
     random_state : int, RandomState instance or None
-        Where all random numbers come from. On a CPU the same integer gives the same result.
+        Source of all random numbers. On a CPU the same integer gives the same result.
 
     Attributes
     ----------
-    model_ : CapsuleNetwork or CapsuleTable
-        What was learned, as a `torch.nn.Module`.
+    model_ : CapsuleNetwork or TabularModel
+        The trained model, a `torch.nn.Module`.
     experts_ : CapsuleExperts
-        The layer of experts in it.
+        Its layer of experts.
     image_shape_ : tuple of int, or None
         (h, w, c) of images; None for a table.
     n_features_in_ : int
         Columns, or h·w·c.
     feature_names_in_ : array of str
-        Names of the columns, where X has names.
+        Names of the columns, if X has names.
     n_iter_ : int
-        Passes of the experts so far; a call of `partial_fit` is one, but for the first on images.
+        Epochs of the experts so far. A call of `partial_fit` counts as one, except the first call
+        for images, which is that of `fit`.
     n_samples_seen_ : int
-        Rows so far; those of several passes count once.
+        Rows so far; several epochs over the same rows count once.
 
     Notes
     -----
-    `partial_fit` on a table follows the mean and the variance of each column as rows come. On images its first call is
-    that of `fit`, and later ones leave the filters alone, so the first images should be many and typical. After each
-    call the way back (of a table) and the density of codes are fitted to 2,000 rows drawn from all seen so far.
+    `partial_fit` on a table updates the mean and the variance of each column. On images, its first
+    call does the same as `fit`, and later calls leave the convolutions unchanged, so the first
+    images should be many and typical. After each call the decoder of a table and the density of
+    codes are fitted to a uniform sample of 2,000 of all rows so far.
 
-    Images come back from `inverse_transform` and `sample` in the layout that they were fitted in, from 0 to 1.
+    `inverse_transform` and `sample` return images in the layout of `fit`, from 0 to 1.
 
     Examples
     --------
@@ -135,7 +145,7 @@ class CapsuleExpertsTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixi
         kernel_size: int | None = None,
         autoencoder_iter: int = 5,
         decoder_iter: int = 3,
-        painter_iter: int = 10,
+        pixel_decoder_iter: int = 10,
         device: str = "cpu",
         verbose: bool = False,
         random_state: Any = None,
@@ -154,13 +164,13 @@ class CapsuleExpertsTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixi
         self.kernel_size = kernel_size
         self.autoencoder_iter = autoencoder_iter
         self.decoder_iter = decoder_iter
-        self.painter_iter = painter_iter
+        self.pixel_decoder_iter = pixel_decoder_iter
         self.device = device
         self.verbose = verbose
         self.random_state = random_state
 
     def fit(self, X: Any, y: Any = None) -> CapsuleExpertsTransformer:  # noqa: ARG002
-        """Learn from all rows of X, from the beginning.
+        """Train on all rows of X, starting from initial weights.
 
         Parameters
         ----------
@@ -168,24 +178,25 @@ class CapsuleExpertsTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixi
         y
             Not used.
         """
-        rows = self._begin(X, fewest=2)
+        rows = self._begin(X, min_samples=2)
         if self.image_shape_ is not None:
             self._train(rows)
         else:
             table = self.model_ = self._new_table(rows)
             data = _as_tensor(rows)
-            table.see(data)
-            optimizer = torch.optim.Adam(table.learner.parameters(), lr=self.learning_rate)
+            table.partial_fit_statistics(data)
+            experts = table.competing_experts
+            optimizer = torch.optim.Adam(experts.parameters(), lr=self.learning_rate)
             stage, generator = Stage(learning_rate=self.learning_rate), self._generator()
             for epoch in range(self.n_iter):
                 optimizer.param_groups[0]["lr"] = stage.learning_rate_at(epoch / self.n_iter)
-                table.learn(data, optimizer, self.batch_size, generator)
-                self._tell(f"epoch {epoch + 1}/{self.n_iter}")
-            table.settle(data, self._generator())
+                table.train_one_epoch(data, optimizer, self.batch_size, generator)
+                self._print(f"epoch {epoch + 1}/{self.n_iter}")
+            table.finalize(data, self._generator())
         return self._finish(rows, self.n_iter)
 
     def partial_fit(self, X: Any, y: Any = None) -> CapsuleExpertsTransformer:  # noqa: ARG002
-        """Learn from some more rows, in one pass; see the notes of the class.
+        """Train on more rows, for one epoch; see the notes of the class.
 
         Parameters
         ----------
@@ -197,22 +208,22 @@ class CapsuleExpertsTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixi
         if first:
             rows = self._begin(X)
         else:
-            self._check_parameters()
-            rows = self._check(X)
+            self._validate_parameters()
+            rows = self._validate_rows(X)
         if self.image_shape_ is None:
-            self._follow(rows, first=first)
+            self._partial_fit_table(rows, first=first)
         elif first:
             self._train(rows)
         else:
-            learn_more(
-                self.model_, self._config(), self._images(rows), share=LATER, seed=self._seed()
-            )
+            images, seed = self._images(rows), self._seed()
+            learn_more(self.model_, self._config(), images, share=FINE_TUNING_RATIO, seed=seed)
         self._finish(rows, self.n_iter if first and self.image_shape_ is not None else 1)
-        kept = self._kept[0]
+        sample = self._reservoir[0]
         if self.image_shape_ is None:
-            self.model_.settle(_as_tensor(kept), self._generator())
+            self.model_.finalize(_as_tensor(sample), self._generator())
         elif not first:
-            self.model_.density.fit(self._encode(kept).to(self._device()), self._generator())
+            codes = self._encode(sample).to(self._device())
+            self.model_.code_density.fit(codes, self._generator())
         return self
 
     def transform(self, X: Any) -> Array:
@@ -225,10 +236,10 @@ class CapsuleExpertsTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixi
         Returns
         -------
         (n, n_experts·expert_dim)
-            Squashed experts: the numbers of each have a norm below 1, the probability that it fires.
+            Squashed experts: the norm of each is below 1 and is its firing probability.
         """
         check_is_fitted(self)
-        rows = self._check(X)
+        rows = self._validate_rows(X)
         return _as_array(self._encode(rows).flatten(1), _float_of(rows))
 
     def inverse_transform(self, X: Any) -> Array:
@@ -237,7 +248,7 @@ class CapsuleExpertsTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixi
         Parameters
         ----------
         X : (n, n_experts·expert_dim)
-            As `transform` gives them.
+            Codes of `transform`.
 
         Returns
         -------
@@ -247,16 +258,17 @@ class CapsuleExpertsTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixi
         codes = check_array(X, dtype=(np.float64, np.float32))
         if codes.shape[1] != self._n_features_out:
             raise ValueError(
-                f"X must have {self._n_features_out} columns, as a code has, but has {codes.shape[1]}"
+                f"X must have {self._n_features_out} columns, the size of a code, "
+                f"but has {codes.shape[1]}"
             )
         experts = _as_tensor(codes).view(len(codes), -1, self.experts_.out_dim)
-        return self._as_given(self._in_chunks(self.model_.decode, experts), _float_of(codes))
+        return self._in_layout_of_fit(self._apply(self.model_.decode, experts), _float_of(codes))
 
     def score_samples(self, X: Any) -> Array:
-        """Compute −F(x) for each row: its log-probability up to a constant that depends on the model.
+        """Compute −F(x) for each row: its log-probability up to a constant of the model.
 
-        Scores of two rows under one model can be compared, those of two models cannot. F is that of the input
-        capsules, so the density is one of capsules, not of pixels or columns.
+        Scores of two rows under one model can be compared, those of two models cannot. F is that of
+        the input capsules, so the density is over capsules, not over pixels or columns.
 
         Parameters
         ----------
@@ -267,21 +279,20 @@ class CapsuleExpertsTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixi
         (n,)
         """
         check_is_fitted(self)
-        rows = self._check(X)
-        return _as_array(
-            -self._in_chunks(self.model_.free_energy, self._batch(rows)), _float_of(rows)
-        )
+        rows = self._validate_rows(X)
+        energy = self._apply(self.model_.free_energy, self._batch(rows))
+        return _as_array(-energy, _float_of(rows))
 
     def sample(self, n_samples: int = 1, random_state: Any = None) -> Array:
-        """Draw new rows or images from a density of the codes of those seen.
+        """Draw new rows or images from the density of codes.
 
         Parameters
         ----------
         n_samples
-            How many.
+            Number of draws.
         random_state
-            Where draws come from; by default the `random_state` of the estimator, so that an integer there draws the
-            same each time.
+            Source of the draws; by default the `random_state` of the estimator, so that an integer
+            there gives the same draws in every call.
 
         Returns
         -------
@@ -291,10 +302,10 @@ class CapsuleExpertsTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixi
         checks.require_int("n_samples", n_samples, 1)
         numbers = check_random_state(self.random_state if random_state is None else random_state)
         generator = torch.Generator(self._device()).manual_seed(int(numbers.randint(2**31)))
-        if isinstance(self.model_, CapsuleTable):
-            return self._as_given(self.model_.sample(n_samples, generator), self._dtype)
+        if isinstance(self.model_, TabularModel):
+            return self._in_layout_of_fit(self.model_.sample(n_samples, generator), self._dtype)
         codes = self.model_.sample(n_samples, generator=generator)
-        return self._as_given(self._in_chunks(self.model_.decode, codes), self._dtype)
+        return self._in_layout_of_fit(self._apply(self.model_.decode, codes), self._dtype)
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
@@ -302,27 +313,27 @@ class CapsuleExpertsTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixi
         tags.input_tags.three_d_array = True
         return tags
 
-    # What X is
+    # Validation of X and of the parameters
 
-    def _begin(self, X: Any, fewest: int = 1) -> Array:
-        """Check all parameters and X, and forget what was learned."""
-        self._check_parameters()
+    def _begin(self, X: Any, min_samples: int = 1) -> Array:
+        """Validate all parameters and X, and reset the fitted attributes."""
+        self._validate_parameters()
         given = np.asarray(X).shape[1:] if _ndim(X) in (3, 4) else None
         shape = given if self.image_shape is None else tuple(self.image_shape)
         self.image_shape_ = None if shape is None else (*shape, 1)[:3]
         self._layout = given
-        rows = self._check(X, reset=True, fewest=fewest)
+        rows = self._validate_rows(X, reset=True, min_samples=min_samples)
         self._random = check_random_state(self.random_state)
-        self._kept = rows[:0], np.empty(0)
+        self._reservoir = rows[:0], np.empty(0)
         self._dtype = _float_of(rows)
         self._n_features_out = self.n_experts * self.expert_dim
         self.n_iter_ = self.n_samples_seen_ = 0
         return rows
 
-    def _check_parameters(self) -> None:
+    def _validate_parameters(self) -> None:
         for name in ("n_experts", "expert_dim", "capsule_dim", "batch_size", "n_filters"):
             checks.require_int(name, getattr(self, name), 1)
-        for name in ("n_iter", "autoencoder_iter", "decoder_iter", "painter_iter"):
+        for name in ("n_iter", "autoencoder_iter", "decoder_iter", "pixel_decoder_iter"):
             checks.require_int(name, getattr(self, name), 0)
         for name in ("learning_rate", "sharpness"):
             checks.require_nonnegative(name, getattr(self, name))
@@ -339,41 +350,42 @@ class CapsuleExpertsTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixi
             for side in self.image_shape:
                 checks.require_int("every number of image_shape", side, 1)
 
-    def _check(self, X: Any, *, reset: bool = False, fewest: int = 1) -> Array:
-        """Rows (n, n_features_in_) of X, of whatever shape; floats, or uint8 if they are images."""
+    def _validate_rows(self, X: Any, *, reset: bool = False, min_samples: int = 1) -> Array:
+        """Return X as rows (n, n_features_in_): floats, or possibly uint8 for images."""
         shape = self.image_shape_
         if _ndim(X) in (3, 4):
             X = np.asarray(X)
             if shape is None or (*X.shape[1:], 1)[:3] != shape:
-                wanted = (
-                    "rows of a table"
-                    if shape is None
-                    else f"images of {' × '.join(map(str, shape))}"
-                )
-                raise ValueError(f"X must hold {wanted}, but has shape {X.shape}")
+                images = "" if shape is None else f"images of {' × '.join(map(str, shape))}"
+                expected = images or "rows of a table"
+                raise ValueError(f"X must hold {expected}, but has shape {X.shape}")
             X = X.reshape(len(X), math.prod(X.shape[1:]))
         dtypes = (np.float64, np.float32) if shape is None else (np.float64, np.float32, np.uint8)
-        rows: Array = validate_data(self, X, dtype=dtypes, reset=reset, ensure_min_samples=fewest)
+        rows: Array = validate_data(
+            self, X, dtype=dtypes, reset=reset, ensure_min_samples=min_samples
+        )
         if shape is not None and rows.shape[1] != math.prod(shape):
             raise ValueError(
-                f"image_shape is {shape}, {math.prod(shape)} numbers, but X has {rows.shape[1]} columns"
+                f"image_shape is {shape}, {math.prod(shape)} pixel values, "
+                f"but X has {rows.shape[1]} columns"
             )
         return rows
 
     def _images(self, rows: Array) -> ImageSet:
-        assert self.image_shape_ is not None  # noqa: S101 (only images come here)
+        assert self.image_shape_ is not None  # noqa: S101 (called for images only)
         return ImageSet(rows.reshape(len(rows), *self.image_shape_), source="X")
 
-    def _as_given(self, made: Tensor, dtype: type) -> Array:
-        """Rows, or images (n, c, h, w), in the layout of X."""
+    def _in_layout_of_fit(self, result: Tensor, dtype: type) -> Array:
+        """Return rows, or images (n, c, h, w), in the layout of the X of `fit`."""
         if self.image_shape_ is not None:
-            made = made.permute(0, 2, 3, 1)
-        return _as_array(made, dtype).reshape(len(made), *(self._layout or (self.n_features_in_,)))
+            result = result.permute(0, 2, 3, 1)
+        shape = self._layout or (self.n_features_in_,)
+        return _as_array(result, dtype).reshape(len(result), *shape)
 
-    # Learning
+    # Training
 
-    def _new_table(self, rows: Array) -> CapsuleTable:
-        return CapsuleTable(
+    def _new_table(self, rows: Array) -> TabularModel:
+        return TabularModel(
             rows.shape[1],
             self.capsule_dim,
             self.n_experts,
@@ -385,21 +397,20 @@ class CapsuleExpertsTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixi
             generator=self._generator(),
         )
 
-    def _follow(self, rows: Array, *, first: bool) -> None:
-        """Let the experts of a table see some more rows."""
+    def _partial_fit_table(self, rows: Array, *, first: bool) -> None:
+        """Train the experts of a table on more rows."""
         if first:
             self.model_ = self._new_table(rows)
         if first or not hasattr(self, "_optimizer"):
-            self._optimizer = torch.optim.Adam(
-                self.model_.learner.parameters(), lr=self.learning_rate
-            )
+            experts = self.model_.competing_experts
+            self._optimizer = torch.optim.Adam(experts.parameters(), lr=self.learning_rate)
         data = _as_tensor(rows)
-        self.model_.see(data)
-        self.model_.learn(data, self._optimizer, self.batch_size, self._generator())
+        self.model_.partial_fit_statistics(data)
+        self.model_.train_one_epoch(data, self._optimizer, self.batch_size, self._generator())
 
     def _config(self) -> Config:
-        """Options of a training run: the preset, with the parameters of the estimator."""
-        assert self.image_shape_ is not None  # noqa: S101 (only images come here)
+        """Return the options of a training run: the preset with the estimator's parameters."""
+        assert self.image_shape_ is not None  # noqa: S101 (called for images only)
         preset = PRESETS["default"]()
         kernel = self.kernel_size or min(9, max(1, min(self.image_shape_[:2]) // 3))
         model = replace(
@@ -422,34 +433,34 @@ class CapsuleExpertsTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixi
                 winners=self.winners,
             ),
             decoder=replace(preset.decoder, epochs=self.decoder_iter),
-            pixel_decoder=replace(preset.pixel_decoder, epochs=self.painter_iter),
+            pixel_decoder=replace(preset.pixel_decoder, epochs=self.pixel_decoder_iter),
             batch_size=self.batch_size,
             device=self.device,
-            checkpoint_every=2
-            ** 31,  # nobody could go on from a checkpoint in a folder that vanishes
+            checkpoint_every=NEVER,
         )
 
     def _train(self, rows: Array) -> None:
-        """Train a network on images; what a run writes goes where it vanishes."""
+        """Train a network on images; the files of the run are deleted afterwards."""
         images, config = self._images(rows), replace(self._config(), seed=self._seed())
         with tempfile.TemporaryDirectory(prefix="poecaps-") as folder:
             self.model_ = train(config, Path(folder) / "run", data=images, report=self._report)
 
-    def _finish(self, rows: Array, passes: int) -> CapsuleExpertsTransformer:
-        is_table = isinstance(self.model_, CapsuleTable)
+    def _finish(self, rows: Array, epochs: int) -> CapsuleExpertsTransformer:
+        """Set the fitted attributes after training on rows."""
+        is_table = isinstance(self.model_, TabularModel)
         self.experts_ = self.model_.experts if is_table else self.model_.encoders[0]
         self.model_.eval()
-        self._keep(rows)
+        self._update_reservoir(rows)
         self.n_samples_seen_ += len(rows)
-        self.n_iter_ += passes
+        self.n_iter_ += epochs
         return self
 
-    def _keep(self, rows: Array) -> None:
-        """Add rows to those kept; of too many, an even draw stays."""
-        kept = np.concatenate([self._kept[0], rows])
-        lots = np.concatenate([self._kept[1], self._random.uniform(size=len(rows))])
-        chosen = np.sort(np.argsort(lots)[:KEPT])
-        self._kept = kept[chosen], lots[chosen]
+    def _update_reservoir(self, rows: Array) -> None:
+        """Add rows to the reservoir: every row has a random key, and the smallest keys stay."""
+        candidates = np.concatenate([self._reservoir[0], rows])
+        keys = np.concatenate([self._reservoir[1], self._random.uniform(size=len(rows))])
+        chosen = np.sort(np.argsort(keys)[:RESERVOIR_SIZE])
+        self._reservoir = candidates[chosen], keys[chosen]
 
     def _seed(self) -> int:
         return int(self._random.randint(2**31))
@@ -459,35 +470,37 @@ class CapsuleExpertsTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixi
 
     def _report(self, progress: Progress) -> None:
         if progress.step and progress.epoch == int(progress.epoch):
-            self._tell(f"{progress.stage}: {progress.summary()}")
+            self._print(f"{progress.stage}: {progress.summary()}")
 
-    def _tell(self, line: str) -> None:
+    def _print(self, line: str) -> None:
         if self.verbose:
             print(f"[CapsuleExpertsTransformer] {line}", flush=True)  # noqa: T201
 
-    # Using what was learned
+    # Using the model
 
     def _device(self) -> torch.device:
         return self.experts_.weight.device
 
     def _batch(self, rows: Array) -> Tensor:
-        """Rows as the model takes them: (n, columns), or (n, c, h, w)."""
+        """Return rows as the model takes them: (n, columns), or images (n, c, h, w)."""
         return (
             _as_tensor(rows) if self.image_shape_ is None else self._images(rows).batch(slice(None))
         )
 
     def _encode(self, rows: Array) -> Tensor:
-        return self._in_chunks(self.model_.encode, self._batch(rows))
+        return self._apply(self.model_.encode, self._batch(rows))
 
     @torch.no_grad()
-    def _in_chunks(self, function: Callable[[Tensor], Tensor], batch: Tensor) -> Tensor:
+    def _apply(self, function: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
+        """Apply a method of the model in batches on its device; return the result on the CPU."""
         if self.image_shape_ is not None:
-            batch = batch.float()
-        return torch.cat([function(part.to(self._device())).cpu() for part in batch.split(CHUNK)])
+            inputs = inputs.float()
+        device = self._device()
+        return in_batches(lambda batch: function(batch.to(device)).cpu(), inputs)
 
 
 def _ndim(X: Any) -> int:
-    """Count the axes of anything that scikit-learn takes for an array."""
+    """Return the number of axes of anything that scikit-learn accepts as an array."""
     return int(X.ndim) if hasattr(X, "ndim") else np.asarray(X).ndim
 
 
@@ -496,10 +509,10 @@ def _as_tensor(rows: Array) -> Tensor:
     return torch.from_numpy(np.array(rows))
 
 
-def _as_array(made: Tensor, dtype: type) -> Array:
-    return made.numpy(force=True).astype(dtype, copy=False)
+def _as_array(result: Tensor, dtype: type) -> Array:
+    return result.numpy(force=True).astype(dtype, copy=False)
 
 
 def _float_of(rows: Array) -> type:
-    """Type of the floats that belong to rows: their own, and float32 for images of bytes."""
+    """Return the dtype of results for rows: that of the rows, and float32 for images of bytes."""
     return np.float64 if rows.dtype == np.float64 else np.float32

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import autoencoder, machine
 from benchmarks.autoencoder import flops, main
-from poecaps.network import Architecture
+from poecaps.options import Architecture
 from poecaps.training import PRESETS
 
 if TYPE_CHECKING:

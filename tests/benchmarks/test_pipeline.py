@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.pipeline import PANELS, QUALITY, main
 from poecaps import CapsuleNetwork
-from poecaps.network import CodeDensity
+from poecaps.code_density import CodeDensity
 from poecaps.training import PRESETS
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import torch
 from benchmarks import study
 from benchmarks.study import STUDY, Variant, changed, main, table
 from poecaps.training import PRESETS, TrainingError
-from poecaps.training.config import changes, command
+from poecaps.training.config import changed_options, command
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -24,7 +24,11 @@ def test_a_variant_is_possible_and_changes_what_it_says(name: str) -> None:
     variant = STUDY[name]
     config = variant.config(data="mnist", seed=3)
     config.check()
-    assert changes(config, variant.preset) == {"data": "mnist", "seed": 3, **variant.changes}
+    assert changed_options(config, variant.preset) == {
+        "data": "mnist",
+        "seed": 3,
+        **variant.changes,
+    }
 
 
 def test_no_two_variants_are_the_same() -> None:

@@ -104,7 +104,7 @@ def test_what_is_no_classifier_is_refused(tmp_path: Path) -> None:
     ):
         load_classifier("cifar10")
     safetensors.torch.save_file({"x": torch.zeros(1)}, tmp_path / "foreign.safetensors")
-    with pytest.raises(ModelError, match="none that poecaps wrote"):
+    with pytest.raises(ModelError, match="was not written by poecaps"):
         load_classifier(tmp_path / "foreign.safetensors")
     with pytest.raises(ValueError, match="images must have shape"):
         Classifier()(torch.zeros(2, 3, 28, 28))

@@ -19,7 +19,7 @@ from poecaps.evaluation import (
     load_classifier,
     side_by_side,
 )
-from poecaps.network import ModelOptions
+from poecaps.options import ModelOptions
 from poecaps.training import Config, DecoderStage, EncoderStage, Stage
 from poecaps.training import train as train_network
 

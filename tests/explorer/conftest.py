@@ -15,7 +15,7 @@ import poecaps
 from poecaps.data import ImageSet
 from poecaps.explorer.render import Explored
 from poecaps.explorer.server import create_app, listen
-from poecaps.network import Architecture
+from poecaps.options import Architecture
 from tests.networks import untrained
 
 if TYPE_CHECKING:

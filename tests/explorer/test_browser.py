@@ -12,9 +12,9 @@ import pytest
 from PIL import Image
 from playwright.sync_api import expect, sync_playwright
 
+from poecaps.code_density import DOMAINS
 from poecaps.explorer.render import Setting
 from poecaps.explorer.server import create_app
-from poecaps.network import DOMAINS
 from tests.explorer.conftest import serving
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from poecaps import CapsuleNetwork
-from poecaps.network import ModelOptions
+from poecaps.options import ModelOptions
 from poecaps.training import Config, DecoderStage, EncoderStage, PixelDecoderStage, Stage
 from poecaps.training.loop import METRICS
 

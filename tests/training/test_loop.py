@@ -24,11 +24,11 @@ import torch
 
 from poecaps import Architecture, CapsuleNetwork, ModelError, kernels, squash, unsquash
 from poecaps import functional as F
-from poecaps._files import read_tensors, write_tensors
 from poecaps.data import DataError, ImageSet
 from poecaps.kernels import lanes
 from poecaps.layer import MIXINGS, Mixing
-from poecaps.network import ModelOptions
+from poecaps.options import ModelOptions
+from poecaps.serialization import read_tensors, write_tensors
 from poecaps.training import (
     PRESETS,
     Config,
@@ -449,10 +449,10 @@ class Hostile:
 def test_opening_a_strangers_checkpoint_runs_no_code(tmp_path: Path) -> None:
     touched = tmp_path / "touched"
     (tmp_path / CHECKPOINT).write_bytes(pickle.dumps({"model": Hostile(touched)}))
-    with pytest.raises(ModelError, match="no safetensors file"):
+    with pytest.raises(ModelError, match="not a safetensors file"):
         resume(tmp_path)
     torch.save({"model": Hostile(touched)}, tmp_path / CHECKPOINT)
-    with pytest.raises(ModelError, match="no safetensors file"):
+    with pytest.raises(ModelError, match="not a safetensors file"):
         resume(tmp_path)
     assert not touched.exists()
     pickle.loads(pickle.dumps(Hostile(touched)))  # what a program would do that unpickles
@@ -490,7 +490,7 @@ def test_opening_a_strangers_checkpoint_runs_no_code(tmp_path: Path) -> None:
             {"optimizer.0.step": torch.tensor(torch.nan)},
             "optimizer.0.step must hold finite floating-point numbers",
         ),
-        ({}, {"model.more": torch.zeros(2)}, "does not fit its architecture: more"),
+        ({}, {"model.more": torch.zeros(2)}, "does not match its architecture: more"),
         (
             {},
             {"model.autoencoder.conv1_bias": torch.zeros(8, dtype=torch.float64)},

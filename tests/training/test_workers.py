@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from poecaps._files import read_tensors
+from poecaps.serialization import read_tensors
 from poecaps.training import train
 from poecaps.training.loop import CHECKPOINT
 from poecaps.training.workers import Workers

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from poecaps import _checks as checks
-from poecaps._files import ModelError, read_tensors, write_tensors
-from poecaps.network import check_version
+from poecaps._files import ModelError
+from poecaps.serialization import CLASSIFIER_VERSION, read_tensors, write_tensors
 
 if TYPE_CHECKING:
     import os
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 WEIGHTS = Path(__file__).parent / "weights"
 CLASSIFIERS = ("mnist", "fashion-mnist")  # the sets that a trained classifier is shipped for
-FORMAT, VERSION = "poecaps", 1
 BATCH = 100  # images judged together; more do not fit into the caches of a CPU
 
 
@@ -107,7 +106,8 @@ class Classifier(nn.Module):
         write_tensors(
             Path(path),
             self.state_dict(),
-            {"format": FORMAT, "version": VERSION, "classifier": sizes} | about,
+            {"classifier": sizes} | about,
+            version=CLASSIFIER_VERSION,
         )
 
 
@@ -146,8 +146,7 @@ def load_classifier(name: str | os.PathLike[str], device: torch.device | str = "
                 "train one with tools/train_classifier.py, or evaluate without (classifier=None)"
             )
         path = WEIGHTS / f"{known}.safetensors"
-    tensors, about = read_tensors(path)
-    check_version(about, path)
+    tensors, about = read_tensors(path, version=CLASSIFIER_VERSION)
     sizes = about.get("classifier")
     if not isinstance(sizes, dict):
         raise ModelError(f"{path} holds no classifier")

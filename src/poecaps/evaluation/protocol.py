@@ -12,9 +12,10 @@ import numpy as np
 import torch
 
 from poecaps import _checks as checks
+from poecaps.code_density import DOMAINS, Domain
 from poecaps.evaluation import measures
 from poecaps.evaluation.probe import LinearProbe, linear_probe
-from poecaps.network import DOMAINS, CapsuleNetwork, Domain
+from poecaps.network import CapsuleNetwork
 from poecaps.training.stages import (
     effective_rank,
 )  # one definition for running numbers and for results

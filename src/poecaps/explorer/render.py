@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from poecaps.code_density import Domain
     from poecaps.data import ImageSet
-    from poecaps.network import CapsuleNetwork, Domain
+    from poecaps.network import CapsuleNetwork
 
     Array = np.ndarray[Any, Any]
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_type_hint
 
 from poecaps import _checks as checks
 from poecaps.functional import MIXINGS, Mixing
-from poecaps.network import ModelOptions
+from poecaps.options import ModelOptions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -184,7 +184,7 @@ class Config:
                 )
         for name in stages:
             getattr(self, name).check(name)
-        self.model.check("model.")
+        self.model.validate("model.")
         if self.pixel_decoder.epochs > 0 and not self.model.pixel_decoder:
             raise ValueError(
                 "pixel_decoder.epochs must be 0 for a model without a pixel_decoder; set model.pixel_decoder"
@@ -272,10 +272,10 @@ OF_THE_MACHINE = ("data_path", "device", "checkpoint_every")  # options that do 
 
 def nearest_preset(config: Config) -> str:
     """Name the preset that the fewest options were changed of."""
-    return min(PRESETS, key=lambda name: len(changes(config, name)))
+    return min(PRESETS, key=lambda name: len(changed_options(config, name)))
 
 
-def changes(config: Config, preset: str) -> dict[str, Any]:
+def changed_options(config: Config, preset: str) -> dict[str, Any]:
     """Options that are not those of a preset, by their names."""
     usual = dict(_flat(asdict(PRESETS[preset]())))
     return {
@@ -297,7 +297,7 @@ def command(config: Config) -> str:
     """Return the command that trains with these options."""
     preset = nearest_preset(config)
     words = ["poecaps", "train", *([] if preset == "default" else ["--preset", preset])]
-    for name, value in changes(config, preset).items():
+    for name, value in changed_options(config, preset).items():
         stage, dot, last = name.replace("_", "-").rpartition(".")
         if isinstance(value, bool):
             words.append(f"--{stage}{dot}{'' if value else 'no-'}{last}")

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from poecaps._files import ModelError, read_json, write_json
+from poecaps._version import __version__
 from poecaps.data.named import NAMES
 from poecaps.training.config import OF_THE_MACHINE, Config, from_json
 from poecaps.training.config import command as training_command
@@ -54,8 +55,6 @@ def describe_data(data: ImageSet) -> dict[str, Any]:
 
 def describe_machine() -> dict[str, str]:
     """Name the versions that results may depend on."""
-    from poecaps import __version__
-
     return {
         "poecaps": __version__,
         "python": platform.python_version(),

@@ -420,7 +420,7 @@ class PixelDecoderTask(Task):
         with torch.no_grad():
             for decoder in reversed(self.higher):
                 y = decoder(y)
-        activations = self.material.network.preprocessing.undo(self.lowest.held_preactivation(y))
+        activations = self.material.network.preprocessing.inverse_transform(self.lowest.held_preactivation(y))
         with self.material.autocast():
             return self.material.network.logits(activations).float()
 

@@ -1,0 +1,122 @@
+"""Options of the model: everything that determines the shape of its weights and how they are used.
+
+The docstring of each field is also its help text on the command line.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import get_args
+
+from poecaps import _checks as checks
+from poecaps import functional as F
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """All options of a `CapsuleNetwork`, except the shape of its images."""
+
+    features: int = 128
+    """Number of filters of each convolution."""
+    kernel_size: int = 9
+    """Height and width of the filters."""
+    bias: bool = True
+    """Whether the convolutions have biases."""
+    dropout: float = 0.2
+    """Dropout probability of the features while the autoencoder is trained."""
+    capsule_dim: int = 8
+    """Number of features in one input capsule."""
+    experts: tuple[tuple[int, int], ...] = ((20, 16),)
+    """Number and dimension of the experts of each capsule layer, from the lowest to the highest."""
+    iterations: int = 3
+    """Iterations of routing by agreement."""
+    sharpness: float = 5.0
+    """Factor of the agreement in the routing."""
+    normalize: F.Axis = "inputs"
+    """Axis over which the routing coefficients sum to 1: the inputs, or the outputs (experts)."""
+    agreement: F.Agreement = "cosine"
+    """Measure of agreement: the cosine or the inner product of vote and expert."""
+    winners: int | None = None
+    """Number of experts that may fire for an image; None: all of them."""
+    decoder_sharpness: float = 1.0
+    """Factor of the agreement in the routing of the capsule decoder."""
+    centre: bool = True
+    """Whether the mean over the training images is subtracted from each input capsule."""
+    scale: float | None = 0.4
+    """Mean norm to which the input capsules are scaled before squashing; None: no scaling."""
+    whiten: bool = False
+    """Whether each input capsule is whitened by its covariance over the training images."""
+    equalized_components: int = 0
+    """Leading principal components of all capsules that get the variance of the last; 0: none."""
+    pixel_decoder: bool = False
+    """Whether images are decoded by separate filters, not by the transposed encoder filters."""
+    joint_components: int = 1000
+    """Maximum number of Gaussians in the density of whole codes, each for 25 images or more."""
+    expert_components: int = 20
+    """Maximum number of Gaussians in the density of the codes of one expert."""
+
+    def validate(self, prefix: str = "") -> None:
+        """Raise ValueError or TypeError if an option is invalid.
+
+        Parameters
+        ----------
+        prefix
+            Put before the name of the option in the message, such as ``"model."``.
+        """
+        for name in (
+            "features",
+            "kernel_size",
+            "capsule_dim",
+            "iterations",
+            "joint_components",
+            "expert_components",
+        ):
+            checks.require_int(prefix + name, getattr(self, name), 1)
+        layers = self.experts
+        if (
+            not isinstance(layers, tuple)
+            or not layers
+            or not all(isinstance(layer, tuple) and len(layer) == 2 for layer in layers)
+        ):
+            raise ValueError(
+                f"{prefix}experts must be one or more pairs of a number and a dimension, "
+                f"but is {layers!r}"
+            )
+        for number in (number for layer in layers for number in layer):
+            checks.require_int(f"every number of {prefix}experts", number, 1)
+        if self.features % self.capsule_dim:
+            raise ValueError(
+                f"{prefix}features must be a multiple of capsule_dim, "
+                f"but {self.features} is not a multiple of {self.capsule_dim}"
+            )
+        checks.require_nonnegative(f"{prefix}dropout", self.dropout)
+        if self.dropout >= 1:
+            raise ValueError(f"{prefix}dropout must be below 1, but is {self.dropout}")
+        if self.scale is not None:
+            checks.require_nonnegative(f"{prefix}scale", self.scale)
+            if self.scale == 0:
+                raise ValueError(f"{prefix}scale must be above 0, or None for no scaling")
+        checks.require_nonnegative(f"{prefix}decoder_sharpness", self.decoder_sharpness)
+        checks.require_nonnegative(f"{prefix}sharpness", self.sharpness)
+        checks.require_int(f"{prefix}equalized_components", self.equalized_components, 0)
+        checks.require_choice(f"{prefix}normalize", self.normalize, get_args(F.Axis))
+        checks.require_choice(f"{prefix}agreement", self.agreement, get_args(F.Agreement))
+        if self.winners is not None:
+            fewest = min(count for count, _ in layers)
+            checks.require_int(f"{prefix}winners", self.winners, 1, fewest)
+
+
+@dataclass(frozen=True)
+class Architecture(ModelOptions):
+    """All options of a `CapsuleNetwork`; everything that training changes is in its weights."""
+
+    image_shape: tuple[int, int, int] = (1, 28, 28)
+    """C, H and W of the images."""
+
+    def validate(self, prefix: str = "") -> None:
+        """Raise ValueError or TypeError if an option is invalid; see `ModelOptions.validate`."""
+        super().validate(prefix)
+        if not isinstance(self.image_shape, tuple) or len(self.image_shape) != 3:
+            raise ValueError(f"{prefix}image_shape must be (C, H, W), but is {self.image_shape!r}")
+        for number in self.image_shape:
+            checks.require_int(f"every number of {prefix}image_shape", number, 1)
