@@ -21,12 +21,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from benchmarks import machine
+from poecaps._devices import find_device, use_bfloat16
 from poecaps.data import load
 from poecaps.network import Architecture, CapsuleNetwork
-from poecaps.training import PRESETS, loop
-from poecaps.training.stages import AutoencoderTask, Material
-from poecaps.training.steps import FEWEST, PLAIN, Steps
-from poecaps.training.workers import Workers
+from poecaps.training import PRESETS
+from poecaps.training.distributed import Distributed
+from poecaps.training.features import FeatureCache
+from poecaps.training.graphs import MIN_REPLAYS, WARMUP_STEPS, GraphedStep
+from poecaps.training.optim import make_optimizer, set_learning_rate
+from poecaps.training.stages import AutoencoderTrainer
+from poecaps.training.trainer import TrainingStep
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -57,16 +61,17 @@ def make_steps(data: ImageSet, batch: int, device: torch.device) -> tuple[Step, 
     architecture = Architecture(**options, image_shape=data.shape)
     network = CapsuleNetwork(architecture, generator=torch.Generator().manual_seed(0)).to(device)
     network.autoencoder.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    half, workers = loop._wants_bfloat16(config.precision, device), Workers()
-    material = Material(data, network, device, workers, half=half)
-    task = AutoencoderTask("autoencoder", config.autoencoder, network.autoencoder, material)
-    task.prepare(True, torch.Generator().manual_seed(0))
-    recorded = device.type == "cuda" and task.is_resident()
-    optimizer = loop._optimizer(task.stage, list(task.part.parameters()))
+    half, distributed = use_bfloat16(config.precision, device), Distributed()
+    cache = FeatureCache(data, network, device, distributed, bfloat16=half)
+    stage = AutoencoderTrainer(config.autoencoder, cache)
+    stage.prepare(True, torch.Generator().manual_seed(0))
+    recorded = device.type == "cuda" and stage.data_on_device()
+    optimizer = make_optimizer(stage.options, list(stage.module.parameters()))
     draws = torch.Generator(device).manual_seed(0)
     network.eval()
-    task.part.train()
-    steps = Steps(task, optimizer, workers, draws, recorded=recorded)
+    stage.module.train()
+    plain = TrainingStep(stage, optimizer, distributed, draws)
+    take = GraphedStep(plain, draws) if recorded else plain
     order = torch.randperm(len(data), generator=torch.Generator().manual_seed(0)).to(device)
     parts = [order[start : start + batch] for start in range(0, len(data) - batch + 1, batch)]
     taken = 0
@@ -74,9 +79,9 @@ def make_steps(data: ImageSet, batch: int, device: torch.device) -> tuple[Step, 
     def step() -> Any:
         nonlocal taken
         taken += 1
-        loop._set_rate(optimizer, task.stage.learning_rate_at(0))
+        set_learning_rate(optimizer, stage.options.learning_rate_at(0))
         draws.manual_seed(taken)
-        return steps.take(parts[taken % len(parts)])
+        return take(parts[taken % len(parts)])
 
     about = {
         "precision": "bfloat16" if half else "float32",
@@ -92,7 +97,7 @@ def measure(data: ImageSet, batches: Sequence[int], rounds: int, device: torch.d
     for batch in batches:
         name = str(batch)
         steps[name], found[name] = make_steps(data, batch, device)
-        for _ in range(PLAIN + 1 if device.type == "cpu" else PLAIN + FEWEST):
+        for _ in range(WARMUP_STEPS + 1 if device.type == "cpu" else WARMUP_STEPS + MIN_REPLAYS):
             steps[name]()
     for name, times in machine.in_turns(steps, rounds, device).items():
         rate = int(name) / times["median_s"]
@@ -121,7 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=9, help="how often the batch sizes take turns (default: 9)")
     parser.add_argument("--json", type=Path, help="where to write the numbers")
     options = parser.parse_args(arguments)
-    device, data = loop.find_device(options.device), load(options.data)
+    device, data = find_device(options.device), load(options.data)
     if too_large := [batch for batch in options.batch if batch > len(data)]:
         parser.error(f"--batch must be at most {len(data)}, the number of images, but is {too_large[0]}")
     report: dict[str, Any] = {

@@ -20,11 +20,12 @@ from PIL import Image
 
 import poecaps
 from poecaps._files import read_tensors
+from poecaps._json import dataclass_from_json
 from poecaps.cli import main
 from poecaps.network import DOMAINS
 from poecaps.training import PRESETS
-from poecaps.training.config import Config, from_json
-from poecaps.training.loop import CHECKPOINT
+from poecaps.training.checkpoint import CHECKPOINT
+from poecaps.training.config import Config
 
 SMALL = shlex.split("""--model.features 8 --model.capsule-dim 4 --model.experts 3 5 --model.joint-components 4 --batch-size 16
     --autoencoder.epochs 1 --encoder.epochs 1 --decoder.epochs 1 --pixel-decoder.epochs 1 --device cpu""")
@@ -89,7 +90,7 @@ def test_every_field_can_be_set_and_nothing_else_changes(source: Path, tmp_path:
         )
         == 0
     )
-    used = from_json(Config, json.loads((tmp_path / "run" / "run.json").read_text())["config"])
+    used = dataclass_from_json(Config, json.loads((tmp_path / "run" / "run.json").read_text())["config"])
     paper = PRESETS["paper"]()
     assert (
         used.encoder.k,
@@ -201,7 +202,7 @@ def test_a_run_goes_on_on_a_terminal(source: Path, tmp_path: Path) -> None:
     process.kill()
     process.wait()
     seen = on_a_terminal([*train, "--resume", "run"], tmp_path)
-    assert "goes on from epoch" in seen
+    assert "resumes at epoch" in seen
     assert "Traceback" not in seen
     assert json.loads((tmp_path / "run" / "run.json").read_text())["finished"]
 
@@ -389,7 +390,7 @@ def test_one_line_says_what_was_found_and_what_was_skipped_and_why(
     assert main(["reconstruct", str(tmp_path / "run"), "--device", "cpu"]) == 0
     assert [each for each in capsys.readouterr().err.splitlines() if "skipped" in each] == [line]
 
-    config = from_json(Config, json.loads((tmp_path / "run" / "run.json").read_text())["config"])
+    config = dataclass_from_json(Config, json.loads((tmp_path / "run" / "run.json").read_text())["config"])
     with pytest.warns(UserWarning, match="4 files skipped") as told:
         poecaps.train(config, tmp_path / "again")
     assert [(str(each.message), each.filename) for each in told] == [(line, __file__)]

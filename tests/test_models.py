@@ -18,11 +18,11 @@ from PIL import Image
 import poecaps
 from poecaps import hub, models
 from poecaps.card import is_ours
-from poecaps.cli import main
+from poecaps.cli import command_for, main
 from poecaps.data import named
 from poecaps.network import DOMAINS, Architecture, CapsuleNetwork
 from poecaps.training import PRESETS, Config, EncoderStage, record, train
-from poecaps.training.config import command, nearest_preset
+from poecaps.training.config import nearest_preset
 from tools.ship_model import main as ship_model
 from tools.ship_model import ship
 
@@ -283,7 +283,7 @@ def test_what_is_shipped_is_the_run_in_half_precision_without_its_machine(
     for file in ("README.md", "config.json", "run.json"):
         text = (folder / file).read_text(encoding="utf-8")
         assert str(run.parent) not in text
-        assert record.describe_machine()["platform"] not in text
+        assert record.describe_versions()["platform"] not in text
     about = record.read(folder)
     options = record.read(run)["config"]
     assert about["config"] == options | {"data_path": None, "device": "auto"}
@@ -393,7 +393,7 @@ def test_the_command_of_a_card_trains_with_its_options(
     assert (
         main(
             [
-                *shlex.split(command(replace(config, device="cuda", data_path="/data")))[1:],
+                *shlex.split(command_for(replace(config, device="cuda", data_path="/data")))[1:],
                 "--quiet",
             ]
         )

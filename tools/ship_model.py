@@ -3,8 +3,7 @@
 Run as: python tools/ship_model.py RUN NAME
 
 Then `poecaps generate NAME` and `poecaps.load("NAME")` find it. Of the run's own record only what anybody could repeat
-is kept: no paths, and the command is made anew from the options. RUN/evaluation.json, if there is one, is
-kept, and the card shows its numbers.
+is kept: no paths, and no command. RUN/evaluation.json, if there is one, is kept, and the card shows its numbers.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ import torch
 
 from poecaps import hub, models
 from poecaps._files import ModelError
+from poecaps._json import dataclass_from_json
 from poecaps.data import named
 from poecaps.network import DOMAINS, CapsuleNetwork
 from poecaps.training import Config, record
-from poecaps.training.config import from_json
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -64,7 +63,7 @@ def ship(run: Path, name: str) -> Path:
     network, about = CapsuleNetwork.load(run), record.read(run)
     if not about.get("finished"):
         raise ModelError(f"{run} is not finished")
-    config = from_json(Config, about["config"])
+    config = dataclass_from_json(Config, about["config"])
     if config.data not in named.NAMES:
         raise ValueError(
             f"{run} was trained on {config.data}, but must be on one of {', '.join(named.NAMES)}"

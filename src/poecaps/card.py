@@ -21,10 +21,11 @@ import torch
 
 from poecaps import plotting
 from poecaps._files import read_json, read_tensors, write_atomically
+from poecaps._json import dataclass_from_json
 from poecaps.data.named import NAMES
 from poecaps.network import DOMAINS
 from poecaps.training import record
-from poecaps.training.config import Config, changes, command, from_json, nearest_preset
+from poecaps.training.config import Config, changed_options, nearest_preset
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -182,7 +183,7 @@ def _lines(
     picture: bool,
 ) -> Iterator[str]:
     """Yield the card, line after line."""
-    config = None if about is None else from_json(Config, about["config"])
+    config = None if about is None else dataclass_from_json(Config, about["config"])
     known = None if config is None else SETS.get(config.data.removesuffix("-sample"))
     yield from _head(name, known, measured, licence)
     learned = "" if data_name is None else f" that has learned {_plain(data_name)} without labels"
@@ -208,7 +209,7 @@ def _lines(
         yield f"| data | {known.about if known else f'{_plain(data_name)}, images of the one who trained it'} |"
         yield f"| training images | {data['images']:,}, sha256 of the array `{data.get('sha256')}` |"
         preset = nearest_preset(config)
-        changed = changes(config, preset).keys() - WITH_ROWS
+        changed = changed_options(config, preset).keys() - WITH_ROWS
         yield f"| preset | {preset}{', with the changes below' if changed else ''} |"
         yield f"| seed | {config.seed} |"
         torch_version = last.get("versions", {}).get("torch")
@@ -218,8 +219,10 @@ def _lines(
     choice = "for the owner to choose" if licence == "unknown" else _plain(licence)
     yield f"| licence | of the weights {choice}; {theirs} |"
     if config is not None:
+        from poecaps.cli import command_for
+
         yield "\nTrained by this command; all options are in `run.json`:\n"
-        yield _fenced("sh", command(config))
+        yield _fenced("sh", command_for(config))
     yield "\n## Measured\n"
     yield from _table(shlex.quote(name) if shipped else "FOLDER", measured, half)
     yield "\n## What it is for\n"

@@ -28,16 +28,22 @@ from tyro.conf import Positional  # noqa: TC002 (tyro reads the annotations)
 from poecaps import __version__, card, evaluation, kernels, models, plotting
 from poecaps import _checks as checks
 from poecaps import data as datasets
+from poecaps._devices import find_device
 from poecaps._files import ModelError, write_json
+from poecaps._json import dataclass_from_json
 from poecaps.autoencoder import least_side
 from poecaps.data.folder import without_warning
 from poecaps.data.idx import Split, find_images
 from poecaps.kernels import filters
 from poecaps.network import DOMAINS, REACH, STEPS, CapsuleNetwork, Domain
-from poecaps.training import PRESETS, Config, Progress, TrainingError, record, resume, workers
+from poecaps.training import PRESETS, Config, Progress, TrainingError, record, resume
 from poecaps.training import train as train_network
-from poecaps.training.loop import CHECKPOINT, METRICS, find_device, is_finished
+from poecaps.training.checkpoint import CHECKPOINT
+from poecaps.training.config import changed_options, nearest_preset, stage_options
+from poecaps.training.distributed import Distributed
+from poecaps.training.metrics import METRICS
 from poecaps.training.progress import TensorBoard, display
+from poecaps.training.run import is_finished
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -61,7 +67,7 @@ OPTIONS = {  # how the library speaks of what it is given, and what that is on t
     "with path=…": "with --data-path FOLDER",
     "path is for": "--data-path is for",
     "size and channels are for": "--size and --channels are for",
-    "the run in it by resume": "the run in it: poecaps train --resume RUN",
+    "continue its run with resume": "continue its run: poecaps train --resume RUN",
 }
 FAILURES = (
     ModelError,
@@ -122,7 +128,7 @@ def run() -> NoReturn:
             stream.reconfigure(errors="replace")  # where the encoding has no ×
     status = main()
     if (
-        workers.expected().size > 1
+        Distributed.from_environment().size > 1
     ):  # threads that processes talk through may abort at Python's own end
         sys.stdout.flush()
         sys.stderr.flush()
@@ -191,8 +197,8 @@ def _train_with(preset_given: str) -> Callable[..., None]:
                 "--resume goes on with the options of the run; leave out all but --device and the display"
             )
         folder = (resume or out or _free_folder(config.data)).expanduser()
-        config.check()
-        first = workers.expected().first
+        config.validate()
+        first = Distributed.from_environment().is_main
         shown: list[Any] = [] if quiet or not first else [display()]
         shown += [TensorBoard(folder)] if tensorboard and first else []
 
@@ -258,7 +264,9 @@ def _warn_of_failure(folder: Path) -> None:
     for stage, numbers in _last_numbers(folder / METRICS).items():
         error = numbers.get("reconstruction_error", 0.0)
         if error >= 1 and not stage.startswith("encoder"):
-            remedy = f"it needs more images or more --{stage.split()[0]}.epochs"
+            config = dataclass_from_json(Config, record.read(folder)["config"])
+            option = stage_options(config)[stage].replace("_", "-")
+            remedy = f"it needs more images or more --{option}.epochs"
             message = f"warning: the {stage} does no better than the mean image (error {error:.2g}); {remedy}"
             print(message, file=sys.stderr, flush=True)
 
@@ -276,8 +284,29 @@ def _train(
     return train_network(config, folder, report=report, found=found)
 
 
+def command_for(config: Config) -> str:
+    """Return the command that trains with these options."""
+    preset = nearest_preset(config)
+    words = ["poecaps", "train", *([] if preset == "default" else ["--preset", preset])]
+    for name, value in changed_options(config, preset).items():
+        stage, dot, last = name.replace("_", "-").rpartition(".")
+        if isinstance(value, bool):
+            words.append(f"--{stage}{dot}{'' if value else 'no-'}{last}")
+        else:
+            words += [f"--{stage}{dot}{last}", *_words(value)]
+    return shlex.join(words)
+
+
+def _words(value: Any) -> list[str]:
+    return (
+        [word for each in value for word in _words(each)]
+        if isinstance(value, tuple)
+        else [str(value)]
+    )
+
+
 def _free_folder(source: str) -> Path:
-    if workers.expected().size > 1:
+    if Distributed.from_environment().size > 1:
         raise ValueError("several processes must agree on a folder; name it with --out")
     name = Path(source).stem or "images"
     names = (
@@ -685,7 +714,7 @@ def info(
 
 
 def _about_installation() -> Iterator[tuple[str, str]]:
-    machine = record.describe_machine()
+    machine = record.describe_versions()
     yield from machine.items()
     device = find_device("auto")
     yield "device", record.describe_device(device)

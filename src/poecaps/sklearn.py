@@ -19,7 +19,7 @@ from poecaps import functional as F
 from poecaps._table import CapsuleTable
 from poecaps.data import ImageSet
 from poecaps.training import PRESETS, Config, Progress, Stage, train
-from poecaps.training.online import learn_more
+from poecaps.training.finetune import fine_tune
 
 try:
     from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, TransformerMixin
@@ -204,8 +204,12 @@ class CapsuleExpertsTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixi
         elif first:
             self._train(rows)
         else:
-            learn_more(
-                self.model_, self._config(), self._images(rows), share=LATER, seed=self._seed()
+            fine_tune(
+                self.model_,
+                self._config(),
+                self._images(rows),
+                learning_rate_ratio=LATER,
+                seed=self._seed(),
             )
         self._finish(rows, self.n_iter if first and self.image_shape_ is not None else 1)
         kept = self._kept[0]

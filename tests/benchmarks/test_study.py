@@ -12,8 +12,9 @@ import torch
 
 from benchmarks import study
 from benchmarks.study import STUDY, Variant, changed, main, table
+from poecaps.cli import command_for
 from poecaps.training import PRESETS, TrainingError
-from poecaps.training.config import changes, command
+from poecaps.training.config import changed_options
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -24,11 +25,11 @@ def test_a_variant_is_possible_and_changes_what_it_says(name: str) -> None:
     variant = STUDY[name]
     config = variant.config(data="mnist", seed=3)
     config.check()
-    assert changes(config, variant.preset) == {"data": "mnist", "seed": 3, **variant.changes}
+    assert changed_options(config, variant.preset) == {"data": "mnist", "seed": 3, **variant.changes}
 
 
 def test_no_two_variants_are_the_same() -> None:
-    commands = [command(variant.config()) for variant in STUDY.values()]
+    commands = [command_for(variant.config()) for variant in STUDY.values()]
     assert len(set(commands)) == len(commands)
 
 

@@ -14,10 +14,8 @@ import torch
 from poecaps import _checks as checks
 from poecaps.evaluation import measures
 from poecaps.evaluation.probe import LinearProbe, linear_probe
+from poecaps.metrics import effective_rank
 from poecaps.network import DOMAINS, CapsuleNetwork, Domain
-from poecaps.training.stages import (
-    effective_rank,
-)  # one definition for running numbers and for results
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
