@@ -1,6 +1,6 @@
 """Options of a training run: dataclasses, saved as JSON beside its results, and presets.
 
-The docstrings of the fields are the help texts of the command line.
+The docstrings of the fields are the help texts of the command line, each on a single line.
 """
 
 from __future__ import annotations
@@ -82,11 +82,9 @@ class EncoderStage(CapsuleStage):
     mixing: Mixing = "deterministic"
     """State of the experts during mixing: deterministic (the mean) or bernoulli (a random draw)."""
     winners: int | None = None
-    """Number of experts that may fire for an image during training; model.winners applies
-    afterwards. None: model.winners applies during training, too."""
+    """Number of experts that may fire for an image during training; None: model.winners."""
     target_firing: float | None = None
-    """Mean firing probability of the strongest expert; all weights are scaled to reach it after
-    training. None: they are not scaled."""
+    """Mean firing probability of the strongest expert after a final scaling; None: no scaling."""
 
     def validate(self, name: str) -> None:
         """Raise ValueError or TypeError if an option is invalid; `name` is that of the stage."""
@@ -107,9 +105,9 @@ class EncoderStage(CapsuleStage):
 class DecoderStage(CapsuleStage):
     """Options of the training of the capsule decoder."""
 
+    # Images from one expert alone teach each expert to generate images by itself.
     single_expert_share: float = 0.0
-    """Fraction of images that are decoded from their strongest expert alone, so that each expert
-    learns to generate images by itself."""
+    """Fraction of images that are decoded from their strongest expert alone."""
 
     def validate(self, name: str) -> None:
         """Raise ValueError or TypeError if an option is invalid; `name` is that of the stage."""
@@ -119,13 +117,12 @@ class DecoderStage(CapsuleStage):
 
 @dataclass(frozen=True)
 class PixelDecoderStage(Stage):
-    """Options of the fine-tuning of the pixel decoder and the capsule decoder below it."""
+    """Options of the fine-tuning of the pixel decoder and the lowest capsule decoder."""
 
     single_expert_share: float = 0.0
     """Fraction of images that are decoded from their strongest expert alone."""
     cross_entropy: float = 0.05
-    """Weight of the pixels' cross-entropy relative to their absolute error; the larger, the softer
-    the images."""
+    """Weight of the cross-entropy beside the absolute error; the larger, the softer the images."""
 
     def validate(self, name: str) -> None:
         """Raise ValueError or TypeError if an option is invalid; `name` is that of the stage."""
@@ -139,8 +136,7 @@ class Config:
     """All options of a training run."""
 
     data: str = "mnist-sample"
-    """Name of a dataset (mnist, fashion-mnist, or either with -sample), or path of a file or folder
-    of images."""
+    """Dataset: mnist, fashion-mnist, either with -sample, or a file or folder of images."""
     data_path: str | None = None
     """Folder that contains the full dataset named by data."""
     size: tuple[int, int] | None = None
@@ -166,8 +162,7 @@ class Config:
     precision: Precision = "auto"
     """Precision of the convolutions; auto: bfloat16 if the device is fast with it, else float32."""
     checkpoint_every: float = 60.0
-    """Seconds between checkpoints during a stage, the most that a crash can cost; 0: one after
-    every step."""
+    """Seconds between checkpoints, the most that a crash can cost; 0: one after every step."""
 
     def validate(self) -> None:
         """Raise an error if an option is invalid.

@@ -20,7 +20,7 @@ SUMMARY_METRICS = (
     ("effective_rank", "rank", 1),
 )
 REFRESH_SECONDS = 0.1  # between two updates of the live line
-BAR_WIDTH = 16
+BAR_WIDTH = 14
 STAGE_WIDTH = len("pixel decoder")  # the longest name of a stage
 
 

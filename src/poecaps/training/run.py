@@ -189,9 +189,9 @@ def resume_training(
         folder,
         config,
         data,
-        last_values(folder / METRICS),
-        run_record.read(folder),
-        time.perf_counter() - started,
+        metrics=last_values(folder / METRICS),
+        record=run_record.read(folder),
+        seconds=time.perf_counter() - started,
         resumed_finished=True,
     )
 
@@ -235,15 +235,15 @@ def _run(
             interrupts=interrupts,
             report=report,
         )
-        record = trainer.fit(checkpoint)
+        trainer.fit(checkpoint)
         return TrainingResult(
             trainer.network,
             folder,
             config,
             data,
-            last_values(folder / METRICS) if distributed.is_main else {},
-            record,
-            time.perf_counter() - started,
+            metrics=last_values(folder / METRICS) if distributed.is_main else {},
+            record=run_record.read(folder) if distributed.is_main else {},
+            seconds=time.perf_counter() - started,
         )
 
 

@@ -108,14 +108,8 @@ class Trainer:
         self.metrics_log = MetricsLog(folder)
         self.checkpoint_timer = CheckpointTimer(config.checkpoint_every)
 
-    def fit(self, checkpoint: Checkpoint) -> dict[str, Any]:
-        """Train all stages from a checkpoint on, fit the code density and save the network.
-
-        Returns
-        -------
-        dict
-            The record of the run; empty in all but the main process.
-        """
+    def fit(self, checkpoint: Checkpoint) -> None:
+        """Train all stages from a checkpoint on, fit the code density and save the network."""
         self._load(checkpoint)
         record = self._start_record(checkpoint) if self.distributed.is_main else {}
         self._set_memory_format(torch.channels_last)  # convolutions are faster
@@ -132,7 +126,6 @@ class Trainer:
                     record["finished"] = run_record.timestamp()
                     run_record.write(self.folder, record)
         self.network.requires_grad_(False)
-        return record
 
     def _fit_stage(self, index: int, first_step: int, state: Mapping[str, Tensor]) -> None:
         """Train one stage from `first_step` on, with the optimizer's state at that step."""
