@@ -35,7 +35,7 @@ from poecaps.data import ImageSet, load
 from poecaps.evaluation import CLASSIFIERS, evaluate, load_classifier
 from poecaps.network import CapsuleNetwork
 from poecaps.training import PRESETS, train
-from poecaps.training.steps import FEWEST, PLAIN
+from poecaps.training.graphs import MIN_REPLAYS, WARMUP_STEPS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -132,7 +132,7 @@ def _marked(owner: type, name: str, clock: Clock, part: str) -> Iterator[None]:
 
 def first_run(config: Config, data: ImageSet, folder: Path) -> float:
     """Go the way with few images and one epoch, and return the seconds."""
-    few = data.images[: (PLAIN + FEWEST) * config.batch_size]
+    few = data.images[: (WARMUP_STEPS + MIN_REPLAYS) * config.batch_size]
     stages = {
         name: replace(getattr(config, name), epochs=min(1, getattr(config, name).epochs))
         for name in STAGES

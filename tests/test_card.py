@@ -105,7 +105,7 @@ def test_a_card_holds_no_path_of_the_machine(run: Path, trained: Path) -> None:
     text = text_of(run)
     assert str(trained.parent) not in text
     assert trained.parent.name not in text
-    assert record.describe_machine()["platform"] not in text
+    assert record.describe_versions()["platform"] not in text
 
 
 def test_evaluation_completes_the_card(run: Path) -> None:

@@ -24,7 +24,7 @@ from poecaps.training import (
     PixelDecoderStage,
     Progress,
     Stage,
-    loop,
+    trainer,
     optim,
     resume,
     train,
@@ -197,17 +197,17 @@ def test_training_by_replays_gives_what_plain_steps_give(
         precision="float32",
     )
     recorded: list[bool] = []
-    can_record = loop._Run._can_record
+    can_record = trainer.Trainer._can_graph
 
     def note(*arguments: Any) -> bool:
         recorded.append(can_record(*arguments))
         return recorded[-1]
 
-    monkeypatch.setattr(loop, "FEWEST", 1)
-    monkeypatch.setattr(loop._Run, "_can_record", note)
+    monkeypatch.setattr(trainer, "MIN_REPLAYS", 1)
+    monkeypatch.setattr(trainer.Trainer, "_can_graph", note)
     replayed = train(config, tmp_path / "replayed").state_dict()
     assert recorded == [True] * 6
-    monkeypatch.setattr(loop._Run, "_can_record", lambda *_: False)
+    monkeypatch.setattr(trainer.Trainer, "_can_graph", lambda *_: False)
     plain = train(config, tmp_path / "plain").state_dict()
     for name, value in plain.items():
         if not name.startswith("density."):  # clusters may be numbered otherwise

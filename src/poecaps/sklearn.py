@@ -20,7 +20,7 @@ from poecaps._modules import in_batches
 from poecaps._table import TabularModel
 from poecaps.data import ImageSet
 from poecaps.training import PRESETS, Config, Progress, Stage, train
-from poecaps.training.online import learn_more
+from poecaps.training.finetune import fine_tune
 
 try:
     from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, TransformerMixin
@@ -216,7 +216,7 @@ class CapsuleExpertsTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixi
             self._train(rows)
         else:
             images, seed = self._images(rows), self._seed()
-            learn_more(self.model_, self._config(), images, share=FINE_TUNING_RATIO, seed=seed)
+            fine_tune(self.model_, self._config(), images, learning_rate_ratio=FINE_TUNING_RATIO, seed=seed)
         self._finish(rows, self.n_iter if first and self.image_shape_ is not None else 1)
         sample = self._reservoir[0]
         if self.image_shape_ is None:

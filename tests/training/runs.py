@@ -1,4 +1,7 @@
-"""A run of seconds, from Python and from the command line: 96 bars of 20×19 pixels, 8 features, 2 layers of experts."""
+"""A run that takes seconds, from Python and from the command line.
+
+96 bars of 20×19 pixels, 8 features, 2 layers of experts.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ import torch
 from poecaps import CapsuleNetwork
 from poecaps.options import ModelOptions
 from poecaps.training import Config, DecoderStage, EncoderStage, PixelDecoderStage, Stage
-from poecaps.training.loop import METRICS
+from poecaps.training.metrics import METRICS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -46,13 +49,31 @@ def config_for(data: Path, **changes: Any) -> Config:
     return replace(tiny, **changes)
 
 
-OPTIONS = shlex.split("""
-    --preset default --model.features 8 --model.capsule-dim 4 --model.experts 4 5 3 4 --model.joint-components 4
-    --model.equalized-components 2 --model.normalize inputs --model.sharpness 5 --model.scale 0.4 --autoencoder.epochs 6
-    --autoencoder.learning-rate 5e-3 --encoder.epochs 4 --encoder.learning-rate 0.05 --encoder.mixing bernoulli --encoder.winners 2
+def without_epochs(data: Path, **changes: Any) -> Config:
+    """A run that takes only the steps of the given stages."""
+    stages = {
+        "autoencoder": Stage(epochs=0),
+        "encoder": EncoderStage(epochs=0),
+        "decoder": DecoderStage(epochs=0),
+        "pixel_decoder": PixelDecoderStage(epochs=0),
+    }
+    return config_for(data, **stages | changes)
+
+
+class Stop(Exception):  # noqa: N818
+    """Raised by a report to end a run."""
+
+
+OPTIONS = (
+    shlex.split("""
+    --preset default --model.features 8 --model.capsule-dim 4 --model.experts 4 5 3 4
+    --model.joint-components 4 --model.equalized-components 2 --model.normalize inputs
+    --model.sharpness 5 --model.scale 0.4 --autoencoder.epochs 6 --autoencoder.learning-rate 5e-3
+    --encoder.epochs 4 --encoder.learning-rate 0.05 --encoder.mixing bernoulli --encoder.winners 2
     --decoder.epochs 6 --decoder.learning-rate 0.03 --decoder.single-expert-share 0.5
-    --pixel-decoder.epochs 3 --pixel-decoder.optimizer sgd --pixel-decoder.learning-rate 0.1 --pixel-decoder.single-expert-share 0.5
-    --batch-size 16 --device cpu --checkpoint-every 0""")  # the same as config_for
+    --pixel-decoder.epochs 3 --pixel-decoder.optimizer sgd --pixel-decoder.learning-rate 0.1
+    --pixel-decoder.single-expert-share 0.5 --batch-size 16 --device cpu --checkpoint-every 0""")
+)  # the same as config_for
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(autouse=True)
 def heeded() -> Iterator[None]:
-    """Let Ctrl-C be heeded, which a shell without job control tells what it runs in the background to ignore."""
+    """Install a handler of Ctrl-C: a shell without job control lets background jobs ignore it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -25,10 +25,10 @@ def heeded() -> Iterator[None]:
 
 def test_a_signal_waits_for_the_end_of_a_step_but_a_second_does_not() -> None:
     interrupts = Interrupts()
-    with interrupts.watched():
-        interrupts.stepping = True
+    with interrupts.installed():
+        interrupts.deferred = True
         os.kill(os.getpid(), signal.SIGINT)
-        assert interrupts.asked
+        assert interrupts.requested
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
 
@@ -36,7 +36,7 @@ def test_a_signal_waits_for_the_end_of_a_step_but_a_second_does_not() -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_between_steps_a_signal_acts_at_once(number: signal.Signals) -> None:
     interrupts = Interrupts()
-    with interrupts.watched(), pytest.raises(KeyboardInterrupt):
+    with interrupts.installed(), pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), number)
 
 
@@ -45,11 +45,11 @@ def test_torchrun_may_pass_on_a_signal_that_a_process_has_had(
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     interrupts = Interrupts()
-    with interrupts.watched():
-        interrupts.stepping = True
+    with interrupts.installed():
+        interrupts.deferred = True
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGTERM)
-    assert interrupts.asked
+    assert interrupts.requested
 
 
 def test_handlers_are_put_back_and_ignored_signals_stay_ignored() -> None:
@@ -57,10 +57,10 @@ def test_handlers_are_put_back_and_ignored_signals_stay_ignored() -> None:
     try:
         ours = signal.getsignal(signal.SIGINT)
         interrupts = Interrupts()
-        with interrupts.watched():
-            assert signal.getsignal(signal.SIGINT) == interrupts.note
+        with interrupts.installed():
+            assert signal.getsignal(signal.SIGINT) == interrupts.handle
             os.kill(os.getpid(), signal.SIGTERM)
-        assert not interrupts.asked
+        assert not interrupts.requested
         assert signal.getsignal(signal.SIGINT) == ours
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
     finally:
@@ -71,7 +71,7 @@ def test_another_thread_may_train() -> None:
     entered = []
 
     def watch() -> None:
-        with Interrupts().watched():
+        with Interrupts().installed():
             entered.append(True)
 
     thread = threading.Thread(target=watch)

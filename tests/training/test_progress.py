@@ -11,7 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from poecaps.training import Progress, resume, train
 from poecaps.training.progress import LiveLine, PlainLines, TensorBoard, display
-from tests.training.runs import config_for
+from tests.training.runs import Stop, config_for
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -29,7 +29,7 @@ def at(step: int, stage: str = "encoder 1", **changes: Any) -> Progress:
         "total_step": 100 + step,
         "images_per_second": 1234.5,
         "seconds_left": 3725.0,
-        "numbers": {
+        "metrics": {
             "loss": 1.0,
             "reconstruction_error": 0.25,
             "firing": 0.5,
@@ -51,14 +51,14 @@ def test_the_summary_has_what_tells_whether_it_learns() -> None:
     expected = "epoch 1.5/2  1,234 images/s  error 0.250  firing 0.50  rank 12.3  1:02:05 left"
     assert at(15).summary() == expected
     assert (
-        at(15, numbers={}, seconds_left=59.6).summary() == "epoch 1.5/2  1,234 images/s  1:00 left"
+        at(15, metrics={}, seconds_left=59.6).summary() == "epoch 1.5/2  1,234 images/s  1:00 left"
     )
 
 
 def test_before_the_first_step_there_is_nothing_to_sum_up() -> None:
     nothing: dict[str, Any] = {"images_per_second": 0.0, "seconds_left": float("inf")}
     assert at(0, **nothing).summary() == "starts"
-    assert at(13, **nothing).summary() == "goes on from epoch 1.3"
+    assert at(13, **nothing).summary() == "resumes at epoch 1.3"
 
 
 def test_without_a_terminal_there_is_one_plain_line_for_each_epoch() -> None:
@@ -75,7 +75,7 @@ def test_without_a_terminal_there_is_one_plain_line_for_each_epoch() -> None:
 
 
 def test_on_a_terminal_one_line_is_drawn_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("poecaps.training.progress.REFRESH", 0.0)
+    monkeypatch.setattr("poecaps.training.progress.REFRESH_SECONDS", 0.0)
     monkeypatch.setenv("COLUMNS", "120")
     out = Terminal()
     show = display(out)
@@ -88,7 +88,7 @@ def test_on_a_terminal_one_line_is_drawn_again_and_again(monkeypatch: pytest.Mon
     drawn = out.getvalue().replace("\n", "").split("\r\x1b[K")[1:]
     assert len(drawn) == 42
     assert all(len(line) < 120 for line in drawn)
-    assert "━" * 8 + "─" * 8 + "  50%" in drawn[10]
+    assert "━" * 7 + "─" * 7 + "  50%" in drawn[10]
     assert "encoder 2" in drawn[-1]
     assert "100%" in drawn[-1]
 
@@ -122,10 +122,6 @@ def test_a_run_cut_short_leaves_the_cursor_on_a_new_line() -> None:
     assert out.getvalue().isascii()
 
 
-class Stop(Exception):  # noqa: N818
-    pass
-
-
 def test_every_step_is_reported_and_every_number_is_written(data: Path, tmp_path: Path) -> None:
     seen: list[Progress] = []
     train(config_for(data), tmp_path / "run", report=seen.append)
@@ -137,7 +133,7 @@ def test_every_step_is_reported_and_every_number_is_written(data: Path, tmp_path
     told = [each for each in seen if each.measured]
     assert [line["stage"] for line in written] == [each.stage for each in told]
     assert all(
-        each.numbers.items() <= line.items() for line, each in zip(written, told, strict=True)
+        each.metrics.items() <= line.items() for line, each in zip(written, told, strict=True)
     )
     assert all(line["images_per_second"] > 0 for line in written)
     assert seen[-1].seconds_left == 0

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 import poecaps
+from poecaps._json import dataclass_from_json
 from poecaps.data import ImageSet
 from poecaps.training import record
-from poecaps.training.config import Config, from_json
+from poecaps.training.config import Config
 from tests.training.runs import config_for
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 def test_a_run_records_what_is_needed_to_repeat_it(data: Path, finished: Path) -> None:
     about = json.loads((finished / "run.json").read_text())
-    assert from_json(Config, about["config"]) == config_for(data)
+    assert dataclass_from_json(Config, about["config"]) == config_for(data)
     assert about["seed"] == 0
     assert about["data"]["images"] == 96
     assert about["data"]["shape"] == [1, 20, 19]
@@ -46,14 +47,14 @@ def test_fingerprints_tell_data_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fingerprint(images) != fingerprint(other)
     assert fingerprint(images) != fingerprint(images.reshape(50, 4, 6))
     monkeypatch.setattr(
-        record, "HASHED", 300
+        record, "HASHED_BYTES", 300
     )  # bytes: 12 of 50 images fit, so every 4th is looked at, and 20 is one
     assert record.describe_data(ImageSet(images))["sha256_of"] == "every 4th image"
     assert fingerprint(images) != fingerprint(other)
 
 
 def test_the_record_holds_the_config_as_json(data: Path) -> None:
-    made = record.begin(config_for(data), {})
+    made = record.new_record(config_for(data), {})
     assert json.loads(json.dumps(made))["config"]["model"]["experts"] == [[4, 5], [3, 4]]
     assert made["config"] == asdict(config_for(data))
 

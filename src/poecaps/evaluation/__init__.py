@@ -37,7 +37,7 @@ from poecaps.evaluation.protocol import (
     evaluate,
     side_by_side,
 )
-from poecaps.training.stages import effective_rank
+from poecaps.metrics import effective_rank
 
 __all__ = [
     "CLASSIFIERS",

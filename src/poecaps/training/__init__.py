@@ -1,4 +1,4 @@
-"""Train the stages, from Python."""
+"""Training of capsule networks."""
 
 from poecaps.training.config import (
     PRESETS,
@@ -11,8 +11,8 @@ from poecaps.training.config import (
     paper,
 )
 from poecaps.training.errors import TrainingError
-from poecaps.training.loop import resume, train
 from poecaps.training.progress import Progress
+from poecaps.training.run import TrainingResult, resume, resume_training, run_training, train
 
 __all__ = [
     "PRESETS",
@@ -23,8 +23,11 @@ __all__ = [
     "Progress",
     "Stage",
     "TrainingError",
+    "TrainingResult",
     "default",
     "paper",
     "resume",
+    "resume_training",
+    "run_training",
     "train",
 ]

@@ -1,93 +1,94 @@
-"""What a training run is made of, as dataclasses that are saved as JSON beside its results."""
+"""Options of a training run: dataclasses, saved as JSON beside its results, and presets.
+
+The docstrings of the fields are the help texts of the command line, each on a single line.
+"""
 
 from __future__ import annotations
 
 import math
-import shlex
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_type_hints
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from poecaps import _checks as checks
 from poecaps.functional import MIXINGS, Mixing
-from poecaps.options import ModelOptions
+from poecaps.network import ModelOptions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-T = TypeVar("T")
 Precision = Literal["auto", "float32", "bfloat16"]
+PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 Optimizer = Literal["adam", "sgd"]
 OPTIMIZERS: tuple[Optimizer, ...] = get_args(Optimizer)
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage of training: how long, and with which optimiser."""
+    """Options of a training stage: its length and its optimizer."""
 
     epochs: int = 5
-    """Passes over the training images."""
+    """Number of passes over the training images."""
     optimizer: Optimizer = "adam"
-    """Adam, or SGD with momentum."""
+    """Optimizer: adam, or sgd with momentum."""
     learning_rate: float = 1e-3
-    """Learning rate at the start."""
+    """Initial learning rate."""
     final_learning_rate_ratio: float = 0.01
-    """Learning rate at the end, as a share of that at the start; it falls along a cosine."""
+    """Final learning rate as a fraction of the initial one; it decays along a cosine."""
     momentum: float = 0.9
-    """Share of the last step that SGD takes again; for Adam, the decay of its first moment."""
+    """Momentum of SGD; for Adam, the decay rate of the first moment."""
     weight_decay: float = 0.0
     """Weight of the ℓ2 penalty."""
 
-    def check(self, name: str) -> None:
-        """Refuse values that cannot be meant, naming the stage they belong to."""
+    def validate(self, name: str) -> None:
+        """Raise ValueError or TypeError if an option is invalid; `name` is that of the stage."""
         checks.require_int(f"{name}.epochs", self.epochs, 0)
         checks.require_choice(f"{name}.optimizer", self.optimizer, OPTIMIZERS)
-        for field_name in (
-            "learning_rate",
-            "final_learning_rate_ratio",
-            "momentum",
-            "weight_decay",
-        ):
-            checks.require_nonnegative(f"{name}.{field_name}", getattr(self, field_name))
+        checks.require_nonnegative(f"{name}.learning_rate", self.learning_rate)
+        checks.require_nonnegative(
+            f"{name}.final_learning_rate_ratio", self.final_learning_rate_ratio
+        )
+        checks.require_nonnegative(f"{name}.momentum", self.momentum)
+        checks.require_nonnegative(f"{name}.weight_decay", self.weight_decay)
         if self.momentum >= 1:
             raise ValueError(f"{name}.momentum must be below 1, but is {self.momentum}")
 
     def learning_rate_at(self, progress: float) -> float:
-        """Learning rate when this share of the stage is done."""
-        fall = 0.5 * (1 + math.cos(math.pi * progress))
+        """Return the learning rate when this fraction of the stage is done."""
+        cosine = 0.5 * (1 + math.cos(math.pi * progress))
         return self.learning_rate * (
-            self.final_learning_rate_ratio + (1 - self.final_learning_rate_ratio) * fall
+            self.final_learning_rate_ratio + (1 - self.final_learning_rate_ratio) * cosine
         )
 
 
 @dataclass(frozen=True)
 class CapsuleStage(Stage):
-    """A stage that trains a capsule layer from the beginning."""
+    """Options of a stage that trains a capsule layer from scratch."""
 
     init_std: float = 0.01
     """Standard deviation of the initial weights."""
 
-    def check(self, name: str) -> None:
-        """Refuse values that cannot be meant, naming the stage they belong to."""
-        super().check(name)
+    def validate(self, name: str) -> None:
+        """Raise ValueError or TypeError if an option is invalid; `name` is that of the stage."""
+        super().validate(name)
         checks.require_nonnegative(f"{name}.init_std", self.init_std)
 
 
 @dataclass(frozen=True)
 class EncoderStage(CapsuleStage):
-    """Contrastive divergence of the capsule encoder."""
+    """Options of the contrastive divergence that trains the capsule encoder."""
 
     k: int = 1
-    """How often a step mixes."""
+    """Number of mixing steps in contrastive divergence (CD-k)."""
     mixing: Mixing = "deterministic"
-    """Whether experts send their mean or a Bernoulli draw down."""
+    """State of the experts during mixing: deterministic (the mean) or bernoulli (a random draw)."""
     winners: int | None = None
-    """How many experts may fire for an image while they learn, whatever the model lets fire later; None: as many."""
+    """Number of experts that may fire for an image during training; None: model.winners."""
     target_firing: float | None = None
-    """Mean firing probability of the strongest expert that all weights are scaled to in the end; None: not scaled."""
+    """Mean firing probability of the strongest expert after a final scaling; None: no scaling."""
 
-    def check(self, name: str) -> None:
-        """Refuse values that cannot be meant, naming the stage they belong to."""
-        super().check(name)
+    def validate(self, name: str) -> None:
+        """Raise ValueError or TypeError if an option is invalid; `name` is that of the stage."""
+        super().validate(name)
         checks.require_int(f"{name}.k", self.k, 1)
         checks.require_choice(f"{name}.mixing", self.mixing, MIXINGS)
         if self.winners is not None:
@@ -102,97 +103,99 @@ class EncoderStage(CapsuleStage):
 
 @dataclass(frozen=True)
 class DecoderStage(CapsuleStage):
-    """Learning of the capsule decoder."""
+    """Options of the training of the capsule decoder."""
 
+    # Images from one expert alone teach each expert to generate images by itself.
     single_expert_share: float = 0.0
-    """Share of images drawn from their strongest expert alone, so that each expert learns to draw by itself."""
+    """Fraction of images that are decoded from their strongest expert alone."""
 
-    def check(self, name: str) -> None:
-        """Refuse values that cannot be meant, naming the stage they belong to."""
-        super().check(name)
+    def validate(self, name: str) -> None:
+        """Raise ValueError or TypeError if an option is invalid; `name` is that of the stage."""
+        super().validate(name)
         checks.require_share(f"{name}.single_expert_share", self.single_expert_share)
 
 
 @dataclass(frozen=True)
 class PixelDecoderStage(Stage):
-    """Tuning of all that draws: the filters of the pixel_decoder, and the capsule decoder they draw from."""
+    """Options of the fine-tuning of the pixel decoder and the lowest capsule decoder."""
 
     single_expert_share: float = 0.0
-    """Share of images drawn from their strongest expert alone."""
+    """Fraction of images that are decoded from their strongest expert alone."""
     cross_entropy: float = 0.05
-    """Weight of the pixels' cross-entropy beside their absolute difference: the larger, the softer what is drawn."""
+    """Weight of the cross-entropy beside the absolute error; the larger, the softer the images."""
 
-    def check(self, name: str) -> None:
-        """Refuse values that cannot be meant, naming the stage they belong to."""
-        super().check(name)
+    def validate(self, name: str) -> None:
+        """Raise ValueError or TypeError if an option is invalid; `name` is that of the stage."""
+        super().validate(name)
         checks.require_share(f"{name}.single_expert_share", self.single_expert_share)
         checks.require_nonnegative(f"{name}.cross_entropy", self.cross_entropy)
 
 
 @dataclass(frozen=True)
 class Config:
-    """A whole training run."""
+    """All options of a training run."""
 
     data: str = "mnist-sample"
-    """Name of a set (mnist, fashion-mnist, or either with -sample), or path of a file or folder of images."""
+    """Dataset: mnist, fashion-mnist, either with -sample, or a file or folder of images."""
     data_path: str | None = None
-    """Folder that holds a full set known by name."""
+    """Folder that contains the full dataset named by data."""
     size: tuple[int, int] | None = None
-    """Height and width to bring a folder of images to."""
+    """Height and width to which a folder of images is scaled and cropped."""
     channels: int | None = None
-    """1 (grey) or 3 (RGB) for a folder of images."""
+    """Channels to which a folder of images is converted: 1 (grey) or 3 (RGB)."""
     model: ModelOptions = field(default_factory=ModelOptions)
     """Sizes and options of the model."""
     autoencoder: Stage = field(default_factory=Stage)
-    """Stage 1."""
+    """Stage 1: the convolutional autoencoder."""
     encoder: EncoderStage = field(default_factory=EncoderStage)
-    """Stage 2, for each capsule layer."""
+    """Stage 2: the capsule encoder, layer by layer."""
     decoder: DecoderStage = field(default_factory=DecoderStage)
-    """Stage 3, for each capsule layer."""
+    """Stage 3: the capsule decoder, layer by layer."""
     pixel_decoder: PixelDecoderStage = field(default_factory=lambda: PixelDecoderStage(epochs=0))
-    """Stage 4, for a model with a pixel_decoder."""
+    """Stage 4: the pixel decoder, if the model has one."""
     batch_size: int = 128
-    """Images in a step, of all processes together."""
+    """Images per step, of all processes together."""
     seed: int = 0
-    """Where all random numbers start from: the same seed, the same result on the same machine's CPU."""
+    """Seed of all random numbers; on one machine's CPU, the same seed gives the same result."""
     device: str = "auto"
-    """cpu, cuda, cuda:1, or auto for a GPU where there is one."""
+    """Device: cpu, cuda, cuda:1, or auto for a GPU if there is one."""
     precision: Precision = "auto"
-    """Numbers that the convolutions compute with; auto: bfloat16 where the machine is fast with it, else float32."""
+    """Precision of the convolutions; auto: bfloat16 if the device is fast with it, else float32."""
     checkpoint_every: float = 60.0
-    """Seconds between checkpoints while a stage learns, so much can a crash cost; 0: one after every step."""
+    """Seconds between checkpoints, the most that a crash can cost; 0: one after every step."""
 
-    def check(self) -> None:
-        """Refuse values that cannot be meant.
+    def validate(self) -> None:
+        """Raise an error if an option is invalid.
 
         Raises
         ------
         ValueError, TypeError
-            Naming the field, what it is and what it may be.
+            The message names the option, its value and the valid values.
         """
-        stages = {
-            "autoencoder": Stage,
-            "encoder": EncoderStage,
-            "decoder": DecoderStage,
-            "pixel_decoder": PixelDecoderStage,
-        }
-        kinds = {**stages, "model": ModelOptions}
-        for name, kind in kinds.items():
-            if not isinstance(getattr(self, name), kind):
-                raise TypeError(
-                    f"{name} must be a {kind.__name__}, but is a {type(getattr(self, name)).__name__}"
-                )
-        for name in stages:
-            getattr(self, name).check(name)
-        self.model.validate("model.")
+        for name, value, cls in (
+            ("autoencoder", self.autoencoder, Stage),
+            ("encoder", self.encoder, EncoderStage),
+            ("decoder", self.decoder, DecoderStage),
+            ("pixel_decoder", self.pixel_decoder, PixelDecoderStage),
+            ("model", self.model, ModelOptions),
+        ):
+            if not isinstance(value, cls):
+                raise TypeError(f"{name} must be a {cls.__name__}, but is a {type(value).__name__}")
+        self.autoencoder.validate("autoencoder")
+        self.encoder.validate("encoder")
+        self.decoder.validate("decoder")
+        self.pixel_decoder.validate("pixel_decoder")
+        self.model.check("model.")
         if self.pixel_decoder.epochs > 0 and not self.model.pixel_decoder:
             raise ValueError(
-                "pixel_decoder.epochs must be 0 for a model without a pixel_decoder; set model.pixel_decoder"
+                "pixel_decoder.epochs must be 0 for a model without a pixel decoder; "
+                "set model.pixel_decoder"
             )
-        fewest = min(count for count, _ in self.model.experts)
-        if self.encoder.winners is not None and self.encoder.winners > fewest:
+        experts = min(count for count, _ in self.model.experts)
+        if self.encoder.winners is not None and self.encoder.winners > experts:
             raise ValueError(
-                f"encoder.winners must be at most {fewest}, the number of experts, but is {self.encoder.winners}"
+                f"encoder.winners must be at most {experts}, the number of experts, "
+                f"but is {self.encoder.winners}"
             )
         if self.encoder.winners is not None and self.model.agreement != "cosine":
             raise ValueError(
@@ -201,43 +204,35 @@ class Config:
         checks.require_int("batch_size", self.batch_size, 1)
         checks.require_nonnegative("checkpoint_every", self.checkpoint_every)
         checks.require_int("seed", self.seed, 0, 2**63 - 1)
-        for name in ("data", "device"):
-            if not isinstance(getattr(self, name), str):
-                raise TypeError(f"{name} must be a string, but is {getattr(self, name)!r}")
-        checks.require_choice("precision", self.precision, get_args(Precision))
+        for name, text in (("data", self.data), ("device", self.device)):
+            if not isinstance(text, str):
+                raise TypeError(f"{name} must be a string, but is {text!r}")
+        checks.require_choice("precision", self.precision, PRECISIONS)
 
 
-def from_json(kind: type[T], values: Any) -> T:
-    """Rebuild a dataclass of this module from the JSON of its fields.
+def stage_options(config: Config) -> dict[str, str]:
+    """Return the names of the stages of a run, in order, each with the field of its options.
 
-    Raises
-    ------
-    ValueError
-        If fields are missing or unknown.
+    The name of a stage, such as ``"pixel decoder"`` or ``"encoder 2"``, appears in progress,
+    metrics and messages. Its options are in the field ``"pixel_decoder"`` or ``"encoder"`` of
+    `Config`.
     """
-    known = {each.name for each in fields(kind)}  # type: ignore[arg-type]
-    if not isinstance(values, dict) or values.keys() != known:
-        raise ValueError(f"{kind.__name__} must have the fields {', '.join(sorted(known))}")
-    hints = get_type_hints(kind)
-    rebuilt = {}
-    for name, value in values.items():
-        if is_dataclass(hints[name]):
-            rebuilt[name] = from_json(hints[name], value)
-        else:
-            rebuilt[name] = _as_tuples(value)
-    return kind(**rebuilt)
-
-
-def _as_tuples(value: Any) -> Any:
-    return tuple(map(_as_tuples, value)) if isinstance(value, list) else value
+    layers = range(1, len(config.model.experts) + 1)
+    return {
+        "autoencoder": "autoencoder",
+        **{f"encoder {layer}": "encoder" for layer in layers},
+        **{f"decoder {layer}": "decoder" for layer in layers},
+        **({"pixel decoder": "pixel_decoder"} if config.model.pixel_decoder else {}),
+    }
 
 
 def default() -> Config:
-    """Return what works best.
+    """Return the options with the best results.
 
-    The strongest directions of the capsules are levelled, so that experts have many things to learn. Each image
-    teaches one expert, so that experts become different things; afterwards all of them speak, the stronger the louder.
-    At last, filters of their own learn to draw sharply what the experts say.
+    The strongest principal components of the capsules are equalized, so that the experts have many
+    features to learn. During training each image has one winner, so that the experts become
+    different; afterwards all experts contribute to a code, each with its firing probability. In the
+    last stage a pixel decoder with separate filters learns to generate sharp images from codes.
     """
     return Config(
         model=ModelOptions(
@@ -256,59 +251,52 @@ def default() -> Config:
 
 
 def paper() -> Config:
-    """Return the paper's recipe as literally as it can be read."""
-    sgd = {"optimizer": "sgd", "weight_decay": 1e-7, "momentum": 0.9}
+    """Return the options of the paper, read as literally as possible."""
+    sgd: dict[str, Any] = {"optimizer": "sgd", "weight_decay": 1e-7, "momentum": 0.9}
     return Config(
         model=ModelOptions(bias=False, sharpness=1.0, centre=False, scale=None, whiten=False),
         autoencoder=Stage(epochs=10, learning_rate=3e-3),
-        encoder=EncoderStage(epochs=10, learning_rate=100.0, **sgd),  # type: ignore[arg-type]
-        decoder=DecoderStage(epochs=10, learning_rate=0.1, **sgd),  # type: ignore[arg-type]
+        encoder=EncoderStage(epochs=10, learning_rate=100.0, **sgd),
+        decoder=DecoderStage(epochs=10, learning_rate=0.1, **sgd),
     )
 
 
 PRESETS = {"default": default, "paper": paper}
-OF_THE_MACHINE = ("data_path", "device", "checkpoint_every")  # options that do not shape the result
+
+# Options that depend on the machine and do not change the trained model (but for rounding).
+MACHINE_OPTIONS = ("data_path", "device", "checkpoint_every")
 
 
 def nearest_preset(config: Config) -> str:
-    """Name the preset that the fewest options were changed of."""
+    """Return the name of the preset with the fewest changed options."""
     return min(PRESETS, key=lambda name: len(changed_options(config, name)))
 
 
-def changed_options(config: Config, preset: str) -> dict[str, Any]:
-    """Options that are not those of a preset, by their names."""
-    usual = dict(_flat(asdict(PRESETS[preset]())))
+def changed_options(
+    config: Config, preset: str, *, include_machine: bool = False
+) -> dict[str, Any]:
+    """Return the options that differ from a preset, by their names, such as ``"encoder.k"``.
+
+    Parameters
+    ----------
+    config
+        Options to compare.
+    preset
+        Name of a preset.
+    include_machine
+        Whether to compare the options that depend on the machine, `MACHINE_OPTIONS`, as well.
+    """
+    usual = dict(_flatten(asdict(PRESETS[preset]())))
     return {
         name: value
-        for name, value in _flat(asdict(config))
-        if value != usual[name] and name not in OF_THE_MACHINE
+        for name, value in _flatten(asdict(config))
+        if value != usual[name] and (include_machine or name not in MACHINE_OPTIONS)
     }
 
 
-def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in values.items():
         if isinstance(value, dict):
-            yield from _flat(value, f"{before}{name}.")
+            yield from _flatten(value, f"{prefix}{name}.")
         else:
-            yield before + name, value
-
-
-def command(config: Config) -> str:
-    """Return the command that trains with these options."""
-    preset = nearest_preset(config)
-    words = ["poecaps", "train", *([] if preset == "default" else ["--preset", preset])]
-    for name, value in changed_options(config, preset).items():
-        stage, dot, last = name.replace("_", "-").rpartition(".")
-        if isinstance(value, bool):
-            words.append(f"--{stage}{dot}{'' if value else 'no-'}{last}")
-        else:
-            words += [f"--{stage}{dot}{last}", *_words(value)]
-    return shlex.join(words)
-
-
-def _words(value: Any) -> list[str]:
-    return (
-        [word for each in value for word in _words(each)]
-        if isinstance(value, tuple)
-        else [str(value)]
-    )
+            yield prefix + name, value

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: remembered while a step is taken, so that a run stops between two steps."""
+"""Ctrl-C and SIGTERM: deferred during a training step, so that a run stops between two steps."""
 
 from __future__ import annotations
 
@@ -7,41 +7,52 @@ import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from poecaps.training.workers import expected
+from poecaps.training.distributed import Distributed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-CAUGHT = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupts:
-    """Whether the user wants the run to stop. While no step is taken, or asked twice, it stops at once."""
+    """Handler of the signals that stop a run.
+
+    Attributes
+    ----------
+    deferred
+        Whether a signal is only recorded. Otherwise it raises `KeyboardInterrupt` immediately, and
+        so does a second signal.
+    requested
+        Whether a deferred signal has arrived.
+    """
 
     def __init__(self) -> None:
-        self.asked = self.stepping = False
+        self.deferred = self.requested = False
 
-    def note(self, number: int, frame: Any) -> None:  # noqa: ARG002 (the signature of a signal handler)
-        """Remember the signal, or act on it."""
-        twice = (
-            self.asked and expected().size == 1
-        )  # torchrun passes on a signal that its processes have had already
-        if twice or not self.stepping:
+    def handle(self, number: int, frame: Any) -> None:  # noqa: ARG002 (the signature of a signal handler)
+        """Record a signal, or raise `KeyboardInterrupt`."""
+        # With several processes, the second signal may be the first one, forwarded by torchrun.
+        repeated = self.requested and Distributed.from_environment().size == 1
+        if repeated or not self.deferred:
             raise KeyboardInterrupt
-        self.asked = True
+        self.requested = True
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Catch the signals while a run goes, where Python allows it: in the main thread."""
+    def installed(self) -> Iterator[None]:
+        """Handle the signals in this context; Python allows it in the main thread only.
+
+        Signals that the program ignores stay ignored.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.getsignal(number) for number in CAUGHT}
-        for number, handler in before.items():
+        previous = {number: signal.getsignal(number) for number in SIGNALS}
+        for number, handler in previous.items():
             if handler is not signal.SIG_IGN:
-                signal.signal(number, self.note)
+                signal.signal(number, self.handle)
         try:
             yield
         finally:
-            for number, handler in before.items():
+            for number, handler in previous.items():
                 signal.signal(number, handler)

@@ -1,7 +1,8 @@
-"""How far a run is, and how that is shown: a live line on a terminal, plain lines elsewhere, curves in TensorBoard."""
+"""The progress of a run, and its display: a live line on a terminal, plain lines, TensorBoard."""
 
 from __future__ import annotations
 
+import math
 import shutil
 import sys
 import time
@@ -12,147 +13,221 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-SHOWN = (
+# Metrics in a summary: name, label and decimal places.
+SUMMARY_METRICS = (
     ("reconstruction_error", "error", 3),
     ("firing", "firing", 2),
     ("effective_rank", "rank", 1),
 )
-REFRESH = 0.1  # seconds between two drawings of the live line
-BAR = 16
+REFRESH_SECONDS = 0.1  # between two updates of the live line
+BAR_WIDTH = 14
+STAGE_WIDTH = len("pixel decoder")  # the longest name of a stage
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands after a step; given to `report` after each."""
+    """The state of a run after a step, the argument of `report`."""
 
     stage: str
-    """What is being trained: autoencoder, encoder 1, …, decoder 1, …"""
+    """Name of the stage: autoencoder, encoder 1, …, decoder 1, …, pixel decoder."""
     number: int
-    """Which stage it is, counted from 1."""
+    """Number of the stage, counted from 1."""
     stages: int
-    """How many there are."""
+    """Number of all stages."""
     step: int
-    """Steps of the stage that are done; 0 while its data are prepared."""
+    """Steps of the stage that are done; 0 while its inputs are computed."""
     steps: int
-    """Steps of the stage in all."""
+    """All steps of the stage."""
     epoch: float
-    """Passes over the images that are done."""
+    """Epochs of the stage that are done."""
     epochs: int
-    """Passes in all."""
+    """All epochs of the stage."""
     total_step: int
-    """Steps done since the run began, of all stages."""
+    """Steps done since the start of the run, in all stages."""
     images_per_second: float
-    """Since the stage was started or resumed."""
+    """Speed since the stage was started or resumed; 0 before the first step."""
     seconds_left: float
-    """Until the end of the stage, at that pace."""
-    numbers: Mapping[str, float] = field(default_factory=dict)
-    """What was measured last: loss, learning rate, reconstruction error, …; empty before the first time."""
+    """Time to the end of the stage at that speed."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Last metrics: loss, learning rate, reconstruction error, …; empty before the first ones."""
     measured: bool = False
-    """Whether these numbers are new."""
+    """Whether the metrics are new."""
 
-    def summary(self, room: int = 1000) -> str:
-        """Say it in one line, but for the name of the stage; where there is little room, leave out some numbers."""
-        if not self.images_per_second:  # no step was taken yet, here or since the run was resumed
-            return f"goes on from epoch {self.epoch:.1f}" if self.step else "starts"
-        begin = [f"epoch {self.epoch:.1f}/{self.epochs}", f"{self.images_per_second:,.0f} images/s"]
-        numbers = [
-            f"{short} {self.numbers[name]:.{digits}f}"
-            for name, short, digits in SHOWN
-            if name in self.numbers
+    def summary(self, width: int = 1000) -> str:
+        """Return one line without the name of the stage; metrics are omitted if it is too long."""
+        if not self.images_per_second:  # no step since the start or the restart
+            return f"resumes at epoch {self.epoch:.1f}" if self.step else "starts"
+        position = [
+            f"epoch {self.epoch:.1f}/{self.epochs}",
+            f"{self.images_per_second:,.0f} images/s",
         ]
-        left = f"{_clock(self.seconds_left)} left"
-        while numbers and len("  ".join([*begin, *numbers, left])) > room:
-            numbers.pop()
-        return "  ".join([*begin, *numbers, left])
+        metrics = [
+            f"{label} {self.metrics[name]:.{digits}f}"
+            for name, label, digits in SUMMARY_METRICS
+            if name in self.metrics
+        ]
+        left = f"{_format_seconds(self.seconds_left)} left"
+        while metrics and len("  ".join([*position, *metrics, left])) > width:
+            metrics.pop()
+        return "  ".join([*position, *metrics, left])
 
 
-def _clock(seconds: float) -> str:
+def _format_seconds(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
-    return (
-        f"{minutes // 60}:{minutes % 60:02}:{rest:02}" if minutes >= 60 else f"{minutes}:{rest:02}"
-    )
+    if minutes >= 60:
+        return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
+    return f"{minutes}:{rest:02}"
+
+
+class ProgressMeter:
+    """Computes the progress of one stage.
+
+    Parameters
+    ----------
+    epochs
+        Names of all stages of the run and their numbers of epochs, in order.
+    stage
+        Name of the stage.
+    first_step
+        Steps of the stage that were done before it was resumed.
+    steps_per_epoch, batch_size
+        Size of an epoch and of a step.
+    """
+
+    def __init__(
+        self,
+        epochs: Mapping[str, int],
+        stage: str,
+        *,
+        first_step: int,
+        steps_per_epoch: int,
+        batch_size: int,
+    ) -> None:
+        self.stage, self.index, self.stages = stage, list(epochs).index(stage), len(epochs)
+        self.epochs, self.first_step = epochs[stage], first_step
+        self.steps_per_epoch, self.batch_size = steps_per_epoch, batch_size
+        self.steps = self.epochs * steps_per_epoch
+        self.steps_before = sum(list(epochs.values())[: self.index]) * steps_per_epoch
+        self.metrics: Mapping[str, float] = {}
+        self.start_timer()
+
+    def start_timer(self) -> None:
+        """Start the measurement of the speed."""
+        self.started = time.perf_counter()
+
+    def update(self, step: int, metrics: Mapping[str, float] | None = None) -> Progress:
+        """Return the progress when so many steps are done, with new metrics if there are any."""
+        seconds = max(time.perf_counter() - self.started, 1e-9)
+        steps_per_second = (step - self.first_step) / seconds
+        self.metrics = metrics or self.metrics
+        return Progress(
+            stage=self.stage,
+            number=self.index + 1,
+            stages=self.stages,
+            step=step,
+            steps=self.steps,
+            epoch=step / self.steps_per_epoch,
+            epochs=self.epochs,
+            total_step=self.steps_before + step,
+            images_per_second=steps_per_second * self.batch_size,
+            seconds_left=(self.steps - step) / steps_per_second if steps_per_second else math.inf,
+            metrics=self.metrics,
+            measured=bool(metrics),
+        )
 
 
 class PlainLines:
-    """One line for each epoch, for output that is no terminal."""
+    """Display of one line per epoch, for an output that is not a terminal."""
 
     def __init__(self, out: TextIO) -> None:
         self.out = out
         self.shown: tuple[str, int] | None = None
 
     def __call__(self, progress: Progress) -> None:
-        """Print a line if an epoch has ended."""
-        whole = int(progress.epoch + 1e-9)
-        now = (progress.stage, whole)
-        if not progress.images_per_second or (
-            progress.measured and whole > 0 and now != self.shown
-        ):
-            print(f"{_name(progress)}  {progress.summary()}", file=self.out, flush=True)
-            self.shown = now
+        """Print a line at the start of a stage and at the end of an epoch."""
+        epoch = int(progress.epoch + 1e-9)
+        current = (progress.stage, epoch)
+        is_new_epoch = progress.measured and epoch > 0 and current != self.shown
+        if not progress.images_per_second or is_new_epoch:
+            print(f"{_stage_label(progress)}  {progress.summary()}", file=self.out, flush=True)
+            self.shown = current
 
     def close(self) -> None:
         """Do nothing: every line is complete."""
 
 
 class LiveLine:
-    """One line for each stage, drawn again and again while it is trained."""
+    """Display of one line per stage on a terminal, updated during the stage."""
 
     def __init__(self, out: TextIO) -> None:
         self.out = out
-        self.done, self.rest = "━─" if _can_draw("━─", out) else "#."
-        self.stage, self.drawn = "", 0.0
+        self.filled, self.empty = "━─" if _can_encode("━─", out) else "#."
+        self.stage, self.updated = "", 0.0
 
     def __call__(self, progress: Progress) -> None:
-        """Draw the line anew, now and then."""
-        ended = progress.step == progress.steps
+        """Update the line, but not too often."""
+        is_end = progress.step == progress.steps
         if progress.stage != self.stage and self.stage:
-            self._end()
+            self._end_line()
         now = time.monotonic()
-        if progress.stage == self.stage and not ended and now - self.drawn < REFRESH:
+        if progress.stage == self.stage and not is_end and now - self.updated < REFRESH_SECONDS:
             return
-        self.stage, self.drawn = progress.stage, now
+        self.stage, self.updated = progress.stage, now
         share = progress.step / max(progress.steps, 1)
-        bar = (self.done * round(BAR * share)).ljust(BAR, self.rest) + " "
-        room = shutil.get_terminal_size().columns - 1
-        begin, end = f"{_name(progress)}  ", f"{share:4.0%}  "
-        if len(begin + bar + end + progress.summary()) > room:
+        bar = (self.filled * round(BAR_WIDTH * share)).ljust(BAR_WIDTH, self.empty) + " "
+        width = shutil.get_terminal_size().columns - 1
+        label, percentage = f"{_stage_label(progress)}  ", f"{share:4.0%}  "
+        if len(label + bar + percentage + progress.summary()) > width:
             bar = ""
-        line = f"{begin}{bar}{end}{progress.summary(room - len(begin + bar + end))}"
-        print(f"\r\x1b[K{line[:room]}", end="", file=self.out, flush=True)
-        if ended:
-            self._end()
+        start = label + bar + percentage
+        line = start + progress.summary(width - len(start))
+        print(f"\r\x1b[K{line[:width]}", end="", file=self.out, flush=True)
+        if is_end:
+            self._end_line()
 
     def close(self) -> None:
-        """Leave the cursor on a line of its own."""
+        """Move the cursor to a new line."""
         if self.stage:
-            self._end()
+            self._end_line()
 
-    def _end(self) -> None:
+    def _end_line(self) -> None:
         print(file=self.out, flush=True)
         self.stage = ""
 
 
-def _name(progress: Progress) -> str:
-    return f"{progress.number}/{progress.stages} {progress.stage:11}"
+def _stage_label(progress: Progress) -> str:
+    return f"{progress.number}/{progress.stages} {progress.stage:{STAGE_WIDTH}}"
 
 
-def _can_draw(letters: str, out: TextIO) -> bool:
-    """Tell whether the terminal's encoding has these letters."""
+def _can_encode(characters: str, out: TextIO) -> bool:
+    """Return whether the encoding of an output has these characters."""
     try:
-        letters.encode(out.encoding or "ascii")
+        characters.encode(out.encoding or "ascii")
     except (LookupError, UnicodeEncodeError):
         return False
     return True
 
 
 def display(out: TextIO | None = None) -> LiveLine | PlainLines:
-    """Choose how progress is shown on this output, which is standard error if none is given."""
+    """Return the display for an output: a live line on a terminal, else plain lines.
+
+    Parameters
+    ----------
+    out
+        The output; by default, standard error.
+    """
     out = out or sys.stderr
     return LiveLine(out) if out.isatty() else PlainLines(out)
 
 
 class TensorBoard:
-    """Curves for TensorBoard, in the folder `tensorboard` of a run."""
+    """Curves for TensorBoard, in the folder `tensorboard` of a run.
+
+    Raises
+    ------
+    ValueError
+        If TensorBoard is not installed.
+    """
 
     def __init__(self, folder: Path) -> None:
         try:
@@ -162,19 +237,21 @@ class TensorBoard:
                 "TensorBoard is not installed; pip install 'poecaps[tensorboard]'"
             ) from error
         self.folder = folder / "tensorboard"
-        self.open: type[Any] = SummaryWriter
+        self.writer_class: type[Any] = SummaryWriter
         self.writer: Any = None
 
     def __call__(self, progress: Progress) -> None:
-        """Add a point to each curve when there are new numbers."""
-        if self.writer is None:  # what a broken run wrote after this step will be written again
-            self.writer = self.open(str(self.folder), purge_step=progress.total_step + 1)
+        """Add a point to each curve if there are new metrics."""
+        if self.writer is None:
+            # A resumed run writes the points after its checkpoint again, so the old ones are
+            # purged.
+            self.writer = self.writer_class(str(self.folder), purge_step=progress.total_step + 1)
         if progress.measured:
-            for name, value in progress.numbers.items():
+            for name, value in progress.metrics.items():
                 self.writer.add_scalar(f"{progress.stage}/{name}", value, progress.total_step)
             self.writer.flush()
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write everything to disk."""
         if self.writer is not None:
             self.writer.close()

@@ -1,4 +1,4 @@
-"""What a run says about itself: `run.json`, with its options, its data, and where and when it was started."""
+"""The record of a run, `run.json`: its options, a fingerprint of its data, and every start."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ import numpy as np
 import torch
 
 from poecaps._files import ModelError, read_json, write_json
-from poecaps._version import __version__
+from poecaps._json import dataclass_from_json
 from poecaps.data.named import NAMES
-from poecaps.training.config import OF_THE_MACHINE, Config, from_json
-from poecaps.training.config import command as training_command
+from poecaps.training.config import MACHINE_OPTIONS, Config
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -26,24 +25,24 @@ if TYPE_CHECKING:
     from poecaps.data import ImageSet
 
 RECORD = "run.json"
-SHARED = (
-    "time",
-    "stage",
-    "step",
-    "device",
-    "precision",
-    "processes",
-)  # of each start, what anybody may know
-HASHED = 2**30  # bytes; of a larger set, images at equal distances stand for all
+
+# Entries of a start that identify neither the machine nor its user.
+PUBLIC_ENTRIES = ("time", "stage", "step", "device", "precision", "processes")
+
+# Bytes of images that are hashed; a larger dataset is represented by every n-th image.
+HASHED_BYTES = 2**30
+HASHED_IMAGES = (
+    1024  # images that are hashed together, so that a memory-mapped file is read in parts
+)
 
 
 def describe_data(data: ImageSet) -> dict[str, Any]:
-    """Describe a set of images so that another can be told from it."""
+    """Return source, size and SHA-256 of a dataset, to recognize it later."""
     size = data.images[:1].nbytes
-    step = max(1, -(-len(data) * size // HASHED))
+    step = max(1, -(-len(data) * size // HASHED_BYTES))
     digest = hashlib.sha256(f"{data.images.dtype} {data.images.shape}".encode())
-    for start in range(0, len(data), 1024 * step):
-        digest.update(data.images[start : start + 1024 * step : step].tobytes())
+    for start in range(0, len(data), HASHED_IMAGES * step):
+        digest.update(data.images[start : start + HASHED_IMAGES * step : step].tobytes())
     return {
         "source": data.source,
         "images": len(data),
@@ -53,8 +52,10 @@ def describe_data(data: ImageSet) -> dict[str, Any]:
     }
 
 
-def describe_machine() -> dict[str, str]:
-    """Name the versions that results may depend on."""
+def describe_versions() -> dict[str, str]:
+    """Return the versions of the software on which results may depend."""
+    from poecaps import __version__
+
     return {
         "poecaps": __version__,
         "python": platform.python_version(),
@@ -65,25 +66,29 @@ def describe_machine() -> dict[str, str]:
 
 
 def describe_device(device: torch.device) -> str:
-    """Name a device as people do."""
+    """Return the name of a device, with the model of a GPU or the threads of a CPU."""
     if device.type == "cuda":
         return f"{device} ({torch.cuda.get_device_name(device)})"
+    if device.type != "cpu":
+        return str(device)
     threads = torch.get_num_threads()
-    return (
-        f"{device} ({threads} thread{'s' * (threads > 1)})" if device.type == "cpu" else str(device)
-    )
+    return f"{device} ({threads} thread{'s' * (threads > 1)})"
 
 
-def command() -> str:
-    """Return the command line of this program, as a shell would take it."""
-    words = (
-        sys.orig_argv if Path(sys.argv[0]).name == "__main__.py" else sys.argv
-    )  # python -m …, or a script
+def command_line() -> str:
+    """Return the command line of this program, quoted for a shell."""
+    is_module = Path(sys.argv[0]).name == "__main__.py"  # python -m ..., rather than a script
+    words = sys.orig_argv if is_module else sys.argv
     return shlex.join([Path(words[0]).name, *words[1:]])
 
 
-def begin(config: Config, data: dict[str, Any]) -> dict[str, Any]:
-    """Make the record of a new run."""
+def timestamp() -> str:
+    """Return the current time in UTC, in ISO format."""
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+def new_record(config: Config, data: dict[str, Any]) -> dict[str, Any]:
+    """Return the record of a run that has not been started yet; `data` is from `describe_data`."""
     return {
         "config": asdict(config),
         "seed": config.seed,
@@ -93,65 +98,58 @@ def begin(config: Config, data: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def start(record: dict[str, Any], **about: Any) -> None:
-    """Note that a run is started, or started again."""
-    record["starts"].append(
-        {"time": now(), "command": command(), "versions": describe_machine(), **about}
-    )
-
-
-def now() -> str:
-    """Return the time of day, in UTC."""
-    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+def add_start(record: dict[str, Any], **entries: Any) -> None:
+    """Add a start of the run, or a restart, to its record."""
+    start = {"time": timestamp(), "command": command_line(), "versions": describe_versions()}
+    record["starts"].append(start | entries)
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """Read the record of a run.
+    """Read the record of the run in a folder.
 
     Raises
     ------
     ModelError
-        If the file is none that `write` wrote.
+        If the file was not written by `write`.
     """
-    record = read_json(folder / RECORD)
-    for name, kind in {"config": dict, "data": dict, "starts": list}.items():
-        if not isinstance(record.get(name), kind):
-            raise ModelError(f"{folder / RECORD} is no record of a run: it has no {name}")
-    starts, images = record["starts"], record["data"].get("images")
-    if not all(isinstance(start, dict) for start in starts) or not isinstance(images, int):
-        raise ModelError(
-            f"{folder / RECORD} is no record of a run: its starts or its data are not told"
-        )
+    source = folder / RECORD
+    record = read_json(source)
+    for name, cls in {"config": dict, "data": dict, "starts": list}.items():
+        if not isinstance(record.get(name), cls):
+            raise ModelError(f"{source} is not the record of a run: {name} is missing or invalid")
+    if not all(isinstance(start, dict) for start in record["starts"]):
+        raise ModelError(f"{source} is not the record of a run: starts must be objects")
+    if not isinstance(record["data"].get("images"), int):
+        raise ModelError(f"{source} is not the record of a run: data.images must be a number")
     return record
 
 
 def write(folder: Path, record: dict[str, Any]) -> None:
-    """Write the record of a run."""
+    """Write the record of a run into its folder, atomically."""
     write_json(folder / RECORD, record)
 
 
 def without_machine(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Keep of the record of a run what does not depend on whose machine it was.
+    """Return a record without the entries that depend on the machine, for publication.
 
-    Paths go: images of one's own are called by the name of their file or folder. Commands are made anew from the
-    options.
+    Paths and commands are removed; a dataset that is not known by name is called by the name of its
+    file or folder.
     """
-    config, usual = from_json(Config, record["config"]), Config()
+    config, usual = dataclass_from_json(Config, record["config"]), Config()
     data = dict(record["data"])
     if config.data not in NAMES:
         config = replace(config, data=Path(config.data).name)
         data["source"] = Path(str(data.get("source"))).name
-    shared = replace(config, **{name: getattr(usual, name) for name in OF_THE_MACHINE})
+    config = replace(config, **{name: getattr(usual, name) for name in MACHINE_OPTIONS})
     starts = [
         {
-            "command": training_command(shared),
-            **{name: start[name] for name in SHARED if name in start},
+            **{name: start[name] for name in PUBLIC_ENTRIES if name in start},
             "versions": {
-                name: value
-                for name, value in start.get("versions", {}).items()
+                name: version
+                for name, version in start.get("versions", {}).items()
                 if name != "platform"
             },
         }
         for start in record["starts"]
     ]
-    return begin(shared, data) | {"starts": starts, "finished": record.get("finished")}
+    return new_record(config, data) | {"starts": starts, "finished": record.get("finished")}

@@ -1,4 +1,4 @@
-"""Several processes that train one model."""
+"""Training in several processes."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ import torch
 
 from poecaps.serialization import read_tensors
 from poecaps.training import train
-from poecaps.training.loop import CHECKPOINT
-from poecaps.training.workers import Workers
+from poecaps.training.checkpoint import CHECKPOINT
+from poecaps.training.distributed import Distributed, RandomNumbers
 from tests.training.runs import OPTIONS, assert_same_weights, config_for, metrics, weights
 
 EXACT = ["--precision", "float32"]  # because bfloat16 rounds each share by itself
@@ -78,11 +78,11 @@ def pair(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_two_processes_learn_what_one_learns(data: Path, pair: Path, tmp_path: Path) -> None:
-    """With dropout, Bernoulli mixing and competition, whose random numbers and balance are those of the whole batch."""
+    """With dropout, Bernoulli mixing and competition: numbers are those of the whole batch."""
     train(config_for(data, precision="float32"), tmp_path / "one")
     ours, theirs = weights(pair), weights(tmp_path / "one")
     for name in theirs:
-        if not name.startswith("density."):  # clusters may be numbered otherwise
+        if not name.startswith("code_density."):  # clusters may be numbered otherwise
             assert (ours[name] - theirs[name]).norm() <= 1e-3 * theirs[name].norm() + 1e-6, name
     assert [line["stage"] for line in metrics(pair)] == [
         line["stage"] for line in metrics(tmp_path / "one")
@@ -105,7 +105,7 @@ def test_a_killed_worker_costs_at_most_the_steps_since_the_last_checkpoint(
     folder = tmp_path / "run"
     process = torchrun(data, folder, *EXACT, restarts=1)
     before: dict[str, Any] = {}
-    while before.get("task") != 1:  # its second stage, the first encoder
+    while before.get("stage") != 1:  # its second stage, the first encoder
         assert process.poll() is None, process.communicate()
         time.sleep(0.01)
         if (folder / CHECKPOINT).exists():
@@ -151,7 +151,7 @@ def test_a_restart_does_not_go_on_with_the_run_of_another(
     process = torchrun(data, tmp_path / "other", *EXACT, restarts=1)
     _, err = process.communicate(timeout=300)
     assert process.returncode != 0
-    assert err.count("is not empty; name a new folder") == 4  # two processes, twice
+    assert err.count("is not empty; choose a new folder") == 4  # two processes, twice
     assert {file.name: file.read_bytes() for file in (tmp_path / "other").iterdir()} == before
 
 
@@ -162,12 +162,26 @@ def test_a_batch_that_cannot_be_shared_is_refused(data: Path, tmp_path: Path) ->
     assert "batch_size must be a multiple of the number of processes, 2, but is 15" in err
 
 
-def test_the_shares_of_all_processes_are_the_whole(generator: torch.Generator) -> None:
+def test_the_shards_of_all_processes_are_the_whole_batch(generator: torch.Generator) -> None:
     batch = torch.arange(12)
-    assert torch.equal(torch.cat([Workers(rank, 3).share(batch) for rank in range(3)]), batch)
-    whole = Workers().uniform(torch.zeros(12, 5), generator.manual_seed(1))
+    assert torch.equal(torch.cat([Distributed(rank, 3).shard(batch) for rank in range(3)]), batch)
+    whole = RandomNumbers(generator.manual_seed(1), Distributed()).uniform(12, 5)
     parts = [
-        Workers(rank, 3).uniform(torch.zeros(4, 5), generator.manual_seed(1)) for rank in range(3)
+        RandomNumbers(generator.manual_seed(1), Distributed(rank, 3)).uniform(4, 5)
+        for rank in range(3)
     ]
     assert torch.equal(torch.cat(parts), whole)
     assert ((whole >= 0) & (whole < 1)).all()
+
+
+def test_random_numbers_of_several_rounds_are_those_of_one_round_after_the_other(
+    generator: torch.Generator,
+) -> None:
+    """The batch need not be the first axis: k rounds of numbers for each image and expert."""
+    generator.manual_seed(1)
+    rounds = torch.stack([torch.rand(12, 5, generator=generator) for _ in range(3)])
+    parts = [
+        RandomNumbers(generator.manual_seed(1), Distributed(rank, 2)).uniform(3, 6, 5, dim=1)
+        for rank in range(2)
+    ]
+    assert torch.equal(torch.cat(parts, 1), rounds)

@@ -1,0 +1,122 @@
+"""Checkpoints: everything that a run needs to continue, in one safetensors file."""
+
+from __future__ import annotations
+
+import time
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING
+
+from poecaps._files import ModelError, read_tensors, write_tensors
+from poecaps._json import dataclass_from_json
+from poecaps.network import FORMAT, VERSION, check_version
+from poecaps.training.config import Config
+from poecaps.training.distributed import launch_id
+from poecaps.training.errors import TrainingError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+    from torch import Tensor
+
+CHECKPOINT = "checkpoint.safetensors"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The state of a run between two steps."""
+
+    config: Config
+    """Options of the run."""
+    stage: int = 0
+    """Index of the current stage; the number of stages if all are finished."""
+    step: int = 0
+    """Steps of the stage that are done."""
+    model: Mapping[str, Tensor] = field(default_factory=dict)
+    """State of the network; empty before the first step."""
+    optimizer: Mapping[str, Tensor] = field(default_factory=dict)
+    """State of the optimizer, by the names of `poecaps.training.optim.optimizer_state`; empty at
+    the start of a stage."""
+
+
+def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
+    """Write the checkpoint of a run into its folder, atomically."""
+    tensors = {f"model.{name}": value for name, value in checkpoint.model.items()}
+    about = {
+        "format": FORMAT,
+        "version": VERSION,
+        "config": asdict(checkpoint.config),
+        "stage": checkpoint.stage,
+        "step": checkpoint.step,
+        "launch": launch_id(),
+    }
+    write_tensors(folder / CHECKPOINT, {**tensors, **checkpoint.optimizer}, about)
+
+
+def read_checkpoint(folder: Path) -> Checkpoint:
+    """Read the checkpoint of the run in a folder.
+
+    Raises
+    ------
+    FileNotFoundError
+        If there is none.
+    ModelError
+        If it is damaged, not a checkpoint of a run, or of a newer version.
+    """
+    source = folder / CHECKPOINT
+    if not source.is_file():
+        raise FileNotFoundError(f"cannot resume the run in {folder}: it contains no {CHECKPOINT}")
+    tensors, about = read_tensors(source)
+    check_version(about, source)
+    try:
+        config = dataclass_from_json(Config, about["config"])
+        config.validate()
+        stage, step = int(about["stage"]), int(about["step"])
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise ModelError(f"{source} is not the checkpoint of a run ({error})") from error
+    return Checkpoint(
+        config,
+        stage,
+        step,
+        model={
+            name.removeprefix("model."): value
+            for name, value in tensors.items()
+            if name.startswith("model.")
+        },
+        optimizer={name: value for name, value in tensors.items() if name.startswith("optimizer.")},
+    )
+
+
+def was_written_by_this_launch(folder: Path) -> bool:
+    """Return whether the checkpoint in a folder is from the same call of `torchrun`."""
+    source = folder / CHECKPOINT
+    return source.is_file() and read_tensors(source)[1].get("launch") == launch_id()
+
+
+class CheckpointTimer:
+    """Decides when the next checkpoint of a run is due."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.reset()
+
+    def reset(self) -> None:
+        """Start the interval to the next checkpoint."""
+        self.started = time.monotonic()
+
+    def is_due(self) -> bool:
+        """Return whether the interval is over."""
+        return time.monotonic() - self.started >= self.seconds
+
+
+@contextmanager
+def write_errors(folder: Path) -> Iterator[None]:
+    """Raise TrainingError, with a remedy, if a file of the run in a folder cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        remedy = "choose another folder"
+        if (folder / CHECKPOINT).is_file():
+            remedy = "free some space and resume from the last checkpoint"
+        raise TrainingError(f"cannot write to {folder} ({error}); {remedy}") from error

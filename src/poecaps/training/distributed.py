@@ -1,0 +1,160 @@
+"""Data-parallel training in several processes.
+
+Started by `torchrun`, every process runs the same program. Each process computes the gradient of
+its shard of every batch, the gradients are averaged, and the main process writes all files. Random
+numbers are drawn for the whole batch and then sharded like the images, so that the number of
+processes changes only the order of summation.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
+
+from poecaps.training.errors import TrainingError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Distributed:
+    """One of `size` processes that train together; by default the only one."""
+
+    rank: int = 0
+    size: int = 1
+
+    @classmethod
+    def from_environment(cls) -> Distributed:
+        """Return the rank of this process among those that `torchrun` has started."""
+        return cls(int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)))
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the process that writes files and reports progress."""
+        return self.rank == 0
+
+    def shard(self, batch: Tensor, dim: int = 0) -> Tensor:
+        """Return this process's shard along axis `dim`: (..., B, ...) → (..., B/size, ...)."""
+        length = batch.shape[dim] // self.size
+        return batch.narrow(dim, self.rank * length, length)
+
+    def all_reduce_mean(self, tensors: Sequence[Tensor]) -> None:
+        """Replace tensors, in place, by their mean over all processes."""
+        if self.size == 1:
+            return
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        with _connection_errors():
+            dist.all_reduce(flat)
+        flat /= self.size
+        sizes = [tensor.numel() for tensor in tensors]
+        for tensor, mean in zip(tensors, flat.split(sizes), strict=True):
+            tensor.copy_(mean.view_as(tensor))
+
+    def all_gather(self, shard: Tensor) -> Tensor:
+        """Join the shards of all processes, which have equal length: (B/size, ...) → (B, ...)."""
+        if self.size == 1:
+            return shard
+        shards = [torch.empty_like(shard) for _ in range(self.size)]
+        with _connection_errors():
+            dist.all_gather(shards, shard.contiguous())
+        return torch.cat(shards)
+
+    def broadcast_from_main(self, tensors: Sequence[Tensor]) -> None:
+        """Replace tensors, in place, by those of the main process."""
+        if self.size > 1:
+            with _connection_errors():
+                for tensor in tensors:
+                    dist.broadcast(tensor, src=0)
+
+    def any(self, value: bool, device: torch.device) -> bool:
+        """Return whether `value` is true in any process."""
+        if self.size == 1:
+            return value
+        count = torch.tensor([float(value)], device=device)
+        with _connection_errors():
+            dist.all_reduce(count)
+        return bool(count.item() > 0)
+
+
+@dataclass(frozen=True)
+class RandomNumbers:
+    """Random numbers of the images in this process's shard of a batch.
+
+    Every process draws the numbers of the whole batch from the same generator and keeps its shard.
+    """
+
+    generator: torch.Generator
+    """Source of the numbers, on the device of the computation."""
+    distributed: Distributed
+    """The processes that share the batch."""
+
+    def uniform(self, *shape: int, dim: int = 0) -> Tensor:
+        """Draw uniform numbers from 0 to 1.
+
+        Parameters
+        ----------
+        shape
+            Shape of the result, in which axis `dim` is this process's shard of the batch.
+        """
+        whole = [size * self.distributed.size if i == dim else size for i, size in enumerate(shape)]
+        numbers = torch.rand(whole, generator=self.generator, device=self.generator.device)
+        return self.distributed.shard(numbers, dim)
+
+
+@contextmanager
+def _connection_errors() -> Iterator[None]:
+    """Raise TrainingError if another process is gone."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise TrainingError(f"another process has stopped ({reason})") from error
+
+
+def restart_count() -> int:
+    """Return how often `torchrun` has restarted all processes because one failed."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+
+
+def launch_id() -> str:
+    """Return the identifier of the `torchrun` call that started this process, or ""."""
+    return os.environ.get("TORCHELASTIC_RUN_ID", "")
+
+
+@contextmanager
+def process_group(device: torch.device) -> Iterator[Distributed]:
+    """Connect to the other processes, if there are any, and disconnect at the end.
+
+    A default process group that the caller has initialized is used as it is.
+    """
+    if dist.is_available() and dist.is_initialized():
+        yield Distributed(dist.get_rank(), dist.get_world_size())
+        return
+    distributed = Distributed.from_environment()
+    if distributed.size == 1:
+        yield distributed
+        return
+    store, rank, size = next(iter(rendezvous("env://")))
+    # torchrun keeps its store when it restarts processes, with the addresses of those that failed.
+    store = PrefixStore(f"attempt {restart_count()}", store)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", store=store, rank=rank, world_size=size, device_id=device)
+    else:
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    try:
+        yield distributed
+        with _connection_errors():
+            dist.barrier()
+    finally:
+        dist.destroy_process_group()

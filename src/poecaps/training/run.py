@@ -1,0 +1,285 @@
+"""Starting and resuming training runs."""
+
+from __future__ import annotations
+
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from poecaps._devices import find_device
+from poecaps.autoencoder import least_side
+from poecaps.data import DataError, load
+from poecaps.data.folder import without_warning
+from poecaps.data.named import NAMES
+from poecaps.network import CapsuleNetwork
+from poecaps.training import record as run_record
+from poecaps.training.checkpoint import (
+    CHECKPOINT,
+    Checkpoint,
+    read_checkpoint,
+    was_written_by_this_launch,
+)
+from poecaps.training.distributed import process_group, restart_count
+from poecaps.training.interrupts import Interrupts
+from poecaps.training.metrics import METRICS, last_values
+from poecaps.training.trainer import Trainer
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable
+
+    from poecaps.data import ImageSet
+    from poecaps.training.config import Config
+    from poecaps.training.progress import Progress
+
+    Report = Callable[[Progress], None]
+    Found = Callable[[ImageSet], None]
+
+
+@dataclass(frozen=True)
+class TrainingResult:
+    """The result of a training run."""
+
+    network: CapsuleNetwork
+    """The trained network, frozen."""
+    folder: Path
+    """Folder of the run."""
+    config: Config
+    """Options of the run."""
+    data: ImageSet | None
+    """Training images; None if the run was finished already, so that they were not loaded."""
+    metrics: dict[str, dict[str, float]]
+    """Last value of each metric of each stage; empty in all but the main process."""
+    record: dict[str, Any]
+    """Contents of `run.json`; empty in all but the main process."""
+    seconds: float
+    """Wall-clock time of this call, including the loading of the images."""
+    resumed_finished: bool = False
+    """Whether the run was finished already, so that its network was only loaded."""
+
+
+def train(
+    config: Config,
+    folder: str | os.PathLike[str],
+    *,
+    data: ImageSet | None = None,
+    report: Report | None = None,
+    found: Found | None = None,
+) -> CapsuleNetwork:
+    """Train a network and save it in a folder.
+
+    The folder receives the network (`config.json`, `model.safetensors`), a record of the run
+    (`run.json`: options, versions, fingerprint of the data, command), its running metrics
+    (`metrics.jsonl`) and its last checkpoint. An interrupt (Ctrl-C) takes effect after the current
+    step, once a checkpoint is saved.
+
+    The returned network is frozen, like one from `poecaps.load`; `network.requires_grad_()`
+    unfreezes it.
+
+    Started by `torchrun`, all processes train one network together, each on its share of every
+    batch.
+
+    Parameters
+    ----------
+    config
+        Options of the run.
+    folder
+        Folder for the results. It must be new or empty; to continue a run, use `resume`.
+    data
+        Training images in memory, instead of those that `config.data` names.
+    report
+        Called with a `poecaps.training.Progress` after every step.
+    found
+        Called once with the images, before the training starts. Without it, a warning lists the
+        files of a folder that were skipped.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If an option is invalid.
+    FileExistsError
+        If the folder is not empty.
+    TrainingError
+        If training diverges or a file cannot be written; the last checkpoint stays intact.
+    """
+    return run_training(config, folder, data=data, report=report, found=found).network
+
+
+def resume(
+    folder: str | os.PathLike[str],
+    *,
+    device: str | None = None,
+    data: ImageSet | None = None,
+    report: Report | None = None,
+    found: Found | None = None,
+) -> CapsuleNetwork:
+    """Continue a run from its last checkpoint.
+
+    On a CPU the result is bit-identical to that of an uninterrupted run. The network of a finished
+    run is only loaded.
+
+    Parameters
+    ----------
+    folder
+        Folder of the run.
+    device
+        Device to continue on; by default the one in the options of the run.
+    data
+        The training images, if the run was started with images in memory.
+    report
+        Called with a `poecaps.training.Progress` after every step.
+    found
+        Called once with the images, before the training continues. Without it, a warning lists the
+        files of a folder that were skipped.
+
+    Raises
+    ------
+    FileNotFoundError
+        If there is no checkpoint in the folder.
+    ModelError
+        If the checkpoint is damaged, was not written by poecaps, or is of a newer version.
+    poecaps.data.DataError
+        If the images differ from those with which the run was started.
+    """
+    return resume_training(folder, device=device, data=data, report=report, found=found).network
+
+
+def run_training(
+    config: Config,
+    folder: str | os.PathLike[str],
+    *,
+    data: ImageSet | None = None,
+    report: Report | None = None,
+    found: Found | None = None,
+) -> TrainingResult:
+    """Train a network as `train` does, and return more than the network."""
+    config.validate()
+    if data is None:
+        path = None if config.data_path is None else _absolute_path(config.data_path)
+        config = replace(config, data=_absolute_path(config.data), data_path=path)
+    else:
+        config = replace(config, data=data.source, data_path=None, size=None, channels=None)
+    folder = Path(folder)
+    if restart_count() > 0 and was_written_by_this_launch(folder):
+        return resume_training(folder, data=data, report=report, found=found)
+    return _run(Checkpoint(config), folder, data, report, found, is_new=True)
+
+
+def resume_training(
+    folder: str | os.PathLike[str],
+    *,
+    device: str | None = None,
+    data: ImageSet | None = None,
+    report: Report | None = None,
+    found: Found | None = None,
+) -> TrainingResult:
+    """Continue a run as `resume` does, and return more than the network."""
+    started, folder = time.perf_counter(), Path(folder)
+    checkpoint = read_checkpoint(folder)
+    if device is not None:
+        checkpoint = replace(checkpoint, config=replace(checkpoint.config, device=device))
+        checkpoint.config.validate()
+    if not is_finished(folder):
+        return _run(checkpoint, folder, data, report, found)
+    config = checkpoint.config
+    return TrainingResult(
+        CapsuleNetwork.load(folder, find_device(config.device)),
+        folder,
+        config,
+        data,
+        metrics=last_values(folder / METRICS),
+        record=run_record.read(folder),
+        seconds=time.perf_counter() - started,
+        resumed_finished=True,
+    )
+
+
+def is_finished(folder: Path) -> bool:
+    """Return whether the run in a folder is finished and its network is complete."""
+    names = (run_record.RECORD, "config.json", "model.safetensors")
+    complete = all((folder / name).is_file() for name in names)
+    return complete and bool(run_record.read(folder).get("finished"))
+
+
+def _run(
+    checkpoint: Checkpoint,
+    folder: Path,
+    data: ImageSet | None,
+    report: Report | None,
+    found: Found | None,
+    *,
+    is_new: bool = False,
+) -> TrainingResult:
+    """Train from a checkpoint on."""
+    started, config, interrupts = time.perf_counter(), checkpoint.config, Interrupts()
+    device = find_device(config.device)
+    with interrupts.installed(), process_group(device) as distributed:
+        if is_new and distributed.any(distributed.is_main and not _is_empty(folder), device):
+            raise FileExistsError(
+                f"{folder} is not empty; choose a new folder, or continue its run with resume"
+            )
+        if data is None:
+            with nullcontext() if found is None and distributed.is_main else without_warning():
+                data = _load_images(config)
+        if found is not None:
+            found(data)
+        _require_different_images(data)
+        trainer = Trainer(
+            config,
+            data,
+            folder,
+            device=device,
+            distributed=distributed,
+            interrupts=interrupts,
+            report=report,
+        )
+        trainer.fit(checkpoint)
+        return TrainingResult(
+            trainer.network,
+            folder,
+            config,
+            data,
+            metrics=last_values(folder / METRICS) if distributed.is_main else {},
+            record=run_record.read(folder) if distributed.is_main else {},
+            seconds=time.perf_counter() - started,
+        )
+
+
+def _load_images(config: Config) -> ImageSet:
+    return load(
+        config.data,
+        path=config.data_path,
+        size=config.size,
+        channels=config.channels,
+        smallest=least_side(config.model.kernel_size),
+    )
+
+
+def _require_different_images(data: ImageSet) -> None:
+    """Raise DataError if all images are equal, so that there is nothing to learn."""
+    first, size = data.images[:1], 1024  # compared in parts, for the images may be a mapped file
+    if all(
+        (data.images[start : start + size] == first).all() for start in range(0, len(data), size)
+    ):
+        found = "only one image" if len(data) == 1 else f"{len(data)} equal images"
+        raise DataError(
+            f"cannot train on {data.source}: it contains {found}; use images that differ"
+        )
+
+
+def _absolute_path(source: str) -> str:
+    """Make an existing path absolute, so that a run can be resumed from another working directory.
+
+    The name of a dataset is returned unchanged.
+    """
+    if not source or source in NAMES or not Path(source).expanduser().exists():
+        return source
+    return str(Path(source).expanduser().resolve())
+
+
+def _is_empty(folder: Path) -> bool:
+    """Return whether a folder is empty, except for files of a run that was killed at its start."""
+    temporary = f".{CHECKPOINT}-"
+    return not folder.exists() or all(file.name.startswith(temporary) for file in folder.iterdir())

@@ -1,0 +1,426 @@
+"""The training loop: all stages of a run, from its start or from a checkpoint."""
+
+from __future__ import annotations
+
+import math
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from poecaps import kernels
+from poecaps._devices import use_bfloat16
+from poecaps._files import ModelError
+from poecaps.data import DataError
+from poecaps.layer import CapsuleExperts
+from poecaps.network import Architecture, CapsuleNetwork
+from poecaps.training import record as run_record
+from poecaps.training.checkpoint import (
+    CHECKPOINT,
+    Checkpoint,
+    CheckpointTimer,
+    write_checkpoint,
+    write_errors,
+)
+from poecaps.training.distributed import RandomNumbers
+from poecaps.training.errors import TrainingError
+from poecaps.training.features import FeatureCache
+from poecaps.training.graphs import MIN_REPLAYS, WARMUP_STEPS, GraphedStep
+from poecaps.training.metrics import MetricsLog
+from poecaps.training.optim import (
+    load_optimizer_state,
+    make_optimizer,
+    optimizer_state,
+    set_learning_rate,
+)
+from poecaps.training.progress import Progress, ProgressMeter
+from poecaps.training.seeds import Stream, derive_seed, make_generator
+from poecaps.training.stages import StageTrainer, make_stages
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+    from pathlib import Path
+
+    from torch import Tensor, nn
+
+    from poecaps.data import ImageSet
+    from poecaps.training.config import Config
+    from poecaps.training.distributed import Distributed
+    from poecaps.training.interrupts import Interrupts
+    from poecaps.training.optim import Optimizer
+
+    Report = Callable[[Progress], None]
+
+METRICS_PER_EPOCH = 2
+INTERRUPT_CHECK_STEPS = 10  # steps between two exchanges about interrupts with other processes
+EXPLODED_WEIGHT = 1e3  # mean absolute value of weights that have diverged
+MAX_DENSITY_IMAGES = 100_000  # codes to which the density is fitted, a random subset of more images
+
+
+class Trainer:
+    """Training of a network in stages.
+
+    Parameters
+    ----------
+    config
+        Options of the run.
+    data
+        Training images.
+    folder
+        Folder of the run, for its checkpoint, metrics, record and network.
+    device
+        Device of the network.
+    distributed
+        Processes that train together; only the main process writes files and reports.
+    interrupts
+        Handler of signals, installed by the caller.
+    report
+        Function that is called with the progress after every step.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        data: ImageSet,
+        folder: Path,
+        *,
+        device: torch.device,
+        distributed: Distributed,
+        interrupts: Interrupts,
+        report: Report | None = None,
+    ) -> None:
+        if config.batch_size % distributed.size:
+            raise ValueError(
+                f"batch_size must be a multiple of the number of processes, {distributed.size}, "
+                f"but is {config.batch_size}"
+            )
+        self.config, self.folder, self.report = config, folder, report
+        self.device, self.distributed, self.interrupts = device, distributed, interrupts
+        architecture = Architecture(**asdict(config.model), image_shape=data.shape)
+        generator = make_generator(config.seed, Stream.NETWORK)
+        self.network = CapsuleNetwork(architecture, generator=generator).to(device)
+        self.batch_size = min(config.batch_size, len(data) - len(data) % distributed.size)
+        self.steps_per_epoch = len(data) // self.batch_size
+        bfloat16 = use_bfloat16(config.precision, device)
+        self.cache = FeatureCache(data, self.network, device, distributed, bfloat16=bfloat16)
+        self.stages = make_stages(config, self.cache)
+        self.metrics_log = MetricsLog(folder)
+        self.checkpoint_timer = CheckpointTimer(config.checkpoint_every)
+
+    def fit(self, checkpoint: Checkpoint) -> None:
+        """Train all stages from a checkpoint on, fit the code density and save the network."""
+        self._load(checkpoint)
+        record = self._start_record(checkpoint) if self.distributed.is_main else {}
+        self._set_memory_format(torch.channels_last)  # convolutions are faster
+        step, state = checkpoint.step, checkpoint.optimizer
+        for index in range(checkpoint.stage, len(self.stages)):
+            self._fit_stage(index, step, state)
+            step, state = 0, {}
+        with self._save_on_error(len(self.stages)):
+            self._fit_code_density()
+            self._set_memory_format(torch.contiguous_format)
+            if self.distributed.is_main:
+                with write_errors(self.folder):
+                    self.network.save(self.folder)
+                    record["finished"] = run_record.timestamp()
+                    run_record.write(self.folder, record)
+        self.network.requires_grad_(False)
+
+    def _fit_stage(self, index: int, first_step: int, state: Mapping[str, Tensor]) -> None:
+        """Train one stage from `first_step` on, with the optimizer's state at that step."""
+        stage, steps = self.stages[index], self._steps_of(index)
+        meter = self._make_meter(index, first_step)
+        with self._save_on_error(index) if first_step == 0 else nullcontext():
+            self._log(meter.update(first_step))
+            stage.prepare(first_step == 0, make_generator(self.config.seed, Stream.STAGE, index))
+            self._synchronize(stage)
+            parameters = list(stage.module.parameters())
+            optimizer = make_optimizer(stage.options, parameters)
+            load_optimizer_state(optimizer, parameters, state, self.folder / CHECKPOINT)
+            generator = torch.Generator(self.device)
+            self.network.eval()
+            stage.module.train()
+            meter.start_timer()
+            train_step = self._make_step(stage, optimizer, generator, steps - first_step)
+        self.interrupts.deferred = True
+        metrics_every = max(1, self.steps_per_epoch // METRICS_PER_EPOCH)
+        order = _ImageOrder(self.config.seed, index, len(self.cache), self.batch_size, self.device)
+        for step in range(first_step, steps):
+            set_learning_rate(optimizer, stage.options.learning_rate_at(step / steps))
+            generator.manual_seed(derive_seed(self.config.seed, Stream.STEP, index, step))
+            loss = train_step(order.batch(step))
+            done = step + 1
+            metrics: dict[str, float] = {}
+            if self.distributed.is_main and (done % metrics_every == 0 or done == steps):
+                metrics = self._compute_metrics(stage, done, steps, loss)
+            self._log(meter.update(done, metrics))
+            if done < steps:
+                self._save_or_stop(index, done, self._is_interrupted(done), optimizer)
+        stage.module.eval()
+        stage.finish()
+        self._synchronize(stage)
+        interrupted = self.distributed.any(self.interrupts.requested, self.device)
+        self._require_finite_weights(stage, steps)
+        self._save_or_stop(index + 1, 0, interrupted)
+        self.interrupts.deferred = False
+
+    # ----------------------------------------------------------------------------------------------
+    # Parts of the loop
+
+    def _steps_of(self, index: int) -> int:
+        """Return the number of steps of a stage; after the last stage there are none."""
+        if index == len(self.stages):
+            return 0
+        return self.stages[index].options.epochs * self.steps_per_epoch
+
+    def _make_meter(self, index: int, first_step: int) -> ProgressMeter:
+        return ProgressMeter(
+            {stage.name: stage.options.epochs for stage in self.stages},
+            self.stages[index].name,
+            first_step=first_step,
+            steps_per_epoch=self.steps_per_epoch,
+            batch_size=self.batch_size,
+        )
+
+    def _make_step(
+        self, stage: StageTrainer, optimizer: Optimizer, generator: torch.Generator, steps: int
+    ) -> TrainingStep | GraphedStep:
+        step = TrainingStep(stage, optimizer, self.distributed, generator)
+        return GraphedStep(step, generator) if self._can_graph(stage, steps) else step
+
+    def _can_graph(self, stage: StageTrainer, steps: int) -> bool:
+        """Return whether the steps of a stage can be CUDA graphs, and are enough to be worth it."""
+        return (
+            self.device.type == "cuda"
+            and self.distributed.size == 1
+            and steps >= WARMUP_STEPS + MIN_REPLAYS
+            and stage.options.optimizer == "adam"
+            and stage.data_on_device()
+            and _routes_by_triton(stage.module)
+        )
+
+    def _synchronize(self, stage: StageTrainer) -> None:
+        """Copy the state of a stage from the main process to all others."""
+        tensors = [*stage.module.parameters(), *stage.module.buffers()]
+        self.distributed.broadcast_from_main([tensor.detach() for tensor in tensors])
+
+    def _is_interrupted(self, step: int) -> bool:
+        """Return whether this process was interrupted or, asked from time to time, another one."""
+        if self.distributed.size == 1:
+            return self.interrupts.requested
+        return step % INTERRUPT_CHECK_STEPS == 0 and self.distributed.any(
+            self.interrupts.requested, self.device
+        )
+
+    def _fit_code_density(self) -> None:
+        top = len(self.network.encoders)
+        self.network.eval()
+        self.cache.compute_codes(top)
+        density = self.network.code_density
+        if self.distributed.is_main:
+            seed, count = self.config.seed, len(self.cache)
+            order = torch.randperm(count, generator=make_generator(seed, Stream.DENSITY_IMAGES))
+            codes = self.cache.codes(top, order[:MAX_DENSITY_IMAGES].sort().values)
+            density.fit(codes, make_generator(seed, Stream.CODE_DENSITY))
+        self.distributed.broadcast_from_main(list(density.buffers()))
+
+    def _set_memory_format(self, memory_format: torch.memory_format) -> None:
+        for module in (self.network.autoencoder, self.network.pixel_decoder):
+            if module is not None:
+                module.to(memory_format=memory_format)  # type: ignore[call-overload]
+
+    # ----------------------------------------------------------------------------------------------
+    # Metrics and divergence
+
+    def _log(self, progress: Progress) -> None:
+        """Append new metrics to the log and report the progress."""
+        if not self.distributed.is_main:
+            return
+        if progress.measured:
+            with write_errors(self.folder):
+                self.metrics_log.append(progress)
+        if self.report is not None:
+            self.report(progress)
+
+    def _compute_metrics(
+        self, stage: StageTrainer, step: int, steps: int, loss: Tensor
+    ) -> dict[str, float]:
+        """Compute the running metrics; raise TrainingError if one is not finite."""
+        stage.module.eval()
+        with torch.no_grad():
+            metrics = stage.metrics()
+        stage.module.train()
+        rate = stage.options.learning_rate_at((step - 1) / steps)
+        metrics = {"loss": loss.item(), "learning_rate": rate, **metrics}
+        if not all(map(math.isfinite, metrics.values())):
+            raise self._divergence(stage, step)
+        return metrics
+
+    def _require_finite_weights(self, stage: StageTrainer, step: int) -> None:
+        """Raise TrainingError if the weights of a stage are not finite, or far too large."""
+        means = [parameter.detach().abs().mean() for parameter in stage.module.parameters()]
+        if not bool((torch.stack(means) < EXPLODED_WEIGHT).all()):
+            raise self._divergence(stage, step)
+
+    def _divergence(self, stage: StageTrainer, step: int) -> TrainingError:
+        steps = max(1, stage.options.epochs * self.steps_per_epoch)
+        rate = stage.options.learning_rate_at(step / steps)
+        message = (
+            f"{stage.name} diverged at step {step} with a learning rate of {rate:.3g}; "
+            "lower the learning rate of this stage"
+        )
+        if (self.folder / CHECKPOINT).exists():
+            message += f". The last checkpoint is in {self.folder}"
+        return TrainingError(message)
+
+    # ----------------------------------------------------------------------------------------------
+    # Checkpoints and the record
+
+    def _load(self, checkpoint: Checkpoint) -> None:
+        """Restore the network; raise ModelError if the checkpoint does not fit the run."""
+        source = self.folder / CHECKPOINT
+        stage, step, stages = checkpoint.stage, checkpoint.step, len(self.stages)
+        if not 0 <= stage <= stages or not 0 <= step <= self._steps_of(stage):
+            raise ModelError(
+                f"{source} is damaged: there is no step {step} of stage {stage + 1} of {stages}"
+            )
+        if (stage, step) != (0, 0):  # at the start, no weights are saved
+            self.network.load_tensors(checkpoint.model, source)
+            self.network.to(self.device)
+
+    def _save_or_stop(
+        self, index: int, step: int, interrupted: bool, optimizer: Optimizer | None = None
+    ) -> None:
+        """Save a checkpoint if one is due, or if the run was interrupted, which ends it."""
+        if interrupted or (self.distributed.is_main and self.checkpoint_timer.is_due()):
+            if step > 0:
+                self._require_finite_weights(self.stages[index], step)
+            self._save(index, step, optimizer)
+        if interrupted:
+            raise KeyboardInterrupt
+
+    def _save(self, index: int, step: int, optimizer: Optimizer | None = None) -> None:
+        """Save a checkpoint."""
+        if not self.distributed.is_main:
+            return
+        state = {}
+        if optimizer is not None:
+            state = optimizer_state(optimizer, list(self.stages[index].module.parameters()))
+        model = self.network.state_dict()
+        self._write_checkpoint(Checkpoint(self.config, index, step, model, state))
+
+    def _write_checkpoint(self, checkpoint: Checkpoint) -> None:
+        with write_errors(self.folder):
+            write_checkpoint(self.folder, checkpoint)
+        self.checkpoint_timer.reset()
+
+    @contextmanager
+    def _save_on_error(self, index: int) -> Iterator[None]:
+        """If an error occurs between two stages, try to save the result of the earlier stages."""
+        try:
+            yield
+        except BaseException:
+            if index > 0:
+                with suppress(TrainingError):
+                    self._save(index, 0)
+            raise
+
+    def _start_record(self, checkpoint: Checkpoint) -> dict[str, Any]:
+        """Prepare the folder, and add this start to the record of the run."""
+        with write_errors(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+        if (checkpoint.stage, checkpoint.step) == (0, 0):
+            # So that a run that is killed at any moment can be resumed.
+            self._write_checkpoint(Checkpoint(self.config))
+        data = run_record.describe_data(self.cache.data)
+        record = run_record.new_record(self.config, data)
+        if (self.folder / run_record.RECORD).is_file():
+            record = run_record.read(self.folder)
+            if record["data"].get("sha256") != data["sha256"]:
+                raise DataError(
+                    f"the images of {data['source']} differ from those with which the run in "
+                    f"{self.folder} was started"
+                )
+        names = [stage.name for stage in self.stages]
+        run_record.add_start(
+            record,
+            stage=[*names, "end"][checkpoint.stage],
+            step=checkpoint.step,
+            device=run_record.describe_device(self.device),
+            precision="bfloat16" if self.cache.bfloat16 else "float32",
+            processes=self.distributed.size,
+        )
+        with write_errors(self.folder):
+            run_record.write(self.folder, record)
+            self.metrics_log.truncate_after(checkpoint.stage, checkpoint.step, names)
+        return record
+
+
+class TrainingStep:
+    """One step of a stage's optimizer on one batch.
+
+    Parameters
+    ----------
+    stage
+        Stage to train.
+    optimizer
+        Optimizer of the stage's parameters.
+    distributed
+        Processes that train together, each on its shard of the batch.
+    generator
+        Source of the step's random numbers, on the stage's device.
+    """
+
+    def __init__(
+        self,
+        stage: StageTrainer,
+        optimizer: Optimizer,
+        distributed: Distributed,
+        generator: torch.Generator,
+    ) -> None:
+        self.stage, self.optimizer, self.distributed = stage, optimizer, distributed
+        self.random = RandomNumbers(generator, distributed)
+        self.parameters = list(stage.module.parameters())
+        self.buffers = list(stage.module.buffers())
+
+    def __call__(self, indices: Tensor) -> Tensor:
+        """Train on the images with these indices: (B,) → loss ()."""
+        self.optimizer.zero_grad()
+        loss = self.stage.loss(self.distributed.shard(indices), self.random)
+        loss.backward()
+        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        self.distributed.all_reduce_mean([*gradients, *self.buffers])
+        self.optimizer.step()
+        return loss.detach()
+
+
+class _ImageOrder:
+    """The batches of a stage: each epoch has every image once, in a different random order."""
+
+    def __init__(
+        self, seed: int, stage: int, count: int, batch_size: int, device: torch.device
+    ) -> None:
+        self.seed, self.stage, self.count = seed, stage, count
+        self.batch_size, self.device = batch_size, device
+        self.epoch, self.order = -1, torch.empty(0)
+
+    def batch(self, step: int) -> Tensor:
+        """Return the indices of the images of a step: (B,)."""
+        epoch, position = divmod(step, self.count // self.batch_size)
+        if epoch != self.epoch:
+            generator = make_generator(self.seed, Stream.ORDER, self.stage, epoch)
+            self.epoch = epoch
+            self.order = torch.randperm(self.count, generator=generator).to(self.device)
+        return self.order[position * self.batch_size : (position + 1) * self.batch_size]
+
+
+def _routes_by_triton(module: nn.Module) -> bool:
+    """Return whether all experts of a module run in Triton.
+
+    Other implementations read values on the host, which cannot be captured in a CUDA graph.
+    """
+    layers = [layer for layer in module.modules() if isinstance(layer, CapsuleExperts)]
+    return all(
+        kernels.choose(layer.weight, layer.weight, layer.backend) == "triton" for layer in layers
+    )

@@ -1,0 +1,310 @@
+"""Runs that stop, for whatever reason, and continue from their checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from poecaps import ModelError
+from poecaps._files import read_tensors, write_tensors
+from poecaps.training import Progress, TrainingError, resume, train
+from poecaps.training.checkpoint import CHECKPOINT
+from poecaps.training.metrics import METRICS
+from tests.training.runs import OPTIONS, Stop, assert_same_weights, config_for, metrics
+
+
+@pytest.mark.parametrize(
+    "at",
+    [
+        ("autoencoder", 12),
+        ("encoder 1", 9),
+        ("encoder 2", 24),
+        ("decoder 1", 20),
+        ("pixel decoder", 10),
+    ],
+)
+def test_a_resumed_run_has_bit_identical_weights(
+    at: tuple[str, int], data: Path, finished: Path, tmp_path: Path
+) -> None:
+    def stop(progress: Progress) -> None:
+        if progress.stage == at[0] and progress.step >= at[1]:
+            raise Stop
+
+    with pytest.raises(Stop):
+        train(config_for(data), tmp_path / "run", report=stop)
+    resume(tmp_path / "run")
+    assert_same_weights(tmp_path / "run", finished)
+    assert metrics(tmp_path / "run") == metrics(finished)
+
+
+def command(*arguments: str | Path) -> list[str]:
+    return [sys.executable, "-m", "poecaps", *map(str, arguments)]
+
+
+def wait_for_lines(process: subprocess.Popen[Any], folder: Path, lines: int) -> None:
+    """Wait until a run has written so many lines of metrics."""
+    while process.poll() is None:
+        if (folder / METRICS).exists() and (folder / METRICS).read_text().count("\n") >= lines:
+            return
+        time.sleep(0.002)
+    raise AssertionError("the run ended too early")
+
+
+def test_a_run_killed_twice_has_bit_identical_weights(
+    data: Path, finished: Path, tmp_path: Path
+) -> None:
+    """kill -9 at some moment, twice, and `poecaps train --resume` each time."""
+    folder = tmp_path / "run"
+    start = command("train", "--data", data, "--out", folder, "--quiet", "--no-figures", *OPTIONS)
+    go_on = command("train", "--resume", folder, "--quiet", "--no-figures")
+    for arguments, lines in ((start, 4), (go_on, 25)):
+        process = subprocess.Popen(arguments)
+        wait_for_lines(process, folder, lines)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    subprocess.run(go_on, check=True)
+    assert_same_weights(folder, finished)
+    assert metrics(folder) == metrics(finished)
+    starts = [
+        (start["stage"], start["step"])
+        for start in json.loads((folder / "run.json").read_text())["starts"]
+    ]
+    assert len(starts) == 3
+    assert starts[0] == ("autoencoder", 0)
+    assert starts[2][0].startswith(("encoder", "decoder"))
+
+
+def test_a_run_killed_before_its_first_step_can_be_resumed(
+    data: Path, finished: Path, tmp_path: Path
+) -> None:
+    def stop(progress: Progress) -> None:
+        raise Stop
+
+    with pytest.raises(Stop):
+        train(config_for(data), tmp_path / "run", report=stop)
+    resume(tmp_path / "run")
+    assert_same_weights(tmp_path / "run", finished)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_saves_and_prints_the_command_to_resume(
+    number: signal.Signals, data: Path, finished: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "a run"
+    arguments = command(
+        "train", "--data", data, "--out", folder, *OPTIONS, "--checkpoint-every", "100000"
+    )
+    process = subprocess.Popen(
+        arguments,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(
+            signal.SIGINT, signal.default_int_handler
+        ),  # even if the tests ignore it
+    )
+    wait_for_lines(process, folder, 15)
+    process.send_signal(number)
+    _, err = process.communicate()
+    assert process.returncode == 130
+    assert f"go on with: poecaps train --resume '{folder}'" in err
+    assert "Traceback" not in err
+    _, about = read_tensors(folder / CHECKPOINT)
+    assert about["stage"] >= 1
+    assert about["stage"] > 1 or about["step"] > 0  # not only between stages
+    resume(folder)
+    assert_same_weights(folder, finished)
+
+
+@pytest.mark.parametrize("broken", [KeyboardInterrupt, MemoryError])
+@pytest.mark.parametrize(
+    ("what", "stage"),
+    [
+        ("poecaps.training.features.FeatureCache.compute_codes", 2),
+        ("poecaps.training.features.FeatureCache.fit_preprocessing", 1),
+        ("poecaps.training.features.FeatureCache._compute_for_all", 1),
+        ("poecaps.training.stages._reset_parameters", 1),
+        ("poecaps.training.trainer.Trainer._fit_code_density", 6),
+        ("poecaps.network.CapsuleNetwork.save", 6),
+    ],
+)
+def test_an_error_between_two_stages_loses_no_step(
+    what: str,
+    stage: int,
+    broken: type[BaseException],
+    data: Path,
+    finished: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise broken
+
+    with monkeypatch.context() as patched:
+        patched.setattr(what, interrupted)
+        with pytest.raises(broken):
+            train(config_for(data, checkpoint_every=1e9), tmp_path / "run")
+    _, about = read_tensors(tmp_path / "run" / CHECKPOINT)
+    assert (about["stage"], about["step"]) == (stage, 0)
+    resume(tmp_path / "run")
+    assert_same_weights(tmp_path / "run", finished)
+
+
+class Clock:
+    """The clock of the checkpoints; others in this process use that of the system."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        time = SimpleNamespace(monotonic=lambda: self.now)
+        monkeypatch.setattr("poecaps.training.checkpoint.time", time)
+
+
+def test_checkpoints_are_written_at_the_given_interval(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step takes ten seconds here; a checkpoint is due after half a minute."""
+    kept, clock = [], Clock(monkeypatch)
+
+    def tick(progress: Progress) -> None:
+        clock.now += 10
+        kept.append(read_tensors(tmp_path / "run" / CHECKPOINT)[1]["step"])
+        if progress.total_step == 10:
+            raise Stop
+
+    with pytest.raises(Stop):
+        train(config_for(data, checkpoint_every=30), tmp_path / "run", report=tick)
+    assert kept == [0, 0, 0, 2, 2, 2, 5, 5, 5, 8, 8]
+
+
+def test_a_checkpoint_due_at_the_end_of_a_stage_begins_the_next(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, clock = {}, Clock(monkeypatch)
+
+    def tick(progress: Progress) -> None:
+        clock.now += (
+            60 if progress.stage == "autoencoder" and progress.step == progress.steps else 0
+        )
+        if progress.stage != "autoencoder":
+            found.update(read_tensors(tmp_path / "run" / CHECKPOINT)[1])
+            raise Stop
+
+    with pytest.raises(Stop):
+        train(config_for(data, checkpoint_every=30), tmp_path / "run", report=tick)
+    assert (found["stage"], found["step"]) == (1, 0)
+
+
+def test_a_full_disk_stops_the_run_and_leaves_the_last_checkpoint_whole(
+    data: Path, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = 0
+    fsync = os.fsync
+
+    def full(handle: int) -> None:
+        nonlocal written
+        written += 1
+        if written == 5:
+            raise OSError(28, "No space left on device")
+        fsync(handle)
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(TrainingError, match=r"cannot write to .*No space left on device.*resume"):
+        train(config_for(data), tmp_path / "run")
+    resume(tmp_path / "run")
+    assert_same_weights(tmp_path / "run", finished)
+
+
+class Hostile:
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def __reduce__(self) -> Any:
+        return (Path.touch, (self.target,))
+
+
+def test_reading_an_untrusted_checkpoint_runs_no_code(tmp_path: Path) -> None:
+    touched = tmp_path / "touched"
+    (tmp_path / CHECKPOINT).write_bytes(pickle.dumps({"model": Hostile(touched)}))
+    with pytest.raises(ModelError, match="no safetensors file"):
+        resume(tmp_path)
+    torch.save({"model": Hostile(touched)}, tmp_path / CHECKPOINT)
+    with pytest.raises(ModelError, match="no safetensors file"):
+        resume(tmp_path)
+    assert not touched.exists()
+    pickle.loads(pickle.dumps(Hostile(touched)))  # what a program would do that unpickles
+    assert touched.exists()
+
+
+@pytest.mark.parametrize(
+    ("about", "state", "message"),
+    [
+        ({"version": 99}, {}, "upgrade"),
+        ({"stage": 77}, {}, "is damaged: there is no step"),
+        ({"step": -1}, {}, "is damaged: there is no step"),
+        ({"config": {"data": 5}}, {}, "is not the checkpoint of a run"),
+        ({"step": 10**9}, {}, "is damaged: there is no step"),
+        ({"step": float("inf")}, {}, "is not the checkpoint of a run"),
+        ({"stage": None}, {}, "is not the checkpoint of a run"),
+        (
+            {},
+            {"optimizer.99.exp_avg": torch.zeros(2)},
+            "optimizer.99.exp_avg is not a state of this optimizer",
+        ),
+        (
+            {},
+            {"optimizer.0.lambda": torch.zeros(2)},
+            "optimizer.0.lambda is not a state of this optimizer",
+        ),
+        (
+            {},
+            {"optimizer.0.exp_avg": torch.zeros(2)},
+            "optimizer.0.exp_avg is not a state of this optimizer",
+        ),
+        ({}, {"optimizer.0.exp_avg": None}, "optimizer.0.exp_avg is not a state of this optimizer"),
+        (
+            {},
+            {"optimizer.0.step": torch.tensor(torch.nan)},
+            "optimizer.0.step must hold finite floating-point numbers",
+        ),
+        ({}, {"model.more": torch.zeros(2)}, "does not fit its architecture: more"),
+        (
+            {},
+            {"model.autoencoder.conv1_bias": torch.zeros(8, dtype=torch.float64)},
+            "conv1_bias is .* of float64",
+        ),
+        (
+            {},
+            {"model.autoencoder.conv1_bias": torch.full((8,), torch.nan)},
+            "autoencoder.conv1_bias is not finite",
+        ),
+    ],
+)
+def test_an_altered_checkpoint_is_one_clear_error(
+    about: dict[str, Any],
+    state: dict[str, torch.Tensor | None],
+    message: str,
+    data: Path,
+    tmp_path: Path,
+) -> None:
+    def stop(progress: Progress) -> None:
+        if progress.step == 10:
+            raise Stop
+
+    with pytest.raises(Stop):
+        train(config_for(data), tmp_path / "run", report=stop)
+    tensors, before = read_tensors(tmp_path / "run" / CHECKPOINT)
+    changed = {name: value for name, value in (tensors | state).items() if value is not None}
+    write_tensors(tmp_path / "run" / CHECKPOINT, changed, before | about)
+    with pytest.raises(ModelError, match=message):
+        resume(tmp_path / "run")
