@@ -19,7 +19,7 @@ import poecaps
 from poecaps import hub, models
 from poecaps.card import is_ours
 from poecaps.cli import main
-from poecaps.data import named
+from poecaps.data import datasets
 from poecaps.network import DOMAINS, Architecture, CapsuleNetwork
 from poecaps.training import PRESETS, Config, EncoderStage, record, train
 from poecaps.training.config import command, nearest_preset
@@ -69,14 +69,14 @@ def shipped(
     monkeypatch.chdir(tmp_path)
     nowhere = package / "__pycache__"
     nowhere.mkdir()
-    monkeypatch.setattr(named, "SYSTEM", nowhere)
-    monkeypatch.setattr(named, "cache", lambda: nowhere)
+    monkeypatch.setattr(datasets, "SYSTEM_FOLDER", nowhere)
+    monkeypatch.setattr(datasets, "cache_folder", lambda: nowhere)
     monkeypatch.delenv("POECAPS_DATA", raising=False)
 
     def refuse(*_: Any) -> None:
         raise AssertionError("nothing may be downloaded unasked")
 
-    monkeypatch.setattr(named, "fetch", refuse)
+    monkeypatch.setattr(datasets, "download_split", refuse)
     return package
 
 
@@ -200,8 +200,8 @@ def test_a_shipped_model_sees_its_own_set_where_it_is(
 ) -> None:
     """Both splits of it: a set of which a part is missing would compare the one with the sample of the other."""
     monkeypatch.setenv("POECAPS_DATA", str(tmp_path))
-    shutil.copytree(named.BUNDLED / "fashion-mnist", tmp_path / "mnist")  # tell-tale images
-    monkeypatch.setattr(named, "_refuse_another_set", lambda *_: None)
+    shutil.copytree(datasets.BUNDLED / "fashion-mnist", tmp_path / "mnist")  # tell-tale images
+    monkeypatch.setattr(datasets, "_require_own_labels", lambda *_: None)
     assert main(["reconstruct", "mnist", "--count", "5", "--out", "a.png"]) == 0
     assert capsys.readouterr().err == ""
     assert main(["info"]) == 0
@@ -427,4 +427,4 @@ def test_every_model_of_the_package_draws(
     assert f"\n# {name}\n" in text
     assert "](samples.png)" in text
     assert (models.FOLDER / name / "samples.png").stat().st_size < 60_000
-    assert record.read(models.FOLDER / name)["config"]["data"] in named.NAMES
+    assert record.read(models.FOLDER / name)["config"]["data"] in datasets.NAMES

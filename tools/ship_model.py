@@ -21,7 +21,7 @@ import torch
 
 from poecaps import hub, models
 from poecaps._files import ModelError
-from poecaps.data import named
+from poecaps.data import datasets
 from poecaps.network import DOMAINS, CapsuleNetwork
 from poecaps.training import Config, record
 from poecaps.training.config import from_json
@@ -65,9 +65,9 @@ def ship(run: Path, name: str) -> Path:
     if not about.get("finished"):
         raise ModelError(f"{run} is not finished")
     config = from_json(Config, about["config"])
-    if config.data not in named.NAMES:
+    if config.data not in datasets.NAMES:
         raise ValueError(
-            f"{run} was trained on {config.data}, but must be on one of {', '.join(named.NAMES)}"
+            f"{run} was trained on {config.data}, but must be on one of {', '.join(datasets.NAMES)}"
         )
     with tempfile.TemporaryDirectory() as trial:
         network.save(trial, half=True)

@@ -21,7 +21,7 @@ import torch
 
 from poecaps import plotting
 from poecaps._files import read_json, read_tensors, write_atomically
-from poecaps.data.named import NAMES
+from poecaps.data.datasets import NAMES
 from poecaps.network import DOMAINS
 from poecaps.training import record
 from poecaps.training.config import Config, changes, command, from_json, nearest_preset

@@ -659,7 +659,7 @@ def test_what_does_not_fit_into_memory_lies_in_mapped_files(
     data: Path, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Images, features and codes; and what is learned does not depend on where they lie."""
-    monkeypatch.setattr("poecaps.data._storage.SPILL", 0)
+    monkeypatch.setattr("poecaps.data.buffers.MAX_IN_MEMORY", 0)
     mapped: dict[str, tuple[int, int]] = {}
 
     def temporary() -> set[str]:

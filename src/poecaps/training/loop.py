@@ -17,8 +17,8 @@ from poecaps import kernels
 from poecaps._files import ModelError, read_tensors, write_atomically, write_tensors
 from poecaps.autoencoder import least_side
 from poecaps.data import DataError, load
-from poecaps.data.folder import without_warning
-from poecaps.data.named import NAMES
+from poecaps.data.folder import suppress_skipped_warnings
+from poecaps.data.datasets import NAMES
 from poecaps.layer import CapsuleExperts
 from poecaps.network import FORMAT, VERSION, Architecture, CapsuleNetwork, check_version
 from poecaps.training import record as records
@@ -213,7 +213,7 @@ def _started(
             )
         if data is None:
             smallest = least_side(config.model.kernel_size)
-            with nullcontext() if found is None and workers.first else without_warning():
+            with nullcontext() if found is None and workers.first else suppress_skipped_warnings():
                 data = load(
                     config.data,
                     path=config.data_path,

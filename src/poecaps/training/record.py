@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from poecaps._files import ModelError, read_json, write_json
-from poecaps.data.named import NAMES
+from poecaps.data.datasets import NAMES
 from poecaps.training.config import OF_THE_MACHINE, Config, from_json
 from poecaps.training.config import command as training_command
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from poecaps import functional as F
-from poecaps.data._storage import allocate
+from poecaps.data.buffers import allocate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
