@@ -21,7 +21,7 @@ from PIL import Image
 
 import poecaps
 from poecaps import card, hub
-from poecaps.cli import main
+from poecaps.cli.main import main
 from poecaps.network import Architecture, CapsuleNetwork
 from poecaps.training import PRESETS, record
 
@@ -138,7 +138,7 @@ def test_an_edited_card_is_left_alone(run: Path, capsys: pytest.CaptureFixture[s
     (run / "README.md").write_text(mine, encoding="utf-8")
     assert main(["evaluate", str(run), "--samples", "20", "--device", "cpu"]) == 0
     assert text_of(run) == mine
-    assert f"{run / 'README.md'} was edited, so it is left as it is" in capsys.readouterr().err
+    assert f"{run / 'README.md'} was edited, so it is not overwritten" in capsys.readouterr().err
 
 
 def test_a_card_without_figures_shows_none(trained: Path, tmp_path: Path) -> None:
@@ -285,7 +285,7 @@ def test_a_card_that_is_no_utf8_is_somebodys_own(
     assert not card.write(run, poecaps.load(run))
     assert main(["evaluate", str(run), "--samples", "20", "--device", "cpu"]) == 0
     assert (run / "README.md").read_bytes() == mine
-    assert "was edited, so it is left as it is" in capsys.readouterr().err
+    assert "was edited, so it is not overwritten" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -36,11 +36,11 @@ from PIL import Image
 import poecaps
 from benchmarks.study import STUDY
 from poecaps import evaluation, export, plotting, sklearn, training, uses
-from poecaps.cli import main
+from poecaps.cli.main import main
 from poecaps.data import datasets
 from poecaps.data.idx import PREFIX
 from poecaps.explorer import server
-from poecaps.explorer.render import Explored
+from poecaps.explorer.render import ExplorerModel
 from poecaps.training import PRESETS, Config
 from tests.explorer.conftest import serving
 from tools.check_site import faults
@@ -232,7 +232,7 @@ def commands(world: None, bundled: dict[str, Path], monkeypatch: pytest.MonkeyPa
 @pytest.fixture
 def explorer(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Serve the model mnist on a free port, and let clients that ask where the documentation has it find it there."""
-    with serving(server.create_app([Explored("mnist", "mnist", poecaps.load("mnist"))])) as address:
+    with serving(server.create_app([ExplorerModel("mnist", "mnist", poecaps.load("mnist"))])) as address:
         clients: list[httpx.Client] = []
 
         def client(*, base_url: str, **options: Any) -> httpx.Client:

@@ -63,7 +63,7 @@ class Grid:
         self.height, self.width = height, width
 
     def cell(self, row: int, column: int) -> Array:
-        """Return the image in a cell, (H, W, 3); each of its pixels must be a square of one colour."""
+        """Return the image in a cell, (H, W, 3); each pixel must be a square of one colour."""
         (top, bottom), (left, right) = self.y_spans[row], self.x_spans[column]
         tile = self.page[top:bottom, left:right]
         scale = (bottom - top) // self.height

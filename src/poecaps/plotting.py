@@ -48,7 +48,7 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#8c6d1f", "#4b4b9b", "#5
 
 
 def expert_grid(images: Tensor | Array, path: PathLike, *, title: str | None = None) -> Path:
-    """Draw samples of each expert: one column per expert, with its number on top, one row per sample.
+    """Draw samples of each expert: one column per expert under its number, one row per sample.
 
     Parameters
     ----------
@@ -236,7 +236,7 @@ def read_metrics(source: Path) -> dict[str, dict[str, Array]]:
 
     Each line is a JSON object with a ``stage`` and an ``epoch``. Every other number is a point of a
     curve, except ``step``, ``images_per_second`` and ``seconds``. If a point occurs twice, in a run
-    that was resumed, the last value counts. A last line that is incomplete after a crash is ignored.
+    that was resumed, the last value counts. A last line that was cut off by a crash is ignored.
 
     Returns
     -------
@@ -378,7 +378,7 @@ def _as_ascii(text: str) -> str:
 
 
 def _write(path: PathLike, picture: bytes, arrays: Mapping[str, Array]) -> Path:
-    """Write the PNG and, if there are arrays, the ``.npz`` file; each replaces an old file atomically.
+    """Write the PNG and, if there are arrays, the ``.npz`` file, both atomically.
 
     Both are written before either is replaced, so that a full disk leaves the old pair intact.
     """

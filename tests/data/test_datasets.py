@@ -78,7 +78,7 @@ def test_places_are_searched_in_order(
     idx_bytes: Callable[[Array], bytes],
     tmp_path: Path,
 ) -> None:
-    """Fill the places from the last to the first, each with a set one image longer: the newest is always found."""
+    """Fill the folders from last to first, each with one image more: the newest is found."""
     for count, place in enumerate(("system", "cache", "given"), start=1):
         images = np.zeros((count, 5, 4), np.uint8)
         both = {
@@ -208,7 +208,7 @@ def test_unknown_names_and_splits_are_refused(tmp_path: Path, files: dict[str, b
             load(nothing)  # type: ignore[arg-type]
     with pytest.raises(
         ValueError,
-        match="data path applies only to the full datasets, but mnist-sample is part of the package",
+        match="applies only to the full datasets, but mnist-sample is part of the package",
     ):
         load("mnist-sample", path=tmp_path)
     assert len(load(Path("mnist-sample"), split="test")) == 2000
@@ -226,12 +226,12 @@ def test_unknown_names_and_splits_are_refused(tmp_path: Path, files: dict[str, b
         load(tmp_path / "images", channels=1)
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Download, from a server on this machine
 
 
 class Mirror(ThreadingHTTPServer):
-    """Serves `answers[path]`, a list of (status, body) used up one by one, the last one for ever."""
+    """Serves `answers[path]`, a list of (status, body), one by one; the last is repeated."""
 
     answers: dict[str, list[tuple[int, bytes]]]
     asked: list[str]
@@ -257,7 +257,7 @@ class Handler(BaseHTTPRequestHandler):
 def mirror(
     files: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Mirror]:
-    """A first mirror that has nothing and a second that has the tiny set, in place of the public ones."""
+    """Two mirrors instead of the public ones: an empty one, and one with the tiny set."""
     server = Mirror(("127.0.0.1", 0), Handler)
     server.asked = []
     server.answers = {

@@ -144,6 +144,5 @@ def test_one_line_describes_a_set() -> None:
     skipped = {"x/a.gif": "not PNG", "x/b.png": "unreadable", "y/c.gif": "not PNG"}
     text = ImageSet(images, source="here", skipped=skipped).describe()
     assert text == (
-        "3 RGB images of 5×4 in here; "
-        "3 files skipped: 2 not PNG (a.gif, …), 1 unreadable (b.png)"
+        "3 RGB images of 5×4 in here; 3 files skipped: 2 not PNG (a.gif, …), 1 unreadable (b.png)"
     )

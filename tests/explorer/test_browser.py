@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from playwright.sync_api import Browser, Page
 
-    from poecaps.explorer.render import Explored
+    from poecaps.explorer.render import ExplorerModel
 
 FLAGS = (
     *(
@@ -147,18 +147,18 @@ def sketch(page: Page, *points: tuple[float, float]) -> None:
         page.mouse.up()
 
 
-def drawn(explored: Explored, *settings: Setting) -> Any:
+def drawn(explored: ExplorerModel, *settings: Setting) -> Any:
     return explored.decode(settings)[..., 0]
 
 
-def test_moving_a_slider_changes_the_image(page: Page, digits: Explored) -> None:
+def test_moving_a_slider_changes_the_image(page: Page, digits: ExplorerModel) -> None:
     shows(page, drawn(digits, Setting(0)))
     page.get_by_label("Parameter 2", exact=True).fill("3.5")
     shows(page, drawn(digits, Setting(0, (0.0, 0.0, 3.5))))
     shows(page, drawn(digits, Setting(0, (0.0, 0.0, 3.5))), "#small-image")
 
 
-def test_the_sign_flips_at_a_click(page: Page, digits: Explored) -> None:
+def test_the_sign_flips_at_a_click(page: Page, digits: ExplorerModel) -> None:
     flip = page.get_by_role("button", name="Flip sign")
     flip.click()
     shows(page, drawn(digits, Setting(0, negative=True)))
@@ -175,7 +175,7 @@ def test_magnitude_and_firing(page: Page) -> None:
     assert float(page.locator("#fires").inner_text().split()[1]) == fires
 
 
-def test_choosing_and_mixing_experts(page: Page, digits: Explored) -> None:
+def test_choosing_and_mixing_experts(page: Page, digits: ExplorerModel) -> None:
     shelf = page.locator("#shelf button")
     shelf.nth(2).click()
     shows(page, drawn(digits, Setting(2)))
@@ -187,7 +187,7 @@ def test_choosing_and_mixing_experts(page: Page, digits: Explored) -> None:
     shows(page, drawn(digits, Setting(1)))
 
 
-def test_drawing_at_random(page: Page, digits: Explored) -> None:
+def test_drawing_at_random(page: Page, digits: ExplorerModel) -> None:
     page.get_by_role("button", name="New draw").click()
     expect(page.get_by_label("Seed")).not_to_have_value("0")
     shows(
@@ -219,7 +219,7 @@ def test_a_drawn_digit_is_seen_and_loaded(page: Page) -> None:
     assert pixels(page, "#reconstruction").max() == 0
 
 
-def test_a_test_image_and_where_each_expert_listens(page: Page, digits: Explored) -> None:
+def test_a_test_image_and_where_each_expert_listens(page: Page, digits: ExplorerModel) -> None:
     page.get_by_label("Test image", exact=True).fill("7")
     page.get_by_role("button", name="Take").click()
     assert digits.images is not None
@@ -299,7 +299,7 @@ def test_nonsense_in_a_link_does_no_harm(opened: Callable[..., Page]) -> None:
     expect(other.get_by_role("alert")).to_contain_text("elsewhere, which is not open here")
 
 
-def test_python_and_picture_can_be_taken_along(page: Page, digits: Explored) -> None:
+def test_python_and_picture_can_be_taken_along(page: Page, digits: ExplorerModel) -> None:
     page.get_by_label("Parameter 1", exact=True).fill("-3.5")
     settings = [Setting(0, (0.0, -3.5))]
     expect(page.locator("#python")).to_have_text(digits.python(settings))
@@ -312,7 +312,7 @@ def test_python_and_picture_can_be_taken_along(page: Page, digits: Explored) -> 
     assert np.array_equal(picture[::10, ::10], digits.decode(settings)[..., 0])
 
 
-def test_the_traversal_sheet_is_drawn_and_leads_on(page: Page, digits: Explored) -> None:
+def test_the_traversal_sheet_is_drawn_and_leads_on(page: Page, digits: ExplorerModel) -> None:
     page.locator("#sheet-panel").scroll_into_view_if_needed()
     expect(page.locator("#sheet.stale")).to_have_count(0)
     sheet = digits.traverse([Setting(0)], 0)
@@ -326,7 +326,7 @@ def test_the_traversal_sheet_is_drawn_and_leads_on(page: Page, digits: Explored)
     assert page.get_by_label("Parameter 2", exact=True).input_value() == "3"
 
 
-def test_all_can_be_done_by_keyboard(opened: Callable[..., Page], digits: Explored) -> None:
+def test_all_can_be_done_by_keyboard(opened: Callable[..., Page], digits: ExplorerModel) -> None:
     page = opened()
     reached: list[str] = []
     while len(reached) < 60:
@@ -389,7 +389,7 @@ def test_nothing_sticks_out_sideways(page: Page) -> None:
 
 
 def test_a_late_answer_never_overwrites_a_newer_one(
-    opened: Callable[..., Page], digits: Explored
+    opened: Callable[..., Page], digits: ExplorerModel
 ) -> None:
     page = opened()
     held: list[Any] = []
@@ -412,7 +412,7 @@ def test_a_late_answer_never_overwrites_a_newer_one(
 
 
 def test_a_busy_server_is_asked_again(
-    opened: Callable[..., Page], digits: Explored, problems: list[str]
+    opened: Callable[..., Page], digits: ExplorerModel, problems: list[str]
 ) -> None:
     page = opened()
     times = 2
@@ -440,7 +440,7 @@ def test_a_server_that_is_gone_is_told_of(opened: Callable[..., Page], problems:
     problems.clear()
 
 
-def test_models_can_be_switched(page: Page, colours: Explored) -> None:
+def test_models_can_be_switched(page: Page, colours: ExplorerModel) -> None:
     page.get_by_role("combobox", name="Model").select_option("colours")
     expect(page.locator("#shelf button")).to_have_count(3)
     shows(page, drawn(colours, Setting(0)))  # its red
@@ -450,7 +450,7 @@ def test_models_can_be_switched(page: Page, colours: Explored) -> None:
 
 
 @pytest.mark.parametrize("screen", SCREENS)
-def test_a_single_model_is_named(browser: Browser, digits: Explored, screen: str) -> None:
+def test_a_single_model_is_named(browser: Browser, digits: ExplorerModel, screen: str) -> None:
     size, name = (
         SCREENS[screen],
         "digits <b> of many hands, with a name that is longer than a phone is wide",

@@ -20,7 +20,7 @@ import pytest
 from PIL import Image
 
 from benchmarks.explorer_load import load
-from poecaps.explorer.render import Explored, Setting
+from poecaps.explorer.render import ExplorerModel, Setting
 from poecaps.explorer.server import STATIC, create_app
 from tests.explorer.conftest import serving
 from tests.explorer.test_pictures import broken, png
@@ -51,11 +51,11 @@ def error_of(response: httpx.Response) -> str:
     return str(answer["error"])
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Answers
 
 
-def test_models_and_their_sizes(client: httpx.Client, digits: Explored) -> None:
+def test_models_and_their_sizes(client: httpx.Client, digits: ExplorerModel) -> None:
     assert client.get("/api/models").json() == ["digits", "colours"]
     about = client.get("/api/models/digits").json()
     assert (about["experts"], about["parameters"], about["grid"], about["test_images"]) == (
@@ -69,7 +69,7 @@ def test_models_and_their_sizes(client: httpx.Client, digits: Explored) -> None:
     assert client.get("/api/models/colours").json()["image_shape"] == [3, 20, 23]
 
 
-def test_decode_draws_the_code(client: httpx.Client, digits: Explored) -> None:
+def test_decode_draws_the_code(client: httpx.Client, digits: ExplorerModel) -> None:
     wanted = digits.decode(SETTINGS)
     assert np.array_equal(
         image_of(client.post("/api/models/digits/decode", json=PICTURE)), wanted[..., 0]
@@ -91,7 +91,7 @@ def test_a_draw_can_be_decoded_and_repeated(client: httpx.Client) -> None:
     assert [each["expert"] for each in joint["experts"]] == [0, 1, 2, 3]
 
 
-def test_the_shelf_and_the_sheet(client: httpx.Client, digits: Explored) -> None:
+def test_the_shelf_and_the_sheet(client: httpx.Client, digits: ExplorerModel) -> None:
     assert np.array_equal(
         image_of(client.get("/api/models/digits/experts/3/typical")), digits.shelf[3, ..., 0]
     )
@@ -101,7 +101,7 @@ def test_the_shelf_and_the_sheet(client: httpx.Client, digits: Explored) -> None
     assert np.array_equal(raw.reshape(5, 7, 28, 28, 1), digits.traverse(SETTINGS, 1))
 
 
-def test_a_test_image_goes_all_the_way(client: httpx.Client, digits: Explored) -> None:
+def test_a_test_image_goes_all_the_way(client: httpx.Client, digits: ExplorerModel) -> None:
     file = client.get("/api/models/digits/images/7")
     assert digits.images is not None
     assert np.array_equal(image_of(file), digits.images.images[7, ..., 0])
@@ -127,13 +127,13 @@ def test_pictures_in_colour_of_any_size_are_seen(client: httpx.Client, kind: str
     assert np.array(answer.json()["image"]).shape == (20, 23, 3)
 
 
-def test_lines_of_python_are_the_models(client: httpx.Client, digits: Explored) -> None:
+def test_lines_of_python_are_the_models(client: httpx.Client, digits: ExplorerModel) -> None:
     assert client.post("/api/models/digits/python", json=PICTURE).json() == {
         "lines": digits.python(SETTINGS)
     }
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Refusals
 
 
@@ -210,8 +210,8 @@ def test_a_body_that_is_not_sent_as_a_picture_is_refused(client: httpx.Client) -
     assert "image/png" in error_of(answer)
 
 
-def test_a_fault_is_a_json_error_that_tells_nothing(colours: Explored) -> None:
-    broken_model = Explored("broken", "nowhere", colours.network)
+def test_a_fault_is_a_json_error_that_tells_nothing(colours: ExplorerModel) -> None:
+    broken_model = ExplorerModel("broken", "nowhere", colours.network)
     object.__setattr__(broken_model, "decode", lambda _: 1 / 0)
     with (
         serving(create_app([broken_model])) as address,
@@ -223,7 +223,7 @@ def test_a_fault_is_a_json_error_that_tells_nothing(colours: Explored) -> None:
         assert "content-security-policy" in answer.headers
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Who may ask, and how much
 
 
@@ -263,7 +263,7 @@ def test_a_page_of_our_own_may_ask(client: httpx.Client, address: str) -> None:
     assert client.get("/", headers=from_a_link).status_code == 200
 
 
-def test_a_server_for_others_answers_to_addresses_but_not_to_names(digits: Explored) -> None:
+def test_a_server_for_others_answers_to_addresses_but_not_to_names(digits: ExplorerModel) -> None:
     app = create_app([digits], hosts=("127.0.0.1", "lab"), any_address=True)
     with serving(app) as address, httpx.Client(base_url=address, trust_env=False) as client:
         for host, status in {
@@ -318,7 +318,7 @@ def test_the_page_needs_nothing_from_outside(client: httpx.Client) -> None:
 
 
 @pytest.fixture(scope="module")
-def narrow(digits: Explored) -> Iterator[httpx.Client]:
+def narrow(digits: ExplorerModel) -> Iterator[httpx.Client]:
     app = create_app([digits], largest_body=10_000, patience=0.5)
     with (
         serving(app) as address,
@@ -347,8 +347,8 @@ def test_a_body_that_does_not_come_is_not_waited_for(narrow: httpx.Client) -> No
         assert b"408" in connection.recv(1000).split(b"\r\n")[0]
 
 
-def test_a_crowd_gets_an_honest_429_and_the_server_goes_on(colours: Explored) -> None:
-    slow, go_on = Explored("slow", "nowhere", colours.network), threading.Event()
+def test_a_crowd_gets_an_honest_429_and_the_server_goes_on(colours: ExplorerModel) -> None:
+    slow, go_on = ExplorerModel("slow", "nowhere", colours.network), threading.Event()
     decode = slow.decode
 
     def waiting(settings: Any) -> Any:
@@ -386,7 +386,7 @@ def test_fifty_clients_at_once_get_answers_or_an_honest_429(
     assert client.post("/api/models/digits/decode", json=PICTURE).status_code == 200
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Everything the interface says of itself
 
 

@@ -309,7 +309,7 @@ def test_an_interrupt_saves_and_prints_the_command_to_go_on_with(
     process.send_signal(number)
     _, err = process.communicate()
     assert process.returncode == 130
-    assert f"go on with: poecaps train --resume '{folder}'" in err
+    assert f"resume with: poecaps train --resume '{folder}'" in err
     assert "Traceback" not in err
     _, about = read_tensors(folder / CHECKPOINT)
     assert about["task"] >= 1

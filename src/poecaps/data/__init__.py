@@ -169,8 +169,8 @@ def _load_folder(location: Path, split: Split, **options: Any) -> ImageSet:
         return read_folder(location / split, label_names=names, **options)
     if parts:
         raise DataError(
-            f"{location} has a subfolder {parts[0].name!r} but not its counterpart, so the split is "
-            f"ambiguous; give {parts[0]} itself, or create both 'train' and 'test'"
+            f"{location} has a subfolder {parts[0].name!r} but not its counterpart, so the split "
+            f"is ambiguous; give {parts[0]} itself, or create both 'train' and 'test'"
         )
     if split == "test":
         raise DataError(

@@ -309,6 +309,6 @@ def _search_folders(name: str) -> Iterator[tuple[str, Path | None]]:
 
 
 def _folders_at(origin: str, folder: Path, name: str) -> Iterator[tuple[str, Path]]:
-    """Yield the folder that the user gave, and the folder in it where torchvision stores the set."""
+    """Yield the folder that the user gave, and the one in it where torchvision stores the set."""
     yield origin, folder.expanduser()
     yield origin, folder.expanduser() / PUBLIC_DATASETS[name].torchvision

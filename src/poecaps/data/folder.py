@@ -140,7 +140,7 @@ def read_folder(
 
 @contextmanager
 def suppress_skipped_warnings() -> Iterator[None]:
-    """Suppress the warning about skipped files, for callers that report skipped files themselves."""
+    """Suppress the warning about skipped files, for callers that report these files themselves."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SkippedFilesWarning)
         yield

@@ -88,7 +88,7 @@ def find_labels(images: Path) -> Path | None:
 
 
 def _first_file(folder: Path, name: str) -> Path | None:
-    """Find a file, plain or gzipped, named as published (`-idx3`) or as in some copies (`.idx3`)."""
+    """Find a file, plain or gzipped, named as published (`-idx3`) or as in copies (`.idx3`)."""
     spellings = (name, name.replace(".idx", "-idx"), name.replace("-idx", ".idx"))
     candidates: Iterator[Path] = (
         folder / f"{each}{end}" for each in spellings for end in ("", ".gz")

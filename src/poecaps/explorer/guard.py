@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 LARGEST_BODY = 8_000_000  # bytes of a request
 MOST_AT_ONCE = 32  # requests under way; one more gets a 429
 PATIENCE = 15.0  # seconds in which the body of a request must arrive
-LOCAL = ("127.0.0.1", "localhost", "::1")
+LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -60,7 +60,7 @@ class Guard:
         self,
         app: ASGIApp,
         *,
-        hosts: Iterable[str] = LOCAL,
+        hosts: Iterable[str] = LOCAL_HOSTS,
         any_address: bool = False,
         largest_body: int = LARGEST_BODY,
         most_at_once: int = MOST_AT_ONCE,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from PIL import Image, ImageOps
 
-from poecaps.data.folder import FORMATS, flatten
+from poecaps.data.folder import FORMATS, to_grey_or_rgb
 
 if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
@@ -76,7 +76,7 @@ def _open(data: bytes, channels: int) -> Image.Image:
                     raise PictureError(
                         f"the picture has {width}×{height} pixels; at most {LARGEST:,} are read"
                     )
-                return flatten(stored, channels)
+                return to_grey_or_rgb(stored, channels)
     except (MemoryError, PictureError):
         raise
     except Exception as error:  # Pillow has many ways to say that a file is damaged

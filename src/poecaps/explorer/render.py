@@ -73,7 +73,7 @@ class Encoded:
 
 
 @dataclass(frozen=True, eq=False)
-class Explored:
+class ExplorerModel:
     """A trained model, on the CPU, as the explorer shows it.
 
     Attributes

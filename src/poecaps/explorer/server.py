@@ -18,7 +18,7 @@ from starlette.exceptions import HTTPException as StarletteError
 
 from poecaps import __version__
 from poecaps.explorer import pictures
-from poecaps.explorer.guard import LOCAL, Guard
+from poecaps.explorer.guard import LOCAL_HOSTS, Guard
 from poecaps.explorer.render import STRIDE
 from poecaps.explorer.schema import Code, Error, Model, Picture, Python
 from poecaps.network import Domain  # noqa: TC001 (FastAPI reads the annotations)
@@ -26,7 +26,7 @@ from poecaps.network import Domain  # noqa: TC001 (FastAPI reads the annotations
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
 
-    from poecaps.explorer.render import Explored, Setting
+    from poecaps.explorer.render import ExplorerModel, Setting
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -90,7 +90,7 @@ def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
 class Library:
     """The models by their names, and the threads that ask them."""
 
-    def __init__(self, models: Sequence[Explored]) -> None:
+    def __init__(self, models: Sequence[ExplorerModel]) -> None:
         self.models = {each.name: each for each in models}
         if not models or len(self.models) != len(models):
             raise ValueError(
@@ -98,7 +98,7 @@ class Library:
             )
         self.threads = ThreadPoolExecutor(WORKERS, "explorer")
 
-    def find(self, name: str) -> Explored:
+    def find(self, name: str) -> ExplorerModel:
         """Find a model by its name."""
         if name not in self.models:
             raise HTTPException(
@@ -112,7 +112,7 @@ class Library:
         return await loop.run_in_executor(self.threads, lambda: function(*args, **kwargs))
 
 
-def create_app(models: Sequence[Explored], **bounds: Any) -> FastAPI:
+def create_app(models: Sequence[ExplorerModel], **bounds: Any) -> FastAPI:
     """Make the web application that shows some models; `bounds` are options of `Guard`."""
     library = Library(models)
 
@@ -285,7 +285,7 @@ def _add_pictures(app: FastAPI, library: Library) -> None:
         return await library.ask(_encoded, found, await request.body(), centre, invert)
 
 
-def _encoded(model: Explored, data: bytes, centre: bool, invert: bool) -> JSONResponse:
+def _encoded(model: ExplorerModel, data: bytes, centre: bool, invert: bool) -> JSONResponse:
     try:
         pixels = pictures.read(
             data, model.network.architecture.image_shape, centre=centre, invert=invert
@@ -313,7 +313,7 @@ def _picture(pixels: Any, as_: str, scale: int) -> Response:
     return Response(pictures.write(pixels, scale), media_type="image/png", headers=_FRESH)
 
 
-def _checked(library: Library, name: str, picture: Picture) -> tuple[Explored, tuple[Setting, ...]]:
+def _checked(library: Library, name: str, picture: Picture) -> tuple[ExplorerModel, tuple[Setting, ...]]:
     """Find a model, and see that it has the experts and parameters of a picture."""
     model = library.find(name)
     for each in picture.experts:
@@ -326,7 +326,7 @@ def _checked(library: Library, name: str, picture: Picture) -> tuple[Explored, t
     return model, picture.settings()
 
 
-def _require_expert(model: Explored, expert: int) -> None:
+def _require_expert(model: ExplorerModel, expert: int) -> None:
     if expert >= model.experts:
         raise HTTPException(
             404, f"there is no expert {expert}; {model.name} has {model.experts}, counted from 0"
@@ -369,7 +369,7 @@ def _serving(content: bytes, kind: str) -> Callable[[], Any]:
 
 
 def serve(
-    models: Sequence[Explored],
+    models: Sequence[ExplorerModel],
     *,
     host: str = "127.0.0.1",
     port: int = 0,
@@ -377,9 +377,9 @@ def serve(
 ) -> None:
     """Serve the explorer until Ctrl-C; port 0 takes a free one, and `ready` is given the address."""
     torch.set_num_threads(1)  # the threads of the library share the cores
-    beyond = host not in LOCAL
+    beyond = host not in LOCAL_HOSTS
     app = create_app(
-        models, hosts=(*LOCAL, host, socket.gethostname()) if beyond else LOCAL, any_address=beyond
+        models, hosts=(*LOCAL_HOSTS, host, socket.gethostname()) if beyond else LOCAL_HOSTS, any_address=beyond
     )
     config = uvicorn.Config(
         app,

@@ -209,7 +209,7 @@ def _started(
     with interrupts.watched(), processes.joined(device) as workers:
         if new and workers.any(workers.first and not _is_free(folder), device):
             raise FileExistsError(
-                f"{folder} is not empty; name a new folder, or go on with the run in it by resume"
+                f"{folder} is not empty; resume the run in it, or choose a new folder"
             )
         if data is None:
             smallest = least_side(config.model.kernel_size)
