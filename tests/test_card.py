@@ -412,7 +412,7 @@ def test_a_folder_opens_without_the_hub_and_a_name_says_what_is_missing(
 
 def test_neither_the_library_nor_the_command_line_imports_the_hub() -> None:
     program = (
-        "import sys, poecaps, poecaps.cli, poecaps.hub; print('huggingface_hub' in sys.modules)"
+        "import sys, poecaps, poecaps.cli.main, poecaps.hub; print('huggingface_hub' in sys.modules)"
     )
     result = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True

@@ -40,7 +40,7 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> ExplorerModel:
 
 @pytest.fixture(scope="session")
 def colours() -> ExplorerModel:
-    """Two layers of experts over small pictures in colour, which are not square, without test images."""
+    """Two layers of experts over small, not square pictures in colour, without test images."""
     images = torch.rand(60, 3, 20, 23, generator=torch.Generator().manual_seed(2))
     shape = Architecture(
         features=8,
@@ -62,7 +62,7 @@ def app(digits: ExplorerModel, colours: ExplorerModel) -> FastAPI:
 
 @contextmanager
 def serving(app: Any) -> Iterator[str]:
-    """Serve an application on a free port of this machine, as `poecaps explore` does, and give its address."""
+    """Serve an application on a free local port, as `poecaps explore` does; yield its URL."""
     server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=2))
     with listen("127.0.0.1") as listener:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
@@ -88,7 +88,7 @@ def client(address: str) -> Iterator[httpx.Client]:
 
 @pytest.fixture(scope="session")
 def chromium() -> str:
-    """Path of Chromium. Without one the tests are skipped, or fail where POECAPS_BROWSER=required, as in CI."""
+    """Path of Chromium; without it, tests are skipped, or fail if POECAPS_BROWSER=required (CI)."""
     for name in ("chromium", "chromium-browser", "google-chrome"):
         if found := shutil.which(name):
             return found

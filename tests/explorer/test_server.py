@@ -93,7 +93,8 @@ def test_a_draw_can_be_decoded_and_repeated(client: httpx.Client) -> None:
 
 def test_the_shelf_and_the_sheet(client: httpx.Client, digits: ExplorerModel) -> None:
     assert np.array_equal(
-        image_of(client.get("/api/models/digits/experts/3/typical")), digits.shelf[3, ..., 0]
+        image_of(client.get("/api/models/digits/experts/3/typical")),
+        digits.typical_images[3, ..., 0],
     )
     address = "/api/models/digits/experts/1/traversal"
     assert image_of(client.post(address, json=PICTURE)).shape == (5 * 29 - 1, 7 * 29 - 1)
@@ -247,7 +248,7 @@ def test_a_fault_is_a_json_error_that_tells_nothing(colours: ExplorerModel) -> N
 def test_other_sites_are_refused(client: httpx.Client, headers: dict[str, str], path: str) -> None:
     answer = client.get(path, headers=headers)
     assert answer.status_code == 403
-    assert "does not answer" in error_of(answer)
+    assert "does not accept" in error_of(answer)
 
 
 def test_a_page_of_our_own_may_ask(client: httpx.Client, address: str) -> None:
@@ -319,7 +320,7 @@ def test_the_page_needs_nothing_from_outside(client: httpx.Client) -> None:
 
 @pytest.fixture(scope="module")
 def narrow(digits: ExplorerModel) -> Iterator[httpx.Client]:
-    app = create_app([digits], largest_body=10_000, patience=0.5)
+    app = create_app([digits], max_body_bytes=10_000, body_timeout=0.5)
     with (
         serving(app) as address,
         httpx.Client(base_url=address, timeout=30, trust_env=False) as client,
@@ -342,7 +343,8 @@ def test_a_large_body_is_refused(narrow: httpx.Client, chunked: bool) -> None:
 def test_a_body_that_does_not_come_is_not_waited_for(narrow: httpx.Client) -> None:
     where = urlsplit(str(narrow.base_url))
     with socket.create_connection((str(where.hostname), where.port or 0), timeout=30) as connection:
-        head = f"POST /api/models/digits/decode HTTP/1.1\r\nHost: {where.netloc}\r\nContent-Length: 100\r\n\r\n"
+        lines = ("POST /api/models/digits/decode HTTP/1.1", f"Host: {where.netloc}")
+        head = "\r\n".join([*lines, "Content-Length: 100", "", ""])
         connection.sendall(head.encode() + b"{")
         assert b"408" in connection.recv(1000).split(b"\r\n")[0]
 
@@ -356,7 +358,8 @@ def test_a_crowd_gets_an_honest_429_and_the_server_goes_on(colours: ExplorerMode
         return decode(settings)
 
     object.__setattr__(slow, "decode", waiting)
-    with serving(create_app([slow], most_at_once=3)) as address, ThreadPoolExecutor(8) as threads:
+    app = create_app([slow], max_concurrent_requests=3)
+    with serving(app) as address, ThreadPoolExecutor(8) as threads:
 
         def ask(_: int) -> httpx.Response:
             with httpx.Client(base_url=address, timeout=30, trust_env=False) as client:
@@ -369,7 +372,8 @@ def test_a_crowd_gets_an_honest_429_and_the_server_goes_on(colours: ExplorerMode
         go_on.set()
         assert {each.status_code for each in refused} == {429}
         assert all(
-            each.headers["retry-after"] == "1" and "under way" in error_of(each) for each in refused
+            each.headers["retry-after"] == "1" and "in progress" in error_of(each)
+            for each in refused
         )
         assert sorted(each.result().status_code for each in answers) == [200] * 3 + [429] * 5
         assert ask(0).status_code == 200

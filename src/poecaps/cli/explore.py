@@ -53,7 +53,7 @@ def explore(
     """
     checks.require_int("port", port, 0, 65535)
     try:
-        from poecaps.explorer import guard, server
+        from poecaps.explorer import security, server
     except ModuleNotFoundError as error:
         if error.name not in ("fastapi", "pydantic", "starlette", "uvicorn"):
             raise
@@ -70,7 +70,7 @@ def explore(
         opened.append(_open(run, [each.name for each in opened]))
 
     def ready(url: str) -> None:
-        if host not in guard.LOCAL_HOSTS:
+        if host not in security.LOCAL_HOSTS:
             print(
                 f"warning: at {host} others can use the explorer, too, without a password",
                 file=sys.stderr,
