@@ -36,11 +36,11 @@ from PIL import Image
 import poecaps
 from benchmarks.study import STUDY
 from poecaps import evaluation, export, plotting, sklearn, training, uses
-from poecaps.cli import main
-from poecaps.data import named
+from poecaps.cli.main import main
+from poecaps.data import datasets
 from poecaps.data.idx import PREFIX
 from poecaps.explorer import server
-from poecaps.explorer.render import Explored
+from poecaps.explorer.render import ExplorerModel
 from poecaps.training import PRESETS, Config
 from tests.explorer.conftest import serving
 from tools.check_site import faults
@@ -167,7 +167,7 @@ def bundled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def some_of_the_bundled(folder: Path, counts: dict[str, int]) -> Path:
-    for name in named.PUBLISHED:
+    for name in datasets.PUBLIC_DATASETS:
         (folder / name).mkdir()
         for split, count in counts.items():
             data = poecaps.data.load(f"{name}-sample", split=split)  # type: ignore[arg-type]
@@ -193,7 +193,7 @@ def demo(bundled: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
     """What `make demo` would leave, only smaller."""
     folder = tmp_path_factory.mktemp("runs") / "demo"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(named, "BUNDLED", bundled["sh"])
+        patch.setattr(datasets, "BUNDLED", bundled["sh"])
         poecaps.train(replace(small(PRESETS["default"]()), device="cpu"), folder)
     return folder
 
@@ -206,7 +206,7 @@ def world(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[None]:
-    monkeypatch.setattr(named, "BUNDLED", bundled["python"])
+    monkeypatch.setattr(datasets, "BUNDLED", bundled["python"])
     shutil.copytree(demo, tmp_path / "runs" / "demo")
     numbers = np.random.default_rng(0)
     for name in PICTURES:
@@ -224,7 +224,7 @@ def world(
 @pytest.fixture
 def commands(world: None, bundled: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Give commands fewer images still, and let `poecaps explore` print where it is and end at once."""
-    monkeypatch.setattr(named, "BUNDLED", bundled["sh"])
+    monkeypatch.setattr(datasets, "BUNDLED", bundled["sh"])
     monkeypatch.setattr(server, "serve", lambda *_, ready, **__: ready(f"{EXPLORER}/"))
     monkeypatch.setattr("webbrowser.open", lambda _: True)
 
@@ -232,7 +232,7 @@ def commands(world: None, bundled: dict[str, Path], monkeypatch: pytest.MonkeyPa
 @pytest.fixture
 def explorer(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Serve the model mnist on a free port, and let clients that ask where the documentation has it find it there."""
-    with serving(server.create_app([Explored("mnist", "mnist", poecaps.load("mnist"))])) as address:
+    with serving(server.create_app([ExplorerModel("mnist", "mnist", poecaps.load("mnist"))])) as address:
         clients: list[httpx.Client] = []
 
         def client(*, base_url: str, **options: Any) -> httpx.Client:

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 import poecaps
-from poecaps.cli import main
+from poecaps.cli.main import main
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "poecaps"

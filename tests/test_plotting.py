@@ -1,4 +1,4 @@
-"""What a user finds in the pictures, and in the arrays beside them."""
+"""The figures that a user sees, and the arrays that are saved with them."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from poecaps.plotting import (
     SEPARATOR,
     expert_grid,
     image_grid,
+    read_metrics,
     reconstructions,
     training_curves,
     traversal_grid,
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 Array = np.ndarray[Any, Any]
-DARK = 100  # what is below is ink
+DARK = 100  # pixels below this value belong to text
 
 
 def make_pixels(*shape: int, seed: int = 7) -> Array:
@@ -49,20 +50,20 @@ def open_page(path: Path) -> Array:
 
 
 class Grid:
-    """A page taken apart along its separators, with no knowledge of how it was laid out."""
+    """A page split at its separators, without knowledge of the layout."""
 
     def __init__(self, path: Path, height: int, width: int) -> None:
         self.page = open_page(path)
         is_line = (self.page == SEPARATOR).all(axis=-1)
         x_lines, y_lines = (np.flatnonzero(is_line.sum(axis) > 40) for axis in (0, 1))
         self.x_spans = [(int(a) + 1, int(b)) for a, b in pairwise(x_lines)]
-        # Whatever is less high than an image is a gap between rows.
+        # Spans lower than an image are gaps between rows.
         highest = int(np.diff(y_lines).max())
         self.y_spans = [(int(a) + 1, int(b)) for a, b in pairwise(y_lines) if b - a == highest]
         self.height, self.width = height, width
 
     def cell(self, row: int, column: int) -> Array:
-        """The image in a cell, (H, W, 3), once every one of its pixels is found to be a square of one colour."""
+        """Return the image in a cell, (H, W, 3); each pixel must be a square of one colour."""
         (top, bottom), (left, right) = self.y_spans[row], self.x_spans[column]
         tile = self.page[top:bottom, left:right]
         scale = (bottom - top) // self.height
@@ -428,6 +429,13 @@ def test_every_stage_has_a_column_with_a_panel_for_each_of_its_curves(tmp_path: 
         )
 
 
+def test_curves_that_were_read_already_are_drawn_like_their_file(tmp_path: Path) -> None:
+    metrics = write_metrics(tmp_path / "metrics.jsonl", *run_of("autoencoder", loss=float))
+    from_file = training_curves(metrics, tmp_path / "file.png")
+    from_curves = training_curves(read_metrics(metrics), tmp_path / "curves.png")
+    assert from_curves.read_bytes() == from_file.read_bytes()
+
+
 def test_a_single_point_can_be_seen(tmp_path: Path) -> None:
     metrics = write_metrics(
         tmp_path / "metrics.jsonl", {"stage": "autoencoder", "epoch": 0, "loss": 1}
@@ -524,7 +532,7 @@ def test_a_malformed_line_is_named(tmp_path: Path, line: str) -> None:
 def test_a_file_without_metrics_is_refused(tmp_path: Path, text: str) -> None:
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_text(text, encoding="utf-8")
-    with pytest.raises(ValueError, match=re.escape(f"{metrics} holds no metrics")):
+    with pytest.raises(ValueError, match=re.escape(f"{metrics} contains no metrics")):
         training_curves(metrics, tmp_path / "curves.png")
 
 

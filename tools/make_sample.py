@@ -12,7 +12,7 @@ import numpy as np
 
 from poecaps.data import load
 from poecaps.data.idx import PREFIX, Split
-from poecaps.data.named import BUNDLED, PUBLISHED
+from poecaps.data.datasets import BUNDLED, PUBLIC_DATASETS
 
 STEP: dict[Split, int] = {"train": 6, "test": 5}
 
@@ -25,7 +25,7 @@ def write_idx(path: Path, array: np.ndarray) -> None:
     )
 
 
-for name in PUBLISHED:
+for name in PUBLIC_DATASETS:
     (BUNDLED / name).mkdir(parents=True, exist_ok=True)
     for split, step in STEP.items():
         full = load(name, split=split, download=False)

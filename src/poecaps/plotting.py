@@ -1,11 +1,13 @@
-"""Pictures of what a network makes: grids of images, drawn pixel by pixel, and the curves of a training run.
+"""Figures: grids of images, drawn without interpolation, and the curves of a training run.
 
-Every function writes a PNG, and beside it under the same name an ``.npz`` of the arrays it shows, and returns the path
-of the PNG. The same input gives the same PNG, byte for byte.
+Every function writes a PNG and, in the same folder and under the same name, an ``.npz`` file with
+the arrays that it shows. It returns the path of the PNG. The same input gives the same PNG, byte
+for byte.
 
-In a grid each pixel of an image is a square of k×k pixels; k is chosen so that an image measures about 56 to 112 pixels
-where it can. The images lie `LINE` pixels apart, and the grid ends `MARGIN` pixels above the lower edge of the page.
-Titles are drawn in Pillow's own font, which has ASCII only; other letters are replaced by the nearest.
+In a grid, each pixel of an image is a square of k×k pixels; k is chosen such that an image measures
+about 56 to 112 pixels, if possible. The images are `LINE` pixels apart, and the grid ends `MARGIN`
+pixels above the lower edge of the page. Titles are drawn in Pillow's default font, which covers
+only ASCII; other characters are replaced by similar ones.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import json
 import math
 import textwrap
 import unicodedata
-import uuid
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,36 +25,37 @@ import numpy as np
 import torch
 
 from poecaps import _checks as checks
+from poecaps._files import atomic_write
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from torch import Tensor
 
     Array = np.ndarray[Any, Any]
     PathLike = str | os.PathLike[str]
 
-TOLERANCE = 1e-6  # how far rounding may carry a value out of 0 to 1
+TOLERANCE = 1e-6  # values may exceed the range 0 to 1 by this rounding error
 MARGIN, LINE = 20, 1
 TITLE_SIZE, LABEL_SIZE = 18, 14
-PAPER, INK, SEPARATOR = (255, 255, 255), (40, 40, 40), (190, 190, 190)
-PER_LINE = 20  # originals side by side
-PLAIN = str.maketrans("×–—−‘’“”", "x---''\"\"")
-NUMBER = (int, float)  # as JSON has them; not bool, which is an int as well
-NO_CURVE = ("step", "epoch", "images_per_second", "seconds")
+BACKGROUND, TEXT, SEPARATOR = (255, 255, 255), (40, 40, 40), (190, 190, 190)
+IMAGES_PER_LINE = 20  # of `reconstructions`
+ASCII_SUBSTITUTES = str.maketrans("×–—−‘’“”", "x---''\"\"")
+NUMBER_TYPES = (int, float)  # of JSON; `type(True) in NUMBER_TYPES` is False, unlike isinstance
+NOT_CURVES = ("step", "epoch", "images_per_second", "seconds")
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#8c6d1f", "#4b4b9b", "#56b4e9", "#666666")
 
 
 def expert_grid(images: Tensor | Array, path: PathLike, *, title: str | None = None) -> Path:
-    """Draw what each expert generates: one column per expert under its number, one row per draw.
+    """Draw samples of each expert: one column per expert under its number, one row per sample.
 
     Parameters
     ----------
     images : (rows, experts, C, H, W)
         Floats from 0 to 1; C is 1 or 3. The ``.npz`` holds `images`.
     path, title
-        The PNG to write, and a line above the grid.
+        The PNG to write, and a title above the grid.
     """
     array = _as_images("images", images, ("rows", "experts", "C", "H", "W"))
     return _draw_grid(
@@ -75,11 +78,11 @@ def image_grid(
     images : (N, C, H, W)
         Floats from 0 to 1; C is 1 or 3. The ``.npz`` holds `images`.
     path, title
-        The PNG to write, and a line above the grid.
+        The PNG to write, and a title above the grid.
     columns
-        Images in a row; by default as many as make the grid roughly square.
+        Images in a row; by default chosen such that the grid is roughly square.
     raw
-        Whether to write the ``.npz``, too.
+        Whether to write the ``.npz`` file.
     """
     array = _as_images("images", images, ("N", "C", "H", "W"))
     if columns is None:
@@ -96,24 +99,24 @@ def reconstructions(
     *,
     title: str | None = None,
 ) -> Path:
-    """Draw images above their reconstructions, twenty to a line.
+    """Draw images (top) and their reconstructions (bottom), twenty in a line.
 
     Parameters
     ----------
     originals, reconstructions : (N, C, H, W)
         Floats from 0 to 1; C is 1 or 3. The ``.npz`` holds `originals` and `reconstructions`.
     path, title
-        The PNG to write, and a line above the grid.
+        The PNG to write, and a title above the grid.
     """
     first = _as_images("originals", originals, ("N", "C", "H", "W"))
     second = _as_images("reconstructions", reconstructions, ("N", "C", "H", "W"))
     if first.shape != second.shape:
         raise ValueError(
-            f"reconstructions must have the shape of originals, {first.shape}, but has shape {second.shape}; "
-            "give one reconstruction for each original"
+            f"reconstructions must have the shape of originals, {first.shape}, but has shape "
+            f"{second.shape}; give one reconstruction for each original"
         )
-    starts = range(0, len(first), PER_LINE)
-    rows = [array[start : start + PER_LINE] for start in starts for array in (first, second)]
+    starts = range(0, len(first), IMAGES_PER_LINE)
+    rows = [array[start : start + IMAGES_PER_LINE] for start in starts for array in (first, second)]
     arrays = {"originals": first, "reconstructions": second}
     return _draw_grid(
         rows, path, arrays, title, left=["original", "reconstruction"] * len(starts), group=2
@@ -127,14 +130,14 @@ def traversal_grid(
     values: Sequence[float] | Tensor | Array,
     title: str | None = None,
 ) -> Path:
-    """Draw what each instantiation parameter changes: one row per parameter, one column per value it is given.
+    """Draw a traversal: one row per instantiation parameter, one column per value of it.
 
     Parameters
     ----------
     images : (parameters, steps, C, H, W)
         Floats from 0 to 1; C is 1 or 3. The ``.npz`` holds `images` and `values`.
     path, title
-        The PNG to write, and a line above the grid.
+        The PNG to write, and a title above the grid.
     values : (steps,)
         The numbers above the columns.
     """
@@ -142,41 +145,39 @@ def traversal_grid(
     numbers = torch.as_tensor(values, dtype=torch.float64).detach().cpu().numpy()
     if numbers.shape != (array.shape[1],) or not np.isfinite(numbers).all():
         raise ValueError(
-            f"values must be {array.shape[1]} finite numbers, one for each step of images, but is {numbers.tolist()}"
+            f"values must be {array.shape[1]} finite numbers, one for each step of images, but is "
+            f"{numbers.tolist()}"
         )
-    above = [
-        f"{number + 0.0:.3g}" for number in numbers
-    ]  # adding 0 takes the sign from a negative zero
+    above = [f"{number + 0.0:.3g}" for number in numbers]  # adding 0.0 turns -0.0 into 0.0
     left = [str(parameter) for parameter in range(len(array))]
     return _draw_grid(
         list(array), path, {"images": array, "values": numbers}, title, above=above, left=left
     )
 
 
-def training_curves(metrics: PathLike, path: PathLike) -> Path:
+def training_curves(metrics: PathLike | Mapping[str, Mapping[str, Array]], path: PathLike) -> Path:
     """Draw the curves of a training run over its epochs: one column per stage, one panel per curve.
 
     Parameters
     ----------
     metrics
-        A file of one JSON object a line, each with a ``stage`` and an ``epoch``. Every other number is a point of a
-        curve, but for ``step``, ``images_per_second`` and ``seconds``. Of a point given twice, by a run that was
-        resumed, the last counts. A last line that a crash has cut is passed over.
+        The ``metrics.jsonl`` of a run, or the curves that `read_metrics` returns for it.
     path
-        The PNG to write. The ``.npz`` holds for each curve ``"<stage>/<curve>"`` (points, 2): epochs and values.
+        The PNG to write. The ``.npz`` holds each curve under ``"<stage>/<curve>"``, of shape
+        (points, 2): epochs and values.
     """
     from matplotlib import style
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-    stages = read_metrics(Path(metrics))
+    stages = metrics if isinstance(metrics, Mapping) else read_metrics(Path(metrics))
     names = dict.fromkeys(name for curves in stages.values() for name in curves)
     colours = {name: COLOURS[index % len(COLOURS)] for index, name in enumerate(names)}
     rows, width = max(map(len, stages.values())), max(12.0, 2.4 * len(stages))
     number = FuncFormatter(lambda value, _: f"{value:.10g}".replace("-", "−"))
 
-    with style.context("default"):  # whatever style the caller has set for figures of their own
+    with style.context("default"):  # regardless of the style that the caller has set
         layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1)
         figure = Figure(figsize=(width, 0.8 + 1.9 * rows), dpi=100, layout=layout)
         panels = figure.subplots(rows, len(stages), squeeze=False, sharex="col")
@@ -188,9 +189,8 @@ def training_curves(metrics: PathLike, path: PathLike) -> Path:
             for panel, heading, (name, points) in zip(
                 column, headings, curves.items(), strict=False
             ):
-                marker = (
-                    "o" if len(points) <= 30 else None
-                )  # few points, perhaps one, would be lost in a bare line
+                # Without markers, a curve of a single point would be invisible.
+                marker = "o" if len(points) <= 30 else None
                 panel.plot(
                     *points.T, color=colours[name], linewidth=1.3, marker=marker, markersize=3
                 )
@@ -232,7 +232,23 @@ def training_curves(metrics: PathLike, path: PathLike) -> Path:
 
 
 def read_metrics(source: Path) -> dict[str, dict[str, Array]]:
-    """Read the points (points, 2) of every curve of every stage, both in the order of the file."""
+    """Read the curves of a run from its ``metrics.jsonl``.
+
+    Each line is a JSON object with a ``stage`` and an ``epoch``. Every other number is a point of a
+    curve, except ``step``, ``images_per_second`` and ``seconds``. If a point occurs twice, in a run
+    that was resumed, the last value counts. A last line that was cut off by a crash is ignored.
+
+    Returns
+    -------
+    dict
+        For each stage and each curve, in the order of the file, the array (points, 2) of epochs and
+        values.
+
+    Raises
+    ------
+    ValueError
+        If a line is malformed, or the file contains no point.
+    """
     found: dict[str, dict[str, dict[float, float]]] = {}
     lines = source.read_bytes().split(b"\n")
     for number, line in enumerate(lines, start=1):
@@ -241,24 +257,24 @@ def read_metrics(source: Path) -> dict[str, dict[str, Array]]:
         try:
             entry = json.loads(line)
         except ValueError:
-            if number == len(lines):  # the crash came before the end of the line
+            if number == len(lines):  # cut off by a crash
                 break
             entry = None
         if not (
             isinstance(entry, dict)
             and isinstance(entry.get("stage"), str)
-            and type(entry.get("epoch")) in NUMBER
+            and type(entry.get("epoch")) in NUMBER_TYPES
         ):
             raise ValueError(
                 f"{source}, line {number}, must be a JSON object with a stage and an epoch, but is "
-                f"{line[:80].decode(errors='replace')!r}; mend the line or remove it"
+                f"{line[:80].decode(errors='replace')!r}; repair the line or remove it"
             )
         for name, value in entry.items():
-            if name not in NO_CURVE and type(value) in NUMBER:
+            if name not in NOT_CURVES and type(value) in NUMBER_TYPES:
                 found.setdefault(entry["stage"], {}).setdefault(name, {})[entry["epoch"]] = value
     if not found:
         raise ValueError(
-            f"{source} holds no metrics; give the metrics.jsonl of a run that has taken a step"
+            f"{source} contains no metrics; give the metrics.jsonl of a run that has made a step"
         )
     return {
         stage: {name: np.array(sorted(points.items()), float) for name, points in curves.items()}
@@ -267,7 +283,7 @@ def read_metrics(source: Path) -> dict[str, dict[str, Array]]:
 
 
 def _as_images(name: str, value: Tensor | Array, axes: Sequence[str]) -> Array:
-    """Check images and return them as an array, in the precision they came in."""
+    """Check images and return them as an array of the same precision."""
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu()
         value = (
@@ -284,15 +300,15 @@ def _as_images(name: str, value: Tensor | Array, axes: Sequence[str]) -> Array:
         )
     if value.ndim != len(axes) or value.shape[-3] not in (1, 3) or value.size == 0:
         raise ValueError(
-            f"{name} must have shape ({', '.join(axes)}) with C 1 or 3, and not be empty, but has shape {value.shape}; "
-            "bring its axes into this order, and add those that are missing"
+            f"{name} must have shape ({', '.join(axes)}) with C 1 or 3, and not be empty, but has "
+            f"shape {value.shape}; permute its axes, and add the missing ones"
         )
     bad = ~((value >= -TOLERANCE) & (value <= 1 + TOLERANCE))  # true for NaN as well
     if bad.any():
         where = tuple(int(index) for index in np.argwhere(bad)[0])
         raise ValueError(
             f"{name} must hold floats from 0 to 1, but {name}{list(where)} = {value[where]}; "
-            "bring them there, for example with a sigmoid or by dividing by 255"
+            "rescale them, for example with a sigmoid or by dividing by 255"
         )
     return value
 
@@ -307,12 +323,15 @@ def _draw_grid(
     left: Sequence[str] = (),
     group: int = 0,
 ) -> Path:
-    """Draw rows of images (columns, C, H, W), the last perhaps shorter, with a gap after every `group` rows."""
+    """Draw rows of images (columns, C, H, W) with labels, and a gap after every `group` rows.
+
+    The last row may have fewer images.
+    """
     from PIL import Image, ImageDraw, ImageFont
 
     small, large = ImageFont.load_default(size=LABEL_SIZE), ImageFont.load_default(size=TITLE_SIZE)
     columns, (height, width) = len(rows[0]), rows[0].shape[2:]
-    # As large as fills a page of 640 pixels, and in any case so large that a label does not run into the next.
+    # The grid should fill a page of 640 pixels, and neighbouring labels must not overlap.
     scale = max(1, round(min(max(640 / max(len(rows), columns), 56), 112) / max(height, width)))
     scale = max([scale, *(math.ceil((small.getlength(text) + 6) / width) for text in above)])
     scale = max(scale, math.ceil(LABEL_SIZE / height) if left else 1)
@@ -321,9 +340,8 @@ def _draw_grid(
     x_grid = MARGIN + max((math.ceil(small.getlength(text)) + 10 for text in left), default=0)
     x_cells = [x_grid + LINE + column * (width + LINE) for column in range(columns)]
     right = x_cells[-1] + width + LINE
-    lines = textwrap.wrap(
-        _as_ascii(title or ""), max(right - x_grid, 320) // 9
-    )  # a letter takes about 9 pixels
+    # A character of the title is about 9 pixels wide.
+    lines = textwrap.wrap(_as_ascii(title or ""), max(right - x_grid, 320) // 9)
     right = max([right, *(x_grid + math.ceil(large.getlength(line)) for line in lines)])
     y_grid = MARGIN + (24 * len(lines) + 8 if lines else 0) + (LABEL_SIZE + 6 if above else 0)
     y_cells = [
@@ -331,7 +349,7 @@ def _draw_grid(
         for row in range(len(rows))
     ]
 
-    page = np.full((y_cells[-1] + height + LINE + MARGIN, right + MARGIN, 3), PAPER, np.uint8)
+    page = np.full((y_cells[-1] + height + LINE + MARGIN, right + MARGIN, 3), BACKGROUND, np.uint8)
     for y, row in zip(y_cells, rows, strict=True):
         pixels = np.moveaxis(np.rint(row.astype(np.float32) * 255).astype(np.uint8), 1, -1)
         for x, cell in zip(x_cells, pixels, strict=False):
@@ -340,18 +358,18 @@ def _draw_grid(
     image = Image.fromarray(page)
     draw = ImageDraw.Draw(image)
     for index, text in enumerate(lines):
-        draw.text((x_grid, MARGIN + 24 * index + 16), text, INK, large, anchor="ls")
+        draw.text((x_grid, MARGIN + 24 * index + 16), text, TEXT, large, anchor="ls")
     for x, text in zip(x_cells, above, strict=False):
-        draw.text((x + width // 2, y_grid - 6), text, INK, small, anchor="ms")
+        draw.text((x + width // 2, y_grid - 6), text, TEXT, small, anchor="ms")
     for y, text in zip(y_cells, left, strict=False):
-        draw.text((x_grid - 10, y + height // 2), text, INK, small, anchor="rm")
+        draw.text((x_grid - 10, y + height // 2), text, TEXT, small, anchor="rm")
     picture = io.BytesIO()
     image.save(picture, format="png")
     return _write(path, picture.getvalue(), arrays)
 
 
 def _as_ascii(text: str) -> str:
-    letters = unicodedata.normalize("NFKD", text.translate(PLAIN))
+    letters = unicodedata.normalize("NFKD", text.translate(ASCII_SUBSTITUTES))
     return "".join(
         letter if letter.isascii() else "?"
         for letter in letters
@@ -360,25 +378,21 @@ def _as_ascii(text: str) -> str:
 
 
 def _write(path: PathLike, picture: bytes, arrays: Mapping[str, Array]) -> Path:
-    """Write both files, or without arrays the picture, under passing names first, so that old ones stay whole."""
+    """Write the PNG and, if there are arrays, the ``.npz`` file, both atomically.
+
+    Both are written before either is replaced, so that a full disk leaves the old pair intact.
+    """
     target = Path(path)
     if target.suffix.lower() != ".png":
         raise ValueError(f"path must name a PNG, but is {str(path)!r}; let it end in .png")
     target.parent.mkdir(parents=True, exist_ok=True)
-    npz, png = (
-        target.with_name(f".{target.stem}-{uuid.uuid4().hex}{suffix}")
-        for suffix in (".npz", ".png")
-    )
     try:
-        if arrays:
-            np.savez(npz, **arrays)  # type: ignore[arg-type]  # its stub takes the names for options
-        png.write_bytes(picture)
-        if arrays:
-            npz.replace(target.with_suffix(".npz"))
-        png.replace(target)
-    except OSError as error:  # a full disk does not say which file it was
+        with atomic_write(target) as png:
+            png.write(picture)
+            png.flush()
+            if arrays:
+                with atomic_write(target.with_suffix(".npz")) as npz:
+                    np.savez(npz, **arrays)  # type: ignore[arg-type]  # the stub misreads the names
+    except OSError as error:  # the error of a full disk does not name the file
         raise OSError(error.errno, error.strerror, str(target)) from error
-    finally:
-        npz.unlink(missing_ok=True)
-        png.unlink(missing_ok=True)
     return target

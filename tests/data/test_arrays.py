@@ -1,4 +1,4 @@
-"""NumPy files: memory-mapped where possible, never unpickled, refused when damaged."""
+"""NumPy files: memory-mapped if possible, never unpickled, an error if damaged."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poecaps.data import DataError, _storage, load
+from poecaps.data import DataError, buffers, load
 from poecaps.data.arrays import read_npy, read_npz
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def test_a_large_compressed_member_is_unpacked_to_disk(
     digits: Array, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     np.savez_compressed(tmp_path / "x.npz", images=digits)
-    monkeypatch.setattr(_storage, "SPILL", 10)
+    monkeypatch.setattr(buffers, "MAX_IN_MEMORY", 10)
     found = load(tmp_path / "x.npz").images
     assert is_mapped(found)
     np.testing.assert_array_equal(found[..., 0], digits)
@@ -72,12 +72,13 @@ def test_npz_names(digits: Array, tmp_path: Path) -> None:
     np.savez(path, digits)
     assert load(path).labels is None
     with pytest.raises(
-        DataError, match="holds the arrays arr_0, but none called x_test or test_images"
+        DataError, match="contains the arrays arr_0, but no array named x_test or test_images"
     ):
         load(path, split="test")
     np.savez(path, pixels=digits)
     with pytest.raises(
-        DataError, match=r"holds the arrays pixels, but none called .*images; save it with np.savez"
+        DataError,
+        match=r"contains the arrays pixels, but no array named .*images; save it with np.savez",
     ):
         load(path)
 
@@ -98,9 +99,9 @@ def test_python_objects_are_refused_unopened(tmp_path: Path) -> None:
     np.savez(tmp_path / "x.npz", images=np.array([bomb], dtype=object))
     (tmp_path / "pickle.npy").write_bytes(pickle.dumps(bomb))
     for name in ("x.npy", "x.npz"):
-        with pytest.raises(DataError, match="holds Python objects"):
+        with pytest.raises(DataError, match="contains Python objects"):
             load(tmp_path / name)
-    with pytest.raises(DataError, match="no NumPy array file"):
+    with pytest.raises(DataError, match="not a valid NumPy file"):
         load(tmp_path / "pickle.npy")
     assert not (tmp_path / "exploded").exists()
 
@@ -126,7 +127,7 @@ def test_a_member_that_claims_its_neighbours_bytes_is_refused(tmp_path: Path) ->
     )  # the central directory: uncompressed size at byte 24 of its first entry
     size = int.from_bytes(longer[at + 24 : at + 28], "little") + 120
     path.write_bytes(longer[: at + 24] + size.to_bytes(4, "little") + longer[at + 28 :])
-    with pytest.raises(DataError, match=r"images.npy\) is cut short"):
+    with pytest.raises(DataError, match=r"images.npy\) is truncated"):
         load(path)
 
 

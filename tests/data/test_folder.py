@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from poecaps.data import DataError, _storage, load, read_folder
+from poecaps.data import DataError, buffers, load, read_folder
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -74,7 +74,9 @@ def test_images_are_scaled_and_cropped_on_request(tmp_path: Path) -> None:
     save(tmp_path / "wide.png", wide)
     save(tmp_path / "square.png", np.full((40, 40), 255, np.uint8))
     with pytest.raises(
-        DataError, match=r"wide.png has 20×60 pixels, but .*square.png has 40×40; give a size="
+        DataError,
+        match=r"different sizes: .*wide.png has 20×60 pixels, but .*square.png has 40×40; set the "
+        "option size",
     ):
         load(tmp_path)
     data = load(tmp_path, size=10)
@@ -136,7 +138,7 @@ def test_the_first_level_is_the_label_and_one_subfolder_is_none(
 def test_other_formats_under_a_known_suffix_are_refused(digits: Array, tmp_path: Path) -> None:
     Image.fromarray(digits[0]).save(tmp_path / "a.gif")
     (tmp_path / "a.gif").rename(tmp_path / "a.png")
-    with pytest.raises(DataError, match=r"a.png is no sound image"):
+    with pytest.raises(DataError, match=r"cannot read .*a.png: not a valid image"):
         load(tmp_path)
 
 
@@ -191,9 +193,9 @@ def test_a_folder_that_cannot_be_read_is_an_error(
 
 def test_a_path_that_is_no_folder_is_named(digits: Array, tmp_path: Path) -> None:
     save(tmp_path / "a.png", digits[0])
-    with pytest.raises(NotADirectoryError, match=r"a.png is no folder"):
+    with pytest.raises(NotADirectoryError, match=r"a.png is not a folder"):
         read_folder(tmp_path / "a.png")
-    with pytest.raises(DataError, match=r"a.png is one picture; name the folder that holds it"):
+    with pytest.raises(DataError, match=r"a.png is a single image; give the folder"):
         load(tmp_path / "a.png")
 
 
@@ -203,7 +205,7 @@ def test_other_files_are_skipped_and_named(digits: Array, tmp_path: Path) -> Non
     (tmp_path / ".DS_Store").write_bytes(b"")
     with pytest.warns(UserWarning, match="1 file skipped"):
         data = load(tmp_path)
-    assert data.skipped == {str(tmp_path / "notes.txt"): "no PNG, JPEG or WebP"}
+    assert data.skipped == {str(tmp_path / "notes.txt"): "not PNG, JPEG or WebP"}
     assert "1 file skipped" in repr(data)
 
 
@@ -215,7 +217,7 @@ def test_a_broken_image_is_skipped_and_named(content: bytes, digits: Array, tmp_
     with pytest.warns(UserWarning, match="1 file skipped"):
         data = load(tmp_path)
     np.testing.assert_array_equal(data.images[..., 0], digits[:2])
-    assert data.skipped == {str(tmp_path / "ant" / "b.png"): "cannot be read"}
+    assert data.skipped == {str(tmp_path / "ant" / "b.png"): "unreadable"}
     assert data.labels is not None
     assert data.labels.tolist() == [0, 1]
 
@@ -230,7 +232,7 @@ def test_a_warning_tells_the_caller_once_what_was_skipped(
     with pytest.warns(UserWarning, match="skipped") as told:
         data = read(tmp_path)
     (warning,) = told
-    skipped = "2 files skipped: 1 no PNG, JPEG or WebP (notes.txt), 1 cannot be read (cut.png)"
+    skipped = "2 files skipped: 1 not PNG, JPEG or WebP (notes.txt), 1 unreadable (cut.png)"
     assert (
         str(warning.message)
         == f"found {data.describe()}"
@@ -250,7 +252,7 @@ def test_a_cut_image_between_sound_ones_is_skipped(digits: Array, tmp_path: Path
     with pytest.warns(UserWarning, match="2 files skipped"):
         data = load(tmp_path)
     np.testing.assert_array_equal(data.images[..., 0], digits[:2])
-    assert data.skipped == {str(tmp_path / f"{name}.png"): "cannot be read" for name in ("a", "c")}
+    assert data.skipped == {str(tmp_path / f"{name}.png"): "unreadable" for name in ("a", "c")}
 
 
 def test_images_that_are_too_small_are_skipped_before_they_are_scaled(
@@ -265,7 +267,7 @@ def test_images_that_are_too_small_are_skipped_before_they_are_scaled(
     assert len(load(tmp_path, size=8, smallest=4)) == 2
     with pytest.raises(
         DataError,
-        match=r"no image to learn from; the first of 2: .*a.png has 5×4 pixels; give larger",
+        match=r"no usable image; the first of 2 problems: .*a.png has 5×4 pixels; use larger",
     ):
         load(tmp_path, smallest=6)
 
@@ -277,7 +279,7 @@ def test_a_cut_image_is_named_where_there_is_no_other(tmp_path: Path) -> None:
         save(folder / name, noise)
         whole = (folder / name).read_bytes()
         (folder / name).write_bytes(whole[: len(whole) // 2])
-        with pytest.raises(DataError, match=rf"{name} .*mend or remove it"):
+        with pytest.raises(DataError, match=rf"{name}: .*repair or remove it"):
             load(folder)
 
 
@@ -286,16 +288,16 @@ def test_an_image_too_large_to_be_true_is_refused(
 ) -> None:
     save(tmp_path / "a.png", digits[0])
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 15)
-    with pytest.raises(DataError, match=r"a.png is no sound image .*exceeds limit"):
+    with pytest.raises(DataError, match=r"a.png: not a valid image .*exceeds limit"):
         load(tmp_path)
 
 
 def test_a_folder_without_images_says_what_is_there(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"holds no image .*but nothing; name a folder"):
+    with pytest.raises(DataError, match=r"contains no images .*but nothing; give a folder"):
         read_folder(tmp_path)
     (tmp_path / "data.csv").write_text("1,2")
     with pytest.raises(
-        DataError, match=r"holds no image .*but data.csv; name a folder with images"
+        DataError, match=r"contains no images .*but data.csv; give a folder that contains images"
     ):
         load(tmp_path)
 
@@ -305,7 +307,7 @@ def test_many_images_go_to_disk(
 ) -> None:
     for index, digit in enumerate(digits):
         save(tmp_path / f"{index}.png", digit)
-    monkeypatch.setattr(_storage, "SPILL", 10)
+    monkeypatch.setattr(buffers, "MAX_IN_MEMORY", 10)
     data = load(tmp_path)
     assert isinstance(data.images, np.memmap)
     np.testing.assert_array_equal(data.images[..., 0], digits)
@@ -322,7 +324,7 @@ def test_many_images_go_to_disk(
             {"size": (16, 16, 3)},
             r"size must be one number, or height and width, but is \(16, 16, 3\)",
         ),
-        ({"path": "x"}, "path is for sets known by name"),
+        ({"path": "x"}, "a data path applies only to named datasets"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(

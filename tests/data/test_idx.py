@@ -1,4 +1,4 @@
-"""IDX files: every good one is read, every bad one refused with one clear error."""
+"""IDX files: every valid file is read, every invalid file is one clear error."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
-from poecaps.data import DataError, _storage, read_idx
+from poecaps.data import DataError, buffers, read_idx
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -53,7 +53,7 @@ def test_a_file_cut_anywhere_is_refused(
 ) -> None:
     whole = pack(idx_bytes(array))
     path.write_bytes(whole[: data.draw(st.integers(0, len(whole) - 1))])
-    with pytest.raises(DataError, match=r"cut short|no IDX file|damaged gzip"):
+    with pytest.raises(DataError, match=r"truncated|not an IDX file|damaged gzip"):
         read_idx(path)
 
 
@@ -66,7 +66,7 @@ def test_a_file_that_goes_on_is_refused(
     idx_bytes: Callable[[Array], bytes],
 ) -> None:
     path.write_bytes(pack(idx_bytes(array) + extra))
-    with pytest.raises(DataError, match=r"is too long: .*header promises"):
+    with pytest.raises(DataError, match=r"is too long: .*header announces"):
         read_idx(path)
 
 
@@ -119,21 +119,21 @@ def test_a_header_that_promises_the_moon_costs_no_memory(
     pack: Callable[[bytes], bytes], path: Path
 ) -> None:
     path.write_bytes(pack(b"\0\0\x08\x04" + b"\xff" * 16 + b"data"))
-    with pytest.raises(DataError, match="cut short"):
+    with pytest.raises(DataError, match="truncated"):
         read_idx(path)
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", r"no IDX file: it begins with the bytes \(none\)"),
+        (b"", r"not an IDX file. It starts with the bytes \(none\)"),
         (b"<!DOCTYPE html>", "looks like a web page"),
-        (b"\x89PNG\r\n\x1a\n", "no IDX file: it begins with the bytes 89 50 4e 47"),
-        (b"\0\0\x07\x01\0\0\0\x01a", "no IDX file"),
-        (b"\0\0\x08\x00", "rank from 1 to 8"),
+        (b"\x89PNG\r\n\x1a\n", "not an IDX file. It starts with the bytes 89 50 4e 47"),
+        (b"\0\0\x07\x01\0\0\0\x01a", "not an IDX file"),
+        (b"\0\0\x08\x00", "number of axes from 1 to 8"),
         (
             b"\0\0\x08\x02\0\0\0\0\xff\xff\xff\xff",
-            r"is empty: its header gives the shape \(0, 4294967295\)",
+            r"is empty: the shape in its header is \(0, 4294967295\)",
         ),
         (b"\0\0\x08\x03\0\0", "ends within its header"),
     ],
@@ -166,7 +166,7 @@ def test_a_large_gzipped_file_is_unpacked_to_disk(
 ) -> None:
     path.write_bytes(gzip.compress(idx_bytes(digits)))
     assert not isinstance(read_idx(path), np.memmap)
-    monkeypatch.setattr(_storage, "SPILL", 10)
+    monkeypatch.setattr(buffers, "MAX_IN_MEMORY", 10)
     unpacked = read_idx(path)
     assert isinstance(unpacked, np.memmap)
     np.testing.assert_array_equal(unpacked, digits)
@@ -179,7 +179,7 @@ def test_no_room_to_unpack_is_one_clear_error(
         raise OSError(28, "No space left on device")
 
     path.write_bytes(gzip.compress(idx_bytes(digits)))
-    monkeypatch.setattr(_storage, "SPILL", 10)
+    monkeypatch.setattr(buffers, "MAX_IN_MEMORY", 10)
     monkeypatch.setattr("os.posix_fallocate", full, raising=False)
-    with pytest.raises(DataError, match=r"no room for them.*No space left.*TMPDIR"):
+    with pytest.raises(DataError, match=r"not enough disk space.*No space left.*TMPDIR"):
         read_idx(path)

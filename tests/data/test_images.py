@@ -42,7 +42,7 @@ def test_a_mask_chooses_the_images_where_it_is_true(digits: Array) -> None:
 def test_other_indices_are_refused(digits: Array, indices: Any) -> None:
     with pytest.raises(
         TypeError,
-        match="indices must be a row of whole numbers, a slice or a mask of 6 truth values",
+        match="indices must be a sequence of whole numbers, a slice or a mask of 6 truth values",
     ):
         ImageSet(digits).batch(indices)
     with pytest.raises(TypeError, match=r"for several images use batch"):
@@ -54,7 +54,7 @@ def test_tensors_and_lists_of_labels_are_taken(digits: Array) -> None:
     assert torch.equal(data.batch([2]), ImageSet(digits).batch([2]))
     assert data.labels is not None
     assert data.labels.tolist() == [0, 1, 2, 3, 4, 5]
-    with pytest.raises(DataError, match="go up to 18446744073709551615"):
+    with pytest.raises(DataError, match="signed 64-bit integers, but reach 18446744073709551615"):
         ImageSet(digits, np.full(6, 2**64 - 1, np.uint64))
 
 
@@ -101,27 +101,27 @@ def test_a_dataloader_takes_it(digits: Array) -> None:
 
 
 def test_it_introduces_itself_in_one_line(digits: Array) -> None:
-    data = ImageSet(digits, np.arange(6) % 3, source="here", skipped={"a.txt": "no picture"})
+    data = ImageSet(digits, np.arange(6) % 3, source="here", skipped={"a.txt": "not a picture"})
     assert repr(data) == "ImageSet(6 grey images of 5×4, 3 labels, from here, 1 file skipped)"
 
 
 @pytest.mark.parametrize(
     ("images", "message"),
     [
-        (np.zeros((6, 20), np.uint8), r"have shape \(6, 20\); give \(N, H, W\)"),
+        (np.zeros((6, 20), np.uint8), r"have shape \(6, 20\), but must have shape \(N, H, W\)"),
         (np.zeros((6, 5, 4, 2), np.uint8), r"have shape \(6, 5, 4, 2\)"),
         (np.zeros((0, 5, 4), np.uint8), "are empty"),
-        (np.zeros((6, 5, 4), np.int32), "are int32; give uint8"),
+        (np.zeros((6, 5, 4), np.int32), "are int32, but must be uint8"),
         (np.full((6, 5, 4), 255.0), "image 0 has the value 255.0; divide by"),
         (np.full((6, 5, 4), np.nan), "image 0 has the value nan"),
-        (np.full((6, 5, 4), -0.5), "image 0 has the value -0.5; mend them"),
+        (np.full((6, 5, 4), -0.5), "image 0 has the value -0.5; correct them"),
         (np.arange(6.0).reshape(6, 1, 1), "image 2 has the value 2.0"),
     ],
 )
 def test_images_that_would_be_garbage_are_refused(
     images: Array, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("poecaps.data.images.CHUNK", 2)
+    monkeypatch.setattr("poecaps.data.images.CHECK_BATCH", 2)
     with pytest.raises(DataError, match=message):
         ImageSet(images)
 
@@ -141,9 +141,8 @@ def test_one_line_describes_a_set() -> None:
     assert named.describe() == "3 RGB images of 5×4 in here, 3 classes (ant, bee, cat)"
     partly = ImageSet(images, np.array([0, 0, 0]), label_names=("ant", "bee"), source="here")
     assert partly.describe() == "3 RGB images of 5×4 in here, 1 class"
-    skipped = {"x/a.gif": "no PNG", "x/b.png": "cannot be read", "y/c.gif": "no PNG"}
+    skipped = {"x/a.gif": "not PNG", "x/b.png": "unreadable", "y/c.gif": "not PNG"}
     text = ImageSet(images, source="here", skipped=skipped).describe()
-    assert (
-        text
-        == "3 RGB images of 5×4 in here; 3 files skipped: 2 no PNG (a.gif, …), 1 cannot be read (b.png)"
+    assert text == (
+        "3 RGB images of 5×4 in here; 3 files skipped: 2 not PNG (a.gif, …), 1 unreadable (b.png)"
     )

@@ -13,7 +13,7 @@ import uvicorn
 
 import poecaps
 from poecaps.data import ImageSet
-from poecaps.explorer.render import Explored
+from poecaps.explorer.render import ExplorerModel
 from poecaps.explorer.server import create_app, listen
 from poecaps.options import Architecture
 from tests.networks import untrained
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture(scope="session")
-def digits(tmp_path_factory: pytest.TempPathFactory) -> Explored:
+def digits(tmp_path_factory: pytest.TempPathFactory) -> ExplorerModel:
     """Four experts of five numbers over grey digits, saved where `poecaps.load` finds it."""
     test = poecaps.data.load("mnist-sample", split="test")
     shape = Architecture(
@@ -35,12 +35,12 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Explored:
     network = untrained(shape, test.batch(range(100)), torch.Generator().manual_seed(1))
     folder = tmp_path_factory.mktemp("models") / "digits"
     network.save(folder)
-    return Explored("digits", str(folder), network, ImageSet(test.images[:30]))
+    return ExplorerModel("digits", str(folder), network, ImageSet(test.images[:30]))
 
 
 @pytest.fixture(scope="session")
-def colours() -> Explored:
-    """Two layers of experts over small pictures in colour, which are not square, without test images."""
+def colours() -> ExplorerModel:
+    """Two layers of experts over small, not square pictures in colour, without test images."""
     images = torch.rand(60, 3, 20, 23, generator=torch.Generator().manual_seed(2))
     shape = Architecture(
         features=8,
@@ -50,19 +50,19 @@ def colours() -> Explored:
         expert_components=2,
         image_shape=(3, 20, 23),
     )
-    return Explored(
+    return ExplorerModel(
         "colours", "runs/colours", untrained(shape, images, torch.Generator().manual_seed(1))
     )
 
 
 @pytest.fixture(scope="session")
-def app(digits: Explored, colours: Explored) -> FastAPI:
+def app(digits: ExplorerModel, colours: ExplorerModel) -> FastAPI:
     return create_app([digits, colours])
 
 
 @contextmanager
 def serving(app: Any) -> Iterator[str]:
-    """Serve an application on a free port of this machine, as `poecaps explore` does, and give its address."""
+    """Serve an application on a free local port, as `poecaps explore` does; yield its URL."""
     server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=2))
     with listen("127.0.0.1") as listener:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
@@ -88,7 +88,7 @@ def client(address: str) -> Iterator[httpx.Client]:
 
 @pytest.fixture(scope="session")
 def chromium() -> str:
-    """Path of Chromium. Without one the tests are skipped, or fail where POECAPS_BROWSER=required, as in CI."""
+    """Path of Chromium; without it, tests are skipped, or fail if POECAPS_BROWSER=required (CI)."""
     for name in ("chromium", "chromium-browser", "google-chrome"):
         if found := shutil.which(name):
             return found
@@ -99,7 +99,7 @@ def chromium() -> str:
 
 
 @pytest.fixture
-def picture_file(tmp_path: Path, digits: Explored) -> Path:
+def picture_file(tmp_path: Path, digits: ExplorerModel) -> Path:
     from poecaps.explorer import pictures
 
     assert digits.images is not None

@@ -1,4 +1,4 @@
-"""The page as a person uses it, in a real browser, on a phone and on a wide screen."""
+"""The page in a real browser, on a phone and on a wide screen."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from playwright.sync_api import Browser, Page
 
-    from poecaps.explorer.render import Explored
+    from poecaps.explorer.render import ExplorerModel
 
 FLAGS = (
     *(
@@ -58,7 +58,7 @@ def browser(chromium: str) -> Iterator[Browser]:
 
 @pytest.fixture
 def problems() -> list[str]:
-    """What browsers complained of in their consoles."""
+    """The errors in the consoles of the browsers."""
     return []
 
 
@@ -98,7 +98,9 @@ def page(request: pytest.FixtureRequest, opened: Callable[..., Page]) -> Page:
 
 def pixels(page: Page, canvas: str = "#image") -> Any:
     """Pixels of a canvas of the page: (H, W)."""
-    read = """canvas => { const data = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data;
+    read = """canvas => {
+        const context = canvas.getContext('2d');
+        const data = context.getImageData(0, 0, canvas.width, canvas.height).data;
         return [canvas.height, canvas.width, Array.from(data).filter((_, i) => i % 4 === 0)]; }"""
     height, width, values = page.locator(canvas).evaluate(read)
     return np.array(values, np.uint8).reshape(height, width)
@@ -125,7 +127,7 @@ def after(page: Page, action: Callable[[], Any], canvas: str = "#image") -> Any:
 
 
 def sketch(page: Page, *points: tuple[float, float]) -> None:
-    """Draw a line through points, given in shares of the sketch, with a finger where there is a touch screen."""
+    """Draw a line through points, relative to the sketch, with a finger on a touch screen."""
     page.locator("#sketch").scroll_into_view_if_needed()
     box = page.locator("#sketch").bounding_box()
     assert box is not None
@@ -147,18 +149,18 @@ def sketch(page: Page, *points: tuple[float, float]) -> None:
         page.mouse.up()
 
 
-def drawn(explored: Explored, *settings: Setting) -> Any:
-    return explored.decode(settings)[..., 0]
+def drawn(model: ExplorerModel, *settings: Setting) -> Any:
+    return model.decode(settings)[..., 0]
 
 
-def test_moving_a_slider_changes_the_image(page: Page, digits: Explored) -> None:
+def test_moving_a_slider_changes_the_image(page: Page, digits: ExplorerModel) -> None:
     shows(page, drawn(digits, Setting(0)))
     page.get_by_label("Parameter 2", exact=True).fill("3.5")
     shows(page, drawn(digits, Setting(0, (0.0, 0.0, 3.5))))
     shows(page, drawn(digits, Setting(0, (0.0, 0.0, 3.5))), "#small-image")
 
 
-def test_the_sign_flips_at_a_click(page: Page, digits: Explored) -> None:
+def test_the_sign_flips_at_a_click(page: Page, digits: ExplorerModel) -> None:
     flip = page.get_by_role("button", name="Flip sign")
     flip.click()
     shows(page, drawn(digits, Setting(0, negative=True)))
@@ -171,23 +173,23 @@ def test_magnitude_and_firing(page: Page) -> None:
     fires = float(page.locator("#fires").inner_text().split()[1])
     after(page, lambda: page.get_by_label("Magnitude").fill("2.5"))
     assert float(page.locator("#fires").inner_text().split()[1]) > fires
-    after(page, page.get_by_role("button", name="Back to its mean").click)
+    after(page, page.get_by_role("button", name="Reset to mean").click)
     assert float(page.locator("#fires").inner_text().split()[1]) == fires
 
 
-def test_choosing_and_mixing_experts(page: Page, digits: Explored) -> None:
+def test_choosing_and_mixing_experts(page: Page, digits: ExplorerModel) -> None:
     shelf = page.locator("#shelf button")
     shelf.nth(2).click()
     shows(page, drawn(digits, Setting(2)))
-    page.get_by_label("Mix several").check()
+    page.get_by_label("Mix experts").check()
     shelf.nth(1).click()
     shows(page, drawn(digits, Setting(2), Setting(1)))
     assert "Experts 1, 2 are mixed" in page.locator("#mix").inner_text()
-    page.get_by_role("button", name="Keep only 1").click()
+    page.get_by_role("button", name="Keep only expert 1").click()
     shows(page, drawn(digits, Setting(1)))
 
 
-def test_drawing_at_random(page: Page, digits: Explored) -> None:
+def test_drawing_at_random(page: Page, digits: ExplorerModel) -> None:
     page.get_by_role("button", name="New draw").click()
     expect(page.get_by_label("Seed")).not_to_have_value("0")
     shows(
@@ -210,7 +212,7 @@ def test_a_drawn_digit_is_seen_and_loaded(page: Page) -> None:
     seen = pixels(page, "#reconstruction")
     assert pixels(page, "#seen").max() > 200
     expect(page.locator("#free-energy")).to_have_text(re.compile(r"free energy [−\d.]+"))
-    expect(page.locator("#heat-caption")).to_contain_text("listens")
+    expect(page.locator("#heat-caption")).to_contain_text("Routing to expert")
     loaded = after(page, page.get_by_role("button", name="Load into the sliders").click)
     assert np.abs(loaded.astype(int) - seen).mean() < 3  # offsets are rounded
     expect(page.locator("#mix-text")).to_have_text("All experts are mixed.")
@@ -219,9 +221,9 @@ def test_a_drawn_digit_is_seen_and_loaded(page: Page) -> None:
     assert pixels(page, "#reconstruction").max() == 0
 
 
-def test_a_test_image_and_where_each_expert_listens(page: Page, digits: Explored) -> None:
+def test_a_test_image_and_where_each_expert_listens(page: Page, digits: ExplorerModel) -> None:
     page.get_by_label("Test image", exact=True).fill("7")
-    page.get_by_role("button", name="Take").click()
+    page.get_by_role("button", name="Encode").click()
     assert digits.images is not None
     shows(page, digits.images.images[7, ..., 0], "#seen")
     shows(
@@ -232,7 +234,7 @@ def test_a_test_image_and_where_each_expert_listens(page: Page, digits: Explored
     heat = page.locator("#heat").screenshot()
     page.locator("#firing button").nth(3).click()
     expect(page.locator("#sliders-title")).to_have_text("Expert 3")
-    expect(page.locator("#heat-caption")).to_contain_text("Expert 3 listens")
+    expect(page.locator("#heat-caption")).to_contain_text("Routing to expert 3")
     assert page.locator("#heat").screenshot() != heat
     assert page.locator("#heat").evaluate("canvas => [canvas.width, canvas.height]") == [6, 6]
 
@@ -240,14 +242,14 @@ def test_a_test_image_and_where_each_expert_listens(page: Page, digits: Explored
 def test_a_file_is_opened_and_a_broken_one_tells_why(
     page: Page, picture_file: Path, tmp_path: Path
 ) -> None:
-    page.get_by_label("Centre what is drawn").uncheck()
+    page.get_by_label("Centre the drawing").uncheck()
     page.locator("#file").set_input_files(picture_file)
     seen = np.asarray(Image.open(picture_file))
     shows(page, seen, "#seen")
     broken = tmp_path / "broken.png"
     broken.write_bytes(picture_file.read_bytes()[:40])
     page.locator("#file").set_input_files(broken)
-    expect(page.get_by_role("alert")).to_have_text("broken.png is no picture that can be read.")
+    expect(page.get_by_role("alert")).to_have_text("Cannot read broken.png: not a valid image.")
     assert np.array_equal(pixels(page, "#seen"), seen)
     page.keyboard.press("Escape")
     expect(page.get_by_role("alert")).to_be_empty()
@@ -255,7 +257,7 @@ def test_a_file_is_opened_and_a_broken_one_tells_why(
 
 def test_a_dropped_file_is_seen(opened: Callable[..., Page], picture_file: Path) -> None:
     page = opened()
-    page.get_by_label("Centre what is drawn").uncheck()
+    page.get_by_label("Centre the drawing").uncheck()
     drop = """([name, bytes]) => { const files = new DataTransfer();
         files.items.add(new File([new Uint8Array(bytes)], name, { type: 'image/png' }));
         document.getElementById('sketch').dispatchEvent(
@@ -269,7 +271,7 @@ def test_a_copied_link_brings_everything_back(
     page: Page, opened: Callable[..., Page], address: str
 ) -> None:
     page.locator("#shelf button").nth(1).click()
-    page.get_by_label("Mix several").check()
+    page.get_by_label("Mix experts").check()
     page.locator("#shelf button").nth(3).click()
     page.get_by_label("Parameter 4", exact=True).fill("-2.75")
     page.get_by_label("Magnitude").fill("1.7")
@@ -299,7 +301,7 @@ def test_nonsense_in_a_link_does_no_harm(opened: Callable[..., Page]) -> None:
     expect(other.get_by_role("alert")).to_contain_text("elsewhere, which is not open here")
 
 
-def test_python_and_picture_can_be_taken_along(page: Page, digits: Explored) -> None:
+def test_python_and_picture_can_be_taken_along(page: Page, digits: ExplorerModel) -> None:
     page.get_by_label("Parameter 1", exact=True).fill("-3.5")
     settings = [Setting(0, (0.0, -3.5))]
     expect(page.locator("#python")).to_have_text(digits.python(settings))
@@ -312,7 +314,7 @@ def test_python_and_picture_can_be_taken_along(page: Page, digits: Explored) -> 
     assert np.array_equal(picture[::10, ::10], digits.decode(settings)[..., 0])
 
 
-def test_the_traversal_sheet_is_drawn_and_leads_on(page: Page, digits: Explored) -> None:
+def test_the_traversal_sheet_is_drawn_and_leads_on(page: Page, digits: ExplorerModel) -> None:
     page.locator("#sheet-panel").scroll_into_view_if_needed()
     expect(page.locator("#sheet.stale")).to_have_count(0)
     sheet = digits.traverse([Setting(0)], 0)
@@ -326,7 +328,7 @@ def test_the_traversal_sheet_is_drawn_and_leads_on(page: Page, digits: Explored)
     assert page.get_by_label("Parameter 2", exact=True).input_value() == "3"
 
 
-def test_all_can_be_done_by_keyboard(opened: Callable[..., Page], digits: Explored) -> None:
+def test_all_can_be_done_by_keyboard(opened: Callable[..., Page], digits: ExplorerModel) -> None:
     page = opened()
     reached: list[str] = []
     while len(reached) < 60:
@@ -373,9 +375,11 @@ def test_all_can_be_done_by_keyboard(opened: Callable[..., Page], digits: Explor
 
 def test_everything_has_a_name_for_screen_readers(page: Page) -> None:
     unnamed = page.evaluate(
-        """() => [...document.querySelectorAll('button, input:not([hidden]), select, section, main > * canvas')]
+        """() => [...document.querySelectorAll(
+            'button, input:not([hidden]), select, section, main > * canvas')]
         .filter((e) => !e.closest('[aria-hidden]') && !e.matches('button canvas'))
-        .filter((e) => !e.ariaLabel && !e.labels?.length && !e.innerText?.trim() && !e.getAttribute('aria-labelledby'))
+        .filter((e) => !e.ariaLabel && !e.labels?.length && !e.innerText?.trim())
+        .filter((e) => !e.getAttribute('aria-labelledby'))
         .map((e) => e.outerHTML)"""
     )
     assert unnamed == []
@@ -389,7 +393,7 @@ def test_nothing_sticks_out_sideways(page: Page) -> None:
 
 
 def test_a_late_answer_never_overwrites_a_newer_one(
-    opened: Callable[..., Page], digits: Explored
+    opened: Callable[..., Page], digits: ExplorerModel
 ) -> None:
     page = opened()
     held: list[Any] = []
@@ -412,7 +416,7 @@ def test_a_late_answer_never_overwrites_a_newer_one(
 
 
 def test_a_busy_server_is_asked_again(
-    opened: Callable[..., Page], digits: Explored, problems: list[str]
+    opened: Callable[..., Page], digits: ExplorerModel, problems: list[str]
 ) -> None:
     page = opened()
     times = 2
@@ -434,13 +438,13 @@ def test_a_server_that_is_gone_is_told_of(opened: Callable[..., Page], problems:
     page.route("**/decode?as=pixels", lambda route: route.abort())
     page.get_by_label("Parameter 0", exact=True).fill("3")
     expect(page.get_by_role("alert")).to_have_text(
-        "The explorer does not answer. Is it still running?"
+        "The explorer does not respond. Is it still running?"
     )
     assert all("ERR_FAILED" in each for each in problems)
     problems.clear()
 
 
-def test_models_can_be_switched(page: Page, colours: Explored) -> None:
+def test_models_can_be_switched(page: Page, colours: ExplorerModel) -> None:
     page.get_by_role("combobox", name="Model").select_option("colours")
     expect(page.locator("#shelf button")).to_have_count(3)
     shows(page, drawn(colours, Setting(0)))  # its red
@@ -450,7 +454,7 @@ def test_models_can_be_switched(page: Page, colours: Explored) -> None:
 
 
 @pytest.mark.parametrize("screen", SCREENS)
-def test_a_single_model_is_named(browser: Browser, digits: Explored, screen: str) -> None:
+def test_a_single_model_is_named(browser: Browser, digits: ExplorerModel, screen: str) -> None:
     size, name = (
         SCREENS[screen],
         "digits <b> of many hands, with a name that is longer than a phone is wide",

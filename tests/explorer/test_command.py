@@ -15,15 +15,15 @@ import httpx
 import pytest
 
 from poecaps import models
-from poecaps.cli import main
+from poecaps.cli.main import main
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from poecaps.explorer.render import Explored
+    from poecaps.explorer.render import ExplorerModel
 
 
-def test_it_prints_its_address_serves_and_ends_with_ctrl_c(digits: Explored) -> None:
+def test_it_prints_its_address_serves_and_ends_with_ctrl_c(digits: ExplorerModel) -> None:
     command = [
         sys.executable,
         "-m",
@@ -69,7 +69,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def test_the_browser_opens_and_others_are_warned_of(
-    digits: Explored, served: dict[str, Any], capsys: pytest.CaptureFixture[str]
+    digits: ExplorerModel, served: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["explore", digits.source, "--port", "4711"]) == 0
     assert served["opened"] == ["http://127.0.0.1:4711/"]
@@ -81,7 +81,7 @@ def test_the_browser_opens_and_others_are_warned_of(
 
 
 def test_the_shipped_model_is_the_default(
-    digits: Explored, served: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    digits: ExplorerModel, served: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(models, "FOLDER", tmp_path)
     (tmp_path / "mnist").symlink_to(digits.source)
@@ -100,7 +100,7 @@ def test_without_a_model_it_says_what_to_do(
 
 
 def test_without_fastapi_it_says_what_to_install(
-    digits: Explored, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    digits: ExplorerModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in [name for name in sys.modules if name.startswith("poecaps.explorer")]:
         monkeypatch.delitem(sys.modules, name)
@@ -117,16 +117,21 @@ def test_without_fastapi_it_says_what_to_install(
     assert "pip install 'poecaps[explorer]'" in capsys.readouterr().err
 
 
-def test_a_port_that_is_taken_is_told(digits: Explored, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_port_that_is_taken_is_an_error(
+    digits: ExplorerModel, capsys: pytest.CaptureFixture[str]
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = str(other.getsockname()[1])
         assert main(["explore", digits.source, "--no-browser", "--port", port]) == 1
-        assert "leave out --port" in capsys.readouterr().err
+        assert "choose another port" in capsys.readouterr().err
     assert main(["explore", digits.source, "--no-browser", "--port", "70000"]) == 2
 
 
 def test_the_core_does_not_need_fastapi() -> None:
-    program = "import sys, poecaps.cli; sys.exit(any(name in sys.modules for name in ('fastapi', 'uvicorn', 'pydantic')))"
+    program = (
+        "import sys, poecaps.cli.main;"
+        "sys.exit(any(name in sys.modules for name in ('fastapi', 'uvicorn', 'pydantic')))"
+    )
     assert (
         subprocess.run(
             [sys.executable, "-c", program], env=dict(os.environ), timeout=120

@@ -11,114 +11,112 @@ import pytest
 import torch
 
 from poecaps import functional as F
-from poecaps.code_density import DOMAINS
-from poecaps.explorer.render import STEPS, Explored, Setting, as_pixels
+from poecaps.explorer.render import STEPS, ExplorerModel, Setting, as_pixels
+from poecaps.network import DOMAINS
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from poecaps.code_density import Domain
+    from poecaps.network import Domain
 
 SOME = (Setting(1, (0.5, -2.25, 0.0, 1.0, 3.0), 1.4, negative=True), Setting(3, (1.0,), 0.6))
 
 
 @pytest.fixture(params=["digits", "colours"])
-def explored(request: pytest.FixtureRequest) -> Explored:
-    return cast("Explored", request.getfixturevalue(request.param))
+def model(request: pytest.FixtureRequest) -> ExplorerModel:
+    return cast("ExplorerModel", request.getfixturevalue(request.param))
 
 
-def some_image(explored: Explored) -> np.ndarray:
-    if explored.images is not None:
-        return np.asarray(explored.images.images[7])
-    channels, height, width = explored.network.architecture.image_shape
+def some_image(model: ExplorerModel) -> np.ndarray:
+    if model.images is not None:
+        return np.asarray(model.images.images[7])
+    channels, height, width = model.network.architecture.image_shape
     return np.random.default_rng(0).integers(0, 256, (height, width, channels), dtype=np.uint8)
 
 
-def test_sliders_at_zero_are_the_mean_of_an_expert(explored: Explored) -> None:
-    z = explored.preactivation([Setting(2)])
-    assert torch.equal(z[2], explored.network.code_density.mean[2])
+def test_sliders_at_zero_are_the_mean_of_an_expert(model: ExplorerModel) -> None:
+    z = model.preactivation([Setting(2)])
+    assert torch.equal(z[2], model.network.code_density.mean[2])
     assert not z[:2].any()
-    start = explored.network.traverse(2, torch.zeros(1))[0, 0]
-    assert np.array_equal(explored.decode([Setting(2)]), as_pixels(start.detach().unsqueeze(0))[0])
+    start = model.network.traverse(2, torch.zeros(1))[0, 0]
+    assert np.array_equal(model.decode([Setting(2)]), as_pixels(start.detach().unsqueeze(0))[0])
 
 
-def test_a_slider_moves_by_standard_deviations(explored: Explored) -> None:
-    moved = explored.preactivation([Setting(0, (0.0, 2.0))]) - explored.preactivation([Setting(0)])
+def test_a_slider_moves_by_standard_deviations(model: ExplorerModel) -> None:
+    moved = model.preactivation([Setting(0, (0.0, 2.0))]) - model.preactivation([Setting(0)])
     expected = torch.zeros_like(moved)
-    expected[0, 1] = 2 * explored.network.code_density.std[0, 1]
+    expected[0, 1] = 2 * model.network.code_density.std[0, 1]
     torch.testing.assert_close(moved, expected)
 
 
-def test_magnitude_scales_and_the_sign_flips(explored: Explored) -> None:
-    plain = explored.preactivation([Setting(1, (1.0, -1.0))])
-    torch.testing.assert_close(explored.preactivation([Setting(1, (1.0, -1.0), 2.5)]), 2.5 * plain)
-    assert torch.equal(explored.preactivation([Setting(1, (1.0, -1.0), negative=True)]), -plain)
+def test_magnitude_scales_and_the_sign_flips(model: ExplorerModel) -> None:
+    plain = model.preactivation([Setting(1, (1.0, -1.0))])
+    torch.testing.assert_close(model.preactivation([Setting(1, (1.0, -1.0), 2.5)]), 2.5 * plain)
+    assert torch.equal(model.preactivation([Setting(1, (1.0, -1.0), negative=True)]), -plain)
 
 
-def test_mixed_experts_add_up(explored: Explored) -> None:
+def test_mixed_experts_add_up(model: ExplorerModel) -> None:
     first, second = Setting(0, (1.0,)), Setting(2, (-1.0,), 0.5)
-    both = explored.preactivation([first, second])
-    assert torch.equal(both, explored.preactivation([first]) + explored.preactivation([second]))
+    both = model.preactivation([first, second])
+    assert torch.equal(both, model.preactivation([first]) + model.preactivation([second]))
 
 
 @pytest.mark.parametrize("domain", DOMAINS)
-def test_a_draw_is_the_networks_own(explored: Explored, domain: Domain) -> None:
+def test_a_draw_is_the_networks_own(model: ExplorerModel, domain: Domain) -> None:
     generator = torch.Generator().manual_seed(11)
     expert = None if domain == "joint" else 1
-    wanted = explored.network.sample(1, domain, expert=expert, generator=generator)[0]
-    drawn = F.squash(explored.preactivation(explored.draw(domain, 1, 11)))
+    wanted = model.network.sample(1, domain, expert=expert, generator=generator)[0]
+    drawn = F.squash(model.preactivation(model.draw(domain, 1, 11)))
     torch.testing.assert_close(drawn, wanted, atol=0.02, rtol=0)
 
 
-def test_every_expert_has_a_typical_sample_of_its_own(explored: Explored) -> None:
-    for j in range(explored.experts):
-        alone = explored.decode([Setting(j)])
+def test_every_expert_has_a_typical_sample_of_its_own(model: ExplorerModel) -> None:
+    for j in range(model.experts):
+        alone = model.decode([Setting(j)])
         assert (
-            np.abs(explored.shelf[j].astype(int) - alone).max() <= 1
+            np.abs(model.typical_images[j].astype(int) - alone).max() <= 1
         )  # in a batch, sums round otherwise
-    assert len({each.tobytes() for each in explored.shelf}) == explored.experts
+    assert len({each.tobytes() for each in model.typical_images}) == model.experts
 
 
-def test_the_traversal_sheet_shows_what_each_slider_does(explored: Explored) -> None:
+def test_the_traversal_sheet_shows_what_each_slider_does(model: ExplorerModel) -> None:
     settings = (Setting(0, (0.5, 1.0), 1.2, negative=True), Setting(1))
-    sheet = explored.traverse(settings, 0)
-    assert sheet.shape[:2] == (explored.parameters, len(STEPS))
-    moved = explored.decode([Setting(0, (0.5, STEPS[5]), 1.2, negative=True), Setting(1)])
+    sheet = model.traverse(settings, 0)
+    assert sheet.shape[:2] == (model.parameters, len(STEPS))
+    moved = model.decode([Setting(0, (0.5, STEPS[5]), 1.2, negative=True), Setting(1)])
     assert np.abs(sheet[1, 5].astype(int) - moved).max() <= 1
 
 
-def test_what_is_encoded_is_what_the_network_says(explored: Explored) -> None:
-    pixels = some_image(explored)
-    seen = explored.encode(pixels)
+def test_what_is_encoded_is_what_the_network_says(model: ExplorerModel) -> None:
+    pixels = some_image(model)
+    seen = model.encode(pixels)
     image = torch.from_numpy(np.moveaxis(pixels, -1, 0).astype(np.float32)).unsqueeze(0) / 255
     with torch.no_grad():
-        code = explored.network.encode(image)[0]
+        code = model.network.encode(image)[0]
         torch.testing.assert_close(torch.tensor(seen.firing), code.norm(dim=-1))
         torch.testing.assert_close(
-            torch.tensor([seen.free_energy]), explored.network.free_energy(image)
+            torch.tensor([seen.free_energy]), model.network.free_energy(image)
         )
-        assert np.array_equal(
-            seen.reconstruction, as_pixels(explored.network.reconstruct(image))[0]
-        )
+        assert np.array_equal(seen.reconstruction, as_pixels(model.network.reconstruct(image))[0])
 
 
-def test_a_code_survives_the_sliders(explored: Explored) -> None:
-    seen = explored.encode(some_image(explored))
-    again = explored.decode(seen.settings)
+def test_a_code_survives_the_sliders(model: ExplorerModel) -> None:
+    seen = model.encode(some_image(model))
+    again = model.decode(seen.settings)
     assert np.abs(again.astype(int) - seen.reconstruction).mean() < 3
-    assert np.abs(explored.decode([Setting(0)]).astype(int) - seen.reconstruction).mean() > 3
+    assert np.abs(model.decode([Setting(0)]).astype(int) - seen.reconstruction).mean() > 3
 
 
-def test_all_that_an_expert_listens_to_lies_on_the_grid(explored: Explored) -> None:
-    routing = explored.encode(some_image(explored)).routing
-    assert routing.shape == (explored.experts, *explored.grid)
+def test_all_that_an_expert_listens_to_lies_on_the_grid(model: ExplorerModel) -> None:
+    routing = model.encode(some_image(model)).routing
+    assert routing.shape == (model.experts, *model.grid)
     np.testing.assert_allclose(
         routing.sum((1, 2)), 1, rtol=1e-5
     )  # Σ_i c_ij = 1, and so for a chain of layers
 
 
-def test_the_heat_map_lies_as_the_image_does(digits: Explored) -> None:
-    """The cells that reach the lower right corner show the coefficients of the capsules that change with it."""
+def test_the_heat_map_lies_as_the_image_does(digits: ExplorerModel) -> None:
+    """Cells whose field has the lower right corner: the coefficients of capsules it changes."""
     pixels = some_image(digits)
     other = pixels.copy()
     other[23:27, 23:27] = 255 - other[23:27, 23:27]
@@ -137,7 +135,9 @@ def test_the_heat_map_lies_as_the_image_does(digits: Explored) -> None:
     )
 
 
-def test_three_lines_of_python_make_exactly_this_picture(digits: Explored, tmp_path: Path) -> None:
+def test_three_lines_of_python_make_exactly_this_picture(
+    digits: ExplorerModel, tmp_path: Path
+) -> None:
     lines = digits.python(SOME)
     assert len(lines.splitlines()) == 3
     script = f"{lines}\nimport numpy\nnumpy.save({str(tmp_path / 'image.npy')!r}, image.numpy())\n"
@@ -146,7 +146,7 @@ def test_three_lines_of_python_make_exactly_this_picture(digits: Explored, tmp_p
     assert np.array_equal(as_pixels(image)[0], digits.decode(SOME))
 
 
-def test_python_lines_without_an_expert_still_run(digits: Explored) -> None:
+def test_python_lines_without_an_expert_still_run(digits: ExplorerModel) -> None:
     names: dict[str, torch.Tensor] = {}
     exec(digits.python(()), names)
     assert np.array_equal(as_pixels(names["image"])[0], digits.decode(()))

@@ -20,7 +20,7 @@ import pytest
 from PIL import Image
 
 from benchmarks.explorer_load import load
-from poecaps.explorer.render import Explored, Setting
+from poecaps.explorer.render import ExplorerModel, Setting
 from poecaps.explorer.server import STATIC, create_app
 from tests.explorer.conftest import serving
 from tests.explorer.test_pictures import broken, png
@@ -51,11 +51,11 @@ def error_of(response: httpx.Response) -> str:
     return str(answer["error"])
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Answers
 
 
-def test_models_and_their_sizes(client: httpx.Client, digits: Explored) -> None:
+def test_models_and_their_sizes(client: httpx.Client, digits: ExplorerModel) -> None:
     assert client.get("/api/models").json() == ["digits", "colours"]
     about = client.get("/api/models/digits").json()
     assert (about["experts"], about["parameters"], about["grid"], about["test_images"]) == (
@@ -69,7 +69,7 @@ def test_models_and_their_sizes(client: httpx.Client, digits: Explored) -> None:
     assert client.get("/api/models/colours").json()["image_shape"] == [3, 20, 23]
 
 
-def test_decode_draws_the_code(client: httpx.Client, digits: Explored) -> None:
+def test_decode_draws_the_code(client: httpx.Client, digits: ExplorerModel) -> None:
     wanted = digits.decode(SETTINGS)
     assert np.array_equal(
         image_of(client.post("/api/models/digits/decode", json=PICTURE)), wanted[..., 0]
@@ -91,9 +91,10 @@ def test_a_draw_can_be_decoded_and_repeated(client: httpx.Client) -> None:
     assert [each["expert"] for each in joint["experts"]] == [0, 1, 2, 3]
 
 
-def test_the_shelf_and_the_sheet(client: httpx.Client, digits: Explored) -> None:
+def test_the_shelf_and_the_sheet(client: httpx.Client, digits: ExplorerModel) -> None:
     assert np.array_equal(
-        image_of(client.get("/api/models/digits/experts/3/typical")), digits.shelf[3, ..., 0]
+        image_of(client.get("/api/models/digits/experts/3/typical")),
+        digits.typical_images[3, ..., 0],
     )
     address = "/api/models/digits/experts/1/traversal"
     assert image_of(client.post(address, json=PICTURE)).shape == (5 * 29 - 1, 7 * 29 - 1)
@@ -101,7 +102,7 @@ def test_the_shelf_and_the_sheet(client: httpx.Client, digits: Explored) -> None
     assert np.array_equal(raw.reshape(5, 7, 28, 28, 1), digits.traverse(SETTINGS, 1))
 
 
-def test_a_test_image_goes_all_the_way(client: httpx.Client, digits: Explored) -> None:
+def test_a_test_image_goes_all_the_way(client: httpx.Client, digits: ExplorerModel) -> None:
     file = client.get("/api/models/digits/images/7")
     assert digits.images is not None
     assert np.array_equal(image_of(file), digits.images.images[7, ..., 0])
@@ -127,13 +128,13 @@ def test_pictures_in_colour_of_any_size_are_seen(client: httpx.Client, kind: str
     assert np.array(answer.json()["image"]).shape == (20, 23, 3)
 
 
-def test_lines_of_python_are_the_models(client: httpx.Client, digits: Explored) -> None:
+def test_lines_of_python_are_the_models(client: httpx.Client, digits: ExplorerModel) -> None:
     assert client.post("/api/models/digits/python", json=PICTURE).json() == {
         "lines": digits.python(SETTINGS)
     }
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Refusals
 
 
@@ -210,8 +211,8 @@ def test_a_body_that_is_not_sent_as_a_picture_is_refused(client: httpx.Client) -
     assert "image/png" in error_of(answer)
 
 
-def test_a_fault_is_a_json_error_that_tells_nothing(colours: Explored) -> None:
-    broken_model = Explored("broken", "nowhere", colours.network)
+def test_a_fault_is_a_json_error_that_tells_nothing(colours: ExplorerModel) -> None:
+    broken_model = ExplorerModel("broken", "nowhere", colours.network)
     object.__setattr__(broken_model, "decode", lambda _: 1 / 0)
     with (
         serving(create_app([broken_model])) as address,
@@ -223,7 +224,7 @@ def test_a_fault_is_a_json_error_that_tells_nothing(colours: Explored) -> None:
         assert "content-security-policy" in answer.headers
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Who may ask, and how much
 
 
@@ -247,7 +248,7 @@ def test_a_fault_is_a_json_error_that_tells_nothing(colours: Explored) -> None:
 def test_other_sites_are_refused(client: httpx.Client, headers: dict[str, str], path: str) -> None:
     answer = client.get(path, headers=headers)
     assert answer.status_code == 403
-    assert "does not answer" in error_of(answer)
+    assert "does not accept" in error_of(answer)
 
 
 def test_a_page_of_our_own_may_ask(client: httpx.Client, address: str) -> None:
@@ -263,7 +264,7 @@ def test_a_page_of_our_own_may_ask(client: httpx.Client, address: str) -> None:
     assert client.get("/", headers=from_a_link).status_code == 200
 
 
-def test_a_server_for_others_answers_to_addresses_but_not_to_names(digits: Explored) -> None:
+def test_a_server_for_others_answers_to_addresses_but_not_to_names(digits: ExplorerModel) -> None:
     app = create_app([digits], hosts=("127.0.0.1", "lab"), any_address=True)
     with serving(app) as address, httpx.Client(base_url=address, trust_env=False) as client:
         for host, status in {
@@ -318,8 +319,8 @@ def test_the_page_needs_nothing_from_outside(client: httpx.Client) -> None:
 
 
 @pytest.fixture(scope="module")
-def narrow(digits: Explored) -> Iterator[httpx.Client]:
-    app = create_app([digits], largest_body=10_000, patience=0.5)
+def narrow(digits: ExplorerModel) -> Iterator[httpx.Client]:
+    app = create_app([digits], max_body_bytes=10_000, body_timeout=0.5)
     with (
         serving(app) as address,
         httpx.Client(base_url=address, timeout=30, trust_env=False) as client,
@@ -342,13 +343,14 @@ def test_a_large_body_is_refused(narrow: httpx.Client, chunked: bool) -> None:
 def test_a_body_that_does_not_come_is_not_waited_for(narrow: httpx.Client) -> None:
     where = urlsplit(str(narrow.base_url))
     with socket.create_connection((str(where.hostname), where.port or 0), timeout=30) as connection:
-        head = f"POST /api/models/digits/decode HTTP/1.1\r\nHost: {where.netloc}\r\nContent-Length: 100\r\n\r\n"
+        lines = ("POST /api/models/digits/decode HTTP/1.1", f"Host: {where.netloc}")
+        head = "\r\n".join([*lines, "Content-Length: 100", "", ""])
         connection.sendall(head.encode() + b"{")
         assert b"408" in connection.recv(1000).split(b"\r\n")[0]
 
 
-def test_a_crowd_gets_an_honest_429_and_the_server_goes_on(colours: Explored) -> None:
-    slow, go_on = Explored("slow", "nowhere", colours.network), threading.Event()
+def test_a_crowd_gets_an_honest_429_and_the_server_goes_on(colours: ExplorerModel) -> None:
+    slow, go_on = ExplorerModel("slow", "nowhere", colours.network), threading.Event()
     decode = slow.decode
 
     def waiting(settings: Any) -> Any:
@@ -356,7 +358,8 @@ def test_a_crowd_gets_an_honest_429_and_the_server_goes_on(colours: Explored) ->
         return decode(settings)
 
     object.__setattr__(slow, "decode", waiting)
-    with serving(create_app([slow], most_at_once=3)) as address, ThreadPoolExecutor(8) as threads:
+    app = create_app([slow], max_concurrent_requests=3)
+    with serving(app) as address, ThreadPoolExecutor(8) as threads:
 
         def ask(_: int) -> httpx.Response:
             with httpx.Client(base_url=address, timeout=30, trust_env=False) as client:
@@ -369,7 +372,8 @@ def test_a_crowd_gets_an_honest_429_and_the_server_goes_on(colours: Explored) ->
         go_on.set()
         assert {each.status_code for each in refused} == {429}
         assert all(
-            each.headers["retry-after"] == "1" and "under way" in error_of(each) for each in refused
+            each.headers["retry-after"] == "1" and "in progress" in error_of(each)
+            for each in refused
         )
         assert sorted(each.result().status_code for each in answers) == [200] * 3 + [429] * 5
         assert ask(0).status_code == 200
@@ -386,7 +390,7 @@ def test_fifty_clients_at_once_get_answers_or_an_honest_429(
     assert client.post("/api/models/digits/decode", json=PICTURE).status_code == 200
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Everything the interface says of itself
 
 

@@ -1,4 +1,4 @@
-"""Images from wherever they lie: sets known by name, IDX, NumPy files, folders of pictures."""
+"""Load images: named datasets, IDX and NumPy files, and folders of pictures."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any, get_args
 
 from poecaps import _checks as checks
-from poecaps.data import named
-from poecaps.data._storage import DataError
+from poecaps.data import datasets
 from poecaps.data.arrays import Array, read_npy, read_npz
-from poecaps.data.folder import SUFFIXES, read_folder, subfolders
-from poecaps.data.idx import PREFIX, Split, find_images, find_labels, may_be_idx, read_idx
+from poecaps.data.errors import DataError, DatasetNotFoundError
+from poecaps.data.folder import SUFFIXES, label_folders, read_folder
+from poecaps.data.idx import PREFIX, Split, find_images, find_labels, looks_like_idx, read_idx
 from poecaps.data.images import ImageSet
-from poecaps.data.named import DatasetNotFoundError
 
 __all__ = ["DataError", "DatasetNotFoundError", "ImageSet", "load", "read_folder", "read_idx"]
 
@@ -29,38 +28,42 @@ def load(
     smallest: int = 1,
     download: bool = True,
 ) -> ImageSet:
-    """Load images by the name of a set or by their path.
+    """Load images by the name of a dataset or by their path.
 
     Parameters
     ----------
     source
-        - ``"mnist-sample"``, ``"fashion-mnist-sample"``: 10,000 training and 2,000 test images, part of this package;
-        - ``"mnist"``, ``"fashion-mnist"``: the full sets, looked for in `path`, or else in ``$POECAPS_DATA/<name>``,
-          the user cache and ``/usr/share/datasets/<name>``, then downloaded into the cache;
-        - an IDX file of images, gzipped or plain (labels are found beside it), or a folder with MNIST's four files;
-        - a ``.npy`` file, or a ``.npz`` file with the images of the split as ``x_train`` or ``train_images``
-          (``x_test``, ``test_images``), or without a split as ``images``, ``x`` or ``arr_0``; labels likewise as
-          ``y_train``, ``train_labels``, ``labels``, ``y`` or ``arr_1``;
-        - a folder of PNG, JPEG or WebP images, which may have subfolders ``train`` and ``test``, and in them one
-          subfolder for each label; see `read_folder`.
+        - ``"mnist-sample"``, ``"fashion-mnist-sample"``: 10,000 training and 2,000 test images,
+          part of this package;
+        - ``"mnist"``, ``"fashion-mnist"``: the full datasets, searched in `path`, or else in
+          ``$POECAPS_DATA/<name>``, the user cache and ``/usr/share/datasets/<name>``, and finally
+          downloaded into the cache;
+        - an IDX file of images, gzipped or plain (its labels are found in the same folder), or a
+          folder with MNIST's four files;
+        - a ``.npy`` file, or a ``.npz`` file with the images of the split as ``x_train`` or
+          ``train_images`` (``x_test``, ``test_images``), or without a split as ``images``, ``x`` or
+          ``arr_0``; labels likewise as ``y_train``, ``train_labels``, ``labels``, ``y`` or
+          ``arr_1``;
+        - a folder of PNG, JPEG or WebP images, which may have subfolders ``train`` and ``test``,
+          and in them one subfolder for each label; see `read_folder`.
     split
-        ``"train"`` or ``"test"``; a source that is not split has only ``"train"``.
+        ``"train"`` or ``"test"``; a source without splits has only ``"train"``.
     path
-        The folder that holds a full set known by name, or the root in which torchvision put it.
+        For a full dataset: the folder that contains it, or torchvision's root folder.
     size, channels
-        For a folder of images: scale each to cover this (height, width) and crop its centre; bring all to grey (1) or
-        RGB (3).
+        For a folder of images: scale each image to cover this (height, width) and crop its centre;
+        convert all images to grey (1) or RGB (3).
     smallest
-        For a folder of images: pass over those with a side of fewer pixels.
+        For a folder of images: skip images with a side of fewer pixels.
     download
-        Whether a full set may be downloaded.
+        Whether a full dataset may be downloaded.
 
     Raises
     ------
     DataError
-        If the source does not hold what it should.
+        If the source is damaged, or does not contain the images of the split.
     DatasetNotFoundError, FileNotFoundError
-        If there is nothing of that name.
+        If the source does not exist.
     """
     checks.require_choice("split", split, get_args(Split))
     if not isinstance(source, (str, os.PathLike)) or not os.fspath(source):
@@ -68,85 +71,110 @@ def load(
         raise TypeError(
             f"source must be a name or a path, but is {given}; wrap an array with ImageSet(array)"
         )
-    if os.fspath(source) in named.NAMES:
-        _refuse("size and channels are", "folders of images", source, size, channels)
-        return named.load_named(os.fspath(source), split, path, download)
-    _refuse("path is", "sets known by name", source, path)
-    where = Path(source).expanduser()
-    if not where.exists():
-        close = difflib.get_close_matches(os.fspath(source).lower(), named.NAMES, n=1)
+    if os.fspath(source) in datasets.NAMES:
+        _require_no_conversion(source, size, channels)
+        return datasets.load_dataset(os.fspath(source), split, path, download)
+    if path is not None:
+        raise ValueError(
+            f"a data path applies only to named datasets, but {source} is not one of them; "
+            "leave it out"
+        )
+    location = Path(source).expanduser()
+    if not location.exists():
+        close = difflib.get_close_matches(os.fspath(source).lower(), datasets.NAMES, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else "."
         raise FileNotFoundError(
-            f"there is no file or folder {source}{hint} Sets known by name: {', '.join(named.NAMES)}"
+            f"there is no file or folder {source}{hint} Named datasets: {', '.join(datasets.NAMES)}"
         )
-    if not where.is_dir() and not where.is_file():
-        raise DataError(f"{where} is neither a file nor a folder")
-    if where.is_dir() and not any(find_images(where, each) for each in get_args(Split)):
-        return _load_folder(where, split, size=size, channels=channels, smallest=smallest)
-    _refuse("size and channels are", "folders of images", source, size, channels)
-    images, labels = _read_arrays(where, split)
-    return ImageSet(images, labels, source=str(where))
+    if not location.is_dir() and not location.is_file():
+        raise DataError(f"{location} is neither a file nor a folder")
+    if location.is_dir() and not any(find_images(location, each) for each in get_args(Split)):
+        return _load_folder(location, split, size=size, channels=channels, smallest=smallest)
+    _require_no_conversion(source, size, channels)
+    images, labels = _read_arrays(location, split)
+    return ImageSet(images, labels, source=str(location))
 
 
-def _read_arrays(where: Path, split: Split) -> tuple[Array, Array | None]:
-    """Images and labels of a file, or of a folder of IDX files."""
-    suffix = where.suffix.lower()
-    if where.is_dir():
-        found = find_images(where, split)
+def _require_no_conversion(
+    source: object, size: int | tuple[int, int] | None, channels: int | None
+) -> None:
+    """Raise `ValueError` if `size` or `channels` is given for a source that cannot be converted."""
+    if size is not None or channels is not None:
+        raise ValueError(
+            f"the options size and channels apply only to folders of images, but {source} is not "
+            "a folder of images; leave them out"
+        )
+
+
+def _read_arrays(location: Path, split: Split) -> tuple[Array, Array | None]:
+    """Read the images and labels of a file, or of a folder of IDX files."""
+    suffix = location.suffix.lower()
+    if location.is_dir():
+        found = find_images(location, split)
         if found is None:
             raise DataError(
-                f"{where} has no {split} split: there is no {PREFIX[split]}-images-idx3-ubyte in it"
+                f"{location} has no {split} split: it does not contain "
+                f"{PREFIX[split]}-images-idx3-ubyte"
             )
         return _read_idx_pair(found)
     if suffix == ".npz":
-        plain = split == "train"
+        without_split = split == "train"
         images, labels = read_npz(
-            where,
+            location,
             [
-                (f"x_{split}", f"{split}_images", *(("x", "arr_0", "images") if plain else ())),
-                (f"y_{split}", f"{split}_labels", *(("y", "arr_1", "labels") if plain else ())),
+                (
+                    f"x_{split}",
+                    f"{split}_images",
+                    *(("x", "arr_0", "images") if without_split else ()),
+                ),
+                (
+                    f"y_{split}",
+                    f"{split}_labels",
+                    *(("y", "arr_1", "labels") if without_split else ()),
+                ),
             ],
         )
-        assert images is not None  # noqa: S101 (read_npz insists on the first)
+        assert images is not None  # noqa: S101 (read_npz requires the first array)
         return images, labels
     if split == "test":
         raise DataError(
-            f"{where} is one set of images, with no test split; name the file of the test images instead"
+            f"{location} is one set of images without a test split; give the file of the test "
+            "images instead"
         )
     if suffix == ".npy":
-        return read_npy(where), None
+        return read_npy(location), None
     if suffix in SUFFIXES:
-        raise DataError(f"{where} is one picture; name the folder that holds it and others")
-    if not may_be_idx(where):
+        raise DataError(f"{location} is a single image; give the folder that contains the images")
+    if not looks_like_idx(location):
         raise DataError(
-            f"{where} is none of what can be read; name a folder of PNG, JPEG or WebP, or an .npy, .npz or IDX file"
+            f"cannot read {location}: unknown format; give a folder of PNG, JPEG or WebP images, "
+            "or an .npy, .npz or IDX file"
         )
-    return _read_idx_pair(where)
+    return _read_idx_pair(location)
 
 
 def _read_idx_pair(images: Path) -> tuple[Array, Array | None]:
-    beside = find_labels(images)
-    return read_idx(images), None if beside is None else read_idx(beside)
+    labels = find_labels(images)
+    return read_idx(images), None if labels is None else read_idx(labels)
 
 
-def _load_folder(where: Path, split: Split, **how: Any) -> ImageSet:
-    """Images of a folder, or of its part for this split; both parts number their labels alike."""
-    parts = [where / each for each in get_args(Split) if (where / each).is_dir()]
+def _load_folder(location: Path, split: Split, **options: Any) -> ImageSet:
+    """Load the images of a folder, or of its subfolder for this split.
+
+    Both splits use the same numbers for the same labels.
+    """
+    parts = [location / each for each in get_args(Split) if (location / each).is_dir()]
     if len(parts) == 2:
-        names = sorted(set.union(*map(subfolders, parts)))
-        return read_folder(where / split, label_names=names, **how)
+        names = sorted(set.union(*map(label_folders, parts)))
+        return read_folder(location / split, label_names=names, **options)
     if parts:
         raise DataError(
-            f"{where} has a subfolder {parts[0].name!r} but not its counterpart, so it is unclear what to learn from; "
-            f"name {parts[0]} itself, or make both 'train' and 'test'"
+            f"{location} has a subfolder {parts[0].name!r} but not its counterpart, so the split "
+            f"is ambiguous; give {parts[0]} itself, or create both 'train' and 'test'"
         )
     if split == "test":
         raise DataError(
-            f"{where} has no subfolder 'test'; make one, or name the folder of the test images instead"
+            f"{location} has no subfolder 'test'; create it, or give the folder of the test images "
+            "instead"
         )
-    return read_folder(where, **how)
-
-
-def _refuse(what: str, whom: str, source: object, *values: object) -> None:
-    if any(value is not None for value in values):
-        raise ValueError(f"{what} for {whom}, and {source} is none")
+    return read_folder(location, **options)

@@ -1,4 +1,4 @@
-"""NumPy's `.npy` and `.npz`, memory-mapped where they are not compressed; never unpickled."""
+"""NumPy's `.npy` and `.npz` files: memory-mapped unless compressed, and never unpickled."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 from numpy.lib import format as npy
 
-from poecaps.data._storage import DataError, read_stream
+from poecaps.data.buffers import read_stream
+from poecaps.data.errors import DataError
 
 if TYPE_CHECKING:
     import os
@@ -27,32 +28,46 @@ def read_npy(path: str | os.PathLike[str]) -> Array:
         shape, fortran, dtype = _read_header(file, str(path))
         start = file.tell()
     size = path.stat().st_size
-    return _map(path, start, size - start, shape, fortran, dtype, str(path))
+    return _memory_map(path, start, size - start, shape, fortran, dtype, str(path))
 
 
 def read_npz(path: str | os.PathLike[str], wanted: Sequence[Sequence[str]]) -> list[Array | None]:
-    """Read one array for each list of names in `wanted`, the first name that the file has, or None.
+    """Read several arrays of a `.npz` file, each under one of several names.
 
-    Members stored without compression (`np.savez`) are memory-mapped.
+    Arrays that are stored without compression (`np.savez`) are memory-mapped.
+
+    Parameters
+    ----------
+    path
+        The file.
+    wanted
+        For each array the names that it may have; the first name that the file contains is read.
+        The first array must be in the file, the others may be missing.
+
+    Returns
+    -------
+    list
+        For each array of `wanted` the array, or None if it is missing.
 
     Raises
     ------
     DataError
-        If the file is no `.npz`, damaged, or has none of the first list's names.
+        If the file is not a valid `.npz` file, or does not contain the first array.
     """
     path = Path(path)
     with path.open("rb") as file:
         try:
             with zipfile.ZipFile(file) as archive:
-                names = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
+                members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
                 found = [
-                    next((names[name] for name in choices if name in names), None)
-                    for choices in wanted
+                    next((members[name] for name in names if name in members), None)
+                    for names in wanted
                 ]
                 if found[0] is None:
                     raise DataError(
-                        f"{path} holds the arrays {', '.join(sorted(names)) or '(none)'}, but none called "
-                        f"{' or '.join(wanted[0])}; save it with np.savez(path, {wanted[0][-1]}=…)"
+                        f"{path} contains the arrays {', '.join(sorted(members)) or '(none)'}, but "
+                        f"no array named {' or '.join(wanted[0])}; save it with "
+                        f"np.savez(path, {wanted[0][-1]}=…)"
                     )
                 return [
                     None if info is None else _read_member(path, archive, info) for info in found
@@ -61,28 +76,29 @@ def read_npz(path: str | os.PathLike[str], wanted: Sequence[Sequence[str]]) -> l
             raise
         except Exception as error:  # a damaged archive makes zipfile raise almost anything
             raise DataError(
-                f"{path} is a damaged or foreign .npz file ({error}); save it anew"
+                f"cannot read {path}: not a valid .npz file ({error}); save it again with np.savez"
             ) from error
 
 
 def _read_member(path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Array:
-    what = f"{path} ({info.filename})"
+    name = f"{path} ({info.filename})"
     with archive.open(info) as member:
-        shape, fortran, dtype = _read_header(member, what)
+        shape, fortran, dtype = _read_header(member, name)
         if info.compress_type != zipfile.ZIP_STORED:
-            flat = read_stream(member, shape[::-1] if fortran else shape, dtype, what)
+            flat = read_stream(member, shape[::-1] if fortran else shape, dtype, name)
             return flat.T if fortran else flat
         header = member.tell()
-    with path.open(
-        "rb"
-    ) as file:  # the local header is 30 bytes and two names, their lengths at bytes 26 and 28
+    # The local header of a member has 30 bytes, then two strings. The lengths of the strings are
+    # two 16-bit numbers at byte 26.
+    with path.open("rb") as file:
         file.seek(info.header_offset + 26)
         start = info.header_offset + 30 + sum(struct.unpack("<HH", file.read(4)))
     available = min(info.file_size, info.compress_size, path.stat().st_size - start)
-    return _map(path, start + header, available - header, shape, fortran, dtype, what)
+    return _memory_map(path, start + header, available - header, shape, fortran, dtype, name)
 
 
-def _read_header(file: IO[bytes], what: str) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+def _read_header(file: IO[bytes], name: str) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    """Read the shape, whether the order is Fortran's, and the dtype of a `.npy` file."""
     try:
         read = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}[
             npy.read_magic(file)
@@ -90,31 +106,35 @@ def _read_header(file: IO[bytes], what: str) -> tuple[tuple[int, ...], bool, np.
         shape, fortran, dtype = read(file)
     except Exception as error:  # a damaged header makes NumPy's parser raise almost anything
         raise DataError(
-            f"{what} is no NumPy array file ({error}); save it anew with np.save or np.savez"
+            f"cannot read {name}: not a valid NumPy file ({error}); save it again with np.save or "
+            "np.savez"
         ) from error
     if dtype.hasobject:
         raise DataError(
-            f"{what} holds Python objects, which could run code when opened; save a plain numeric array"
+            f"{name} contains Python objects, which could run code when they are loaded; save a "
+            "numeric array"
         )
     if not all(type(side) is int and side > 0 for side in shape) or not dtype.itemsize:
-        raise DataError(f"{what} is empty: its shape is {shape}")
+        raise DataError(f"{name} is empty: its shape is {shape}")
     return shape, fortran, dtype
 
 
-def _map(
+def _memory_map(
     path: Path,
     start: int,
     available: int,
     shape: tuple[int, ...],
     fortran: bool,
     dtype: np.dtype[Any],
-    what: str,
+    name: str,
 ) -> Array:
+    """Memory-map an array that begins at byte `start`, once its size is that of the file."""
     length = math.prod(shape) * dtype.itemsize
     if available != length:
-        fault = "is cut short" if available < length else "is too long"
+        problem = "is truncated" if available < length else "is too long"
         raise DataError(
-            f"{what} {fault}: its header promises {length} bytes of data, {available} are there"
+            f"{name} {problem}: its header announces {length} bytes of data, but it contains "
+            f"{available}"
         )
     order: Any = "F" if fortran else "C"
     return np.memmap(path, dtype, mode="r", offset=start, shape=shape, order=order)

@@ -8,30 +8,29 @@ import os
 import warnings
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from poecaps import _checks as checks
-from poecaps.data._storage import DataError, allocate
+from poecaps.data.buffers import allocate
+from poecaps.data.errors import DataError
 from poecaps.data.images import ImageSet
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from PIL.Image import Image
 
-P = ParamSpec("P")
-T = TypeVar("T")
-MAX_SIDE = 16384  # pixels; more is a slip of the keyboard
+MAX_SIDE = 16384  # pixels; a larger `size` is most likely a typing error
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
-FORMATS = ("PNG", "JPEG", "WEBP")  # and no other decoder, whatever a file is called
-OTHER, UNREADABLE = "no PNG, JPEG or WebP", "cannot be read"  # why a file is skipped
+FORMATS = ("PNG", "JPEG", "WEBP")  # the only decoders used, regardless of a file's suffix
+OTHER_FORMAT, UNREADABLE = "not PNG, JPEG or WebP", "unreadable"  # why a file is skipped
 GREY_MODES = ("1", "L", "LA", "I", "I;16", "I;16B", "I;16L")
 
 
-class SkippedWarning(UserWarning):
-    """Some files of a folder were passed over."""
+class SkippedFilesWarning(UserWarning):
+    """Some files of a folder were skipped."""
 
 
 def read_folder(
@@ -42,102 +41,113 @@ def read_folder(
     label_names: Sequence[str] | None = None,
     smallest: int = 1,
 ) -> ImageSet:
-    """Read all PNG, JPEG and WebP images below a folder, in the order of their paths.
+    """Read all PNG, JPEG and WebP images below a folder, sorted by path.
 
-    Other files, images that cannot be decoded and those that are too small are passed over; a warning says how many,
-    and the attribute `skipped` of the result names each, and why.
+    Other files, images that cannot be decoded and images that are too small are skipped. A warning
+    states how many; the attribute `skipped` of the result lists them with the reasons.
 
-    Where all images lie in subfolders, two or more, the first-level subfolder is the label. One image outside them, and
-    there are no labels.
+    If every image is in a subfolder, and there are at least two subfolders, the first-level
+    subfolder of an image is its label. Otherwise the images have no labels.
 
     Parameters
     ----------
     path
         The folder.
     size : (height, width), optional
-        Scale each image to cover this size and crop its centre; one number for a square. Without it all images must
-        have one size.
+        Scale each image to cover this size and crop its centre; one number means a square. Without
+        it, all images must have the same size.
     channels
-        1 for grey, 3 for RGB; by default grey if all images are grey. Transparency is laid on black.
+        1 for grey, 3 for RGB; by default grey if all images are grey. Transparent images are
+        composited on black.
     label_names
-        The subfolders that there may be, in the order of their labels; by default those that there are, sorted.
+        All possible subfolders, in the order of their labels; by default the existing subfolders,
+        sorted.
     smallest
-        Pass over images with a side of fewer pixels, before they are scaled.
+        Skip images with a side of fewer pixels, measured before scaling.
 
     Raises
     ------
     DataError
-        If there is no image that can be decoded, or sizes differ and no `size` is given.
+        If no image can be decoded, or the images have different sizes and `size` is not given.
     """
     root = Path(path)
     if not root.is_dir():
-        raise NotADirectoryError(f"{root} is no folder; name the folder that holds the images")
+        raise NotADirectoryError(
+            f"{root} is not a folder; give the folder that contains the images"
+        )
     size = _as_size(size)
     if channels is not None and (type(channels) is not int or channels not in (1, 3)):
         raise ValueError(f"channels must be 1 (grey) or 3 (RGB), but is {channels!r}")
     checks.require_int("smallest", smallest, 1)
-    files = sorted(_walk(root))
-    skipped = {str(file): OTHER for file in files if file.suffix.lower() not in SUFFIXES}
+    files = sorted(_files_below(root))
+    skipped = {str(file): OTHER_FORMAT for file in files if file.suffix.lower() not in SUFFIXES}
     pictures = [file for file in files if str(file) not in skipped]
     if not pictures:
-        there = ", ".join(file.name for file in files[:3]) + (", …" if len(files) > 3 else "")
+        found = ", ".join(file.name for file in files[:3]) + (", …" if len(files) > 3 else "")
         raise DataError(
-            f"{root} holds no image ({', '.join(SUFFIXES)}), but {there or 'nothing'}; name a folder with images"
+            f"{root} contains no images ({', '.join(SUFFIXES)}), but {found or 'nothing'}; give a "
+            "folder that contains images"
         )
-    faults, grey, likely = [], True, []
+    problems, all_grey, candidates = [], True, []
     for file in pictures:
-        seen = _attempt(_look, file)
-        if isinstance(seen, DataError):
+        try:
+            mode, sides = _read_mode_and_size(file)
+        except DataError as error:
             skipped[str(file)] = UNREADABLE
-            faults.append(str(seen))
-        elif min(seen[1]) < smallest:
+            problems.append(str(error))
+            continue
+        if min(sides) < smallest:
             skipped[str(file)] = f"smaller than {smallest}×{smallest}"
-            faults.append(f"{file} has {_pixels(seen[1])} pixels; give larger images")
+            problems.append(f"{file} has {_format_size(sides)} pixels; use larger images")
         else:
-            grey = grey and seen[0] in GREY_MODES
-            likely.append(file)
-    channels = channels or (1 if grey else 3)
+            all_grey = all_grey and mode in GREY_MODES
+            candidates.append(file)
+    channels = channels or (1 if all_grey else 3)
 
     kept: list[Path] = []
     images = np.empty(0, np.uint8)
-    for file in likely:
-        image = _attempt(_decode, file, size, channels)
-        if isinstance(image, DataError):
+    for file in candidates:
+        try:
+            image = _decode(file, size, channels)
+        except DataError as error:
             skipped[str(file)] = UNREADABLE
-            faults.append(str(image))
+            problems.append(str(error))
             continue
         if not kept:
-            images = allocate((len(likely), *image.shape), np.dtype(np.uint8))
+            images = allocate((len(candidates), *image.shape), np.dtype(np.uint8))
         if image.shape != images.shape[1:]:
             raise DataError(
-                f"{file} has {_pixels(image.shape)} pixels, but {kept[0]} has {_pixels(images.shape[1:])}; "
-                "give a size=(height, width) to bring all images to"
+                f"the images have different sizes: {file} has {_format_size(image.shape)} pixels, "
+                f"but {kept[0]} has {_format_size(images.shape[1:])}; set the option size "
+                "(height, width) to scale all of them to one size"
             )
         images[len(kept)] = image
         kept.append(file)
     if not kept:
-        of = "its only image" if len(faults) == 1 else f"the first of {len(faults)}"
-        raise DataError(f"{root} holds no image to learn from; {of}: {faults[0]}")
+        which = "its only image" if len(problems) == 1 else f"the first of {len(problems)} problems"
+        raise DataError(f"{root} contains no usable image; {which}: {problems[0]}")
 
     labels, names = _labels(root, kept, label_names)
-    found = ImageSet(
+    data = ImageSet(
         images[: len(kept)], labels, label_names=names, source=str(root), skipped=skipped
     )
     if skipped:
-        warnings.warn(f"found {found.describe()}", SkippedWarning, stacklevel=_level_of_caller())
-    return found
+        warnings.warn(
+            f"found {data.describe()}", SkippedFilesWarning, stacklevel=_stacklevel_of_caller()
+        )
+    return data
 
 
 @contextmanager
-def without_warning() -> Iterator[None]:
-    """Say nothing of files that are passed over, where the caller does."""
+def suppress_skipped_warnings() -> Iterator[None]:
+    """Suppress the warning about skipped files, for callers that report these files themselves."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SkippedWarning)
+        warnings.simplefilter("ignore", SkippedFilesWarning)
         yield
 
 
-def _level_of_caller() -> int:
-    """Count the calls from the function that asks up to the line that called poecaps, as a warning counts them."""
+def _stacklevel_of_caller() -> int:
+    """Return the `stacklevel` at which a warning points to the line that called the package."""
     frame = inspect.currentframe()
     for level in itertools.count():
         if frame is None or frame.f_globals.get("__name__", "").split(".")[0] not in (
@@ -151,7 +161,7 @@ def _level_of_caller() -> int:
 
 @contextmanager
 def _opened(file: Path) -> Iterator[Image]:
-    """Open an image, and turn whatever a bad one makes Pillow raise into one clear error."""
+    """Open an image; any error that Pillow raises for an invalid image becomes a `DataError`."""
     from PIL import Image
 
     try:
@@ -161,37 +171,34 @@ def _opened(file: Path) -> Iterator[Image]:
                 yield image
     except (MemoryError, PermissionError):
         raise
-    except Exception as error:  # Pillow has many ways to say that a file is damaged
-        raise DataError(f"{file} is no sound image ({error}); mend or remove it") from error
+    except Exception as error:  # Pillow raises many kinds of errors for damaged files
+        raise DataError(
+            f"cannot read {file}: not a valid image ({error}); repair or remove it"
+        ) from error
 
 
-def _attempt(read: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | DataError:
-    """Call a function, and return the fault of the data where it finds one."""
-    try:
-        return read(*args, **kwargs)
-    except DataError as error:
-        return error
-
-
-def _look(file: Path) -> tuple[str, tuple[int, int]]:
-    """Read the mode of an image, and its height and width, from its header."""
+def _read_mode_and_size(file: Path) -> tuple[str, tuple[int, int]]:
+    """Read Pillow's mode of an image, and its height and width, from its header."""
     with _opened(file) as image:
         return image.mode, (image.height, image.width)
 
 
 def _decode(file: Path, size: tuple[int, int] | None, channels: int) -> np.ndarray[Any, Any]:
-    """Decode one image to (H, W, C) uint8."""
+    """Decode one image to (H, W, C), uint8."""
     from PIL import Image, ImageOps
 
     with _opened(file) as stored:
-        image = flatten(stored, channels)
+        image = to_grey_or_rgb(stored, channels)
         if size is not None:
             image = ImageOps.fit(image, size[::-1], Image.Resampling.LANCZOS)
         return np.asarray(image).reshape(*image.size[::-1], channels)
 
 
-def flatten(stored: Image, channels: int) -> Image:
-    """Bring an image to 8 bits of grey (1) or RGB (3), the right way up, on black where it is transparent."""
+def to_grey_or_rgb(stored: Image, channels: int) -> Image:
+    """Convert an image to 8-bit grey (1 channel) or RGB (3 channels).
+
+    The image is rotated according to its EXIF orientation and composited on black if transparent.
+    """
     from PIL import Image, ImageOps
 
     image = ImageOps.exif_transpose(stored)
@@ -205,21 +212,26 @@ def flatten(stored: Image, channels: int) -> Image:
     return image.convert("L" if channels == 1 else "RGB")
 
 
-def subfolders(root: Path) -> set[str]:
-    """Names of the first-level folders in which there are images."""
+def label_folders(root: Path) -> set[str]:
+    """Return the names of the first-level subfolders that contain images."""
     parents = {
-        file.relative_to(root).parts[0] for file in _walk(root) if file.suffix.lower() in SUFFIXES
+        file.relative_to(root).parts[0]
+        for file in _files_below(root)
+        if file.suffix.lower() in SUFFIXES
     }
     return {name for name in parents if (root / name).is_dir()}
 
 
-def _walk(root: Path) -> Iterator[Path]:
-    """Yield all files below a folder, but hidden ones; a folder that cannot be read is an error, not a gap."""
+def _files_below(root: Path) -> Iterator[Path]:
+    """Yield all files below a folder except hidden ones.
 
-    def refuse(error: OSError) -> None:
+    Raises `OSError` for a subfolder that cannot be read, which `os.walk` would skip silently.
+    """
+
+    def reraise(error: OSError) -> None:
         raise error
 
-    for folder, _, files in os.walk(root, onerror=refuse):
+    for folder, _, files in os.walk(root, onerror=reraise):
         yield from (Path(folder) / file for file in files if not file.startswith("."))
 
 
@@ -237,6 +249,7 @@ def _as_size(size: int | tuple[int, int] | None) -> tuple[int, int] | None:
 def _labels(
     root: Path, pictures: list[Path], label_names: Sequence[str] | None
 ) -> tuple[np.ndarray[Any, Any] | None, tuple[str, ...]]:
+    """Return the label of each image and the names of all labels; None and () without labels."""
     parents = [file.relative_to(root).parts[:-1] for file in pictures]
     names = (
         sorted({parts[0] for parts in parents if parts})
@@ -248,5 +261,5 @@ def _labels(
     return np.array([names.index(parts[0]) for parts in parents]), tuple(names)
 
 
-def _pixels(shape: tuple[int, ...]) -> str:
+def _format_size(shape: tuple[int, ...]) -> str:
     return f"{shape[0]}×{shape[1]}"

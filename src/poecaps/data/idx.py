@@ -1,4 +1,8 @@
-"""IDX, the format of MNIST: two zero bytes, a type, a rank, the sizes (big-endian), then the numbers."""
+"""IDX, the file format of MNIST.
+
+A file consists of two zero bytes, a type, the number of axes, the length of each axis (big-endian)
+and the values.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from poecaps.data._storage import DataError, SupportsRead, read_stream
+from poecaps.data.buffers import SupportsRead, read_stream
+from poecaps.data.errors import DataError
 
 if TYPE_CHECKING:
     import os
@@ -18,39 +23,41 @@ if TYPE_CHECKING:
 
 Split = Literal["train", "test"]
 
-TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
-MAX_RANK = 8
-MAX_DEFLATE_RATIO = 1032  # no gzip stream expands further
-PREFIX: dict[Split, str] = {"train": "train", "test": "t10k"}
+DTYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
+MAX_AXES = 8  # images have 3 or 4; a larger number means that the file is not IDX
+MAX_DEFLATE_RATIO = 1032  # the highest compression ratio of gzip
+PREFIX: dict[Split, str] = {"train": "train", "test": "t10k"}  # of MNIST's file names
 
 
 def read_idx(path: str | os.PathLike[str]) -> np.ndarray[Any, Any]:
-    """Read an IDX file, gzipped or plain (told apart by content, not by name).
+    """Read an IDX file, gzipped or plain; which of both is detected from its content.
 
-    A plain file is memory-mapped. A gzipped one is unpacked into memory, or into a temporary file where it is large.
+    A plain file is memory-mapped. A gzipped file is decompressed into memory, or into a temporary
+    file if it is large.
 
     Returns
     -------
     np.ndarray
-        Read-only where memory-mapped, of the shape and type in the header.
+        The array, with the shape and type given in the header. Read-only if memory-mapped.
 
     Raises
     ------
     DataError
-        If the file is no IDX file, cut short or too long.
+        If the file is not an IDX file, is truncated or too long.
     """
     path = Path(path)
     with path.open("rb") as file:
-        packed = file.read(2) == b"\x1f\x8b"
+        gzipped = file.read(2) == b"\x1f\x8b"
         file.seek(0)
         size = path.stat().st_size
-        if not packed:
+        if not gzipped:
             shape, dtype = _read_header(file, path)
             start, length = file.tell(), math.prod(shape) * dtype.itemsize
             if size != start + length:
-                fault = "is cut short" if size < start + length else "is too long"
+                problem = "is truncated" if size < start + length else "is too long"
                 raise DataError(
-                    f"{path} {fault}: its header promises {length} bytes of data, {size - start} are there"
+                    f"{path} {problem}: its header announces {length} bytes of data, but it "
+                    f"contains {size - start}"
                 )
             return np.memmap(path, dtype, mode="r", offset=start, shape=shape)
         try:
@@ -59,27 +66,29 @@ def read_idx(path: str | os.PathLike[str]) -> np.ndarray[Any, Any]:
                 length = math.prod(shape) * dtype.itemsize
                 if length > size * MAX_DEFLATE_RATIO:
                     raise DataError(
-                        f"{path} is cut short: its header promises {length} bytes of data, "
-                        f"more than {size} gzipped bytes can hold"
+                        f"{path} is truncated: its header announces {length} bytes of data, more "
+                        f"than {size} gzipped bytes can hold"
                     )
                 return read_stream(stream, shape, dtype, str(path))
         except (OSError, EOFError, zlib.error) as error:
-            raise DataError(f"{path} is a damaged gzip file ({error}); get it anew") from error
+            raise DataError(
+                f"cannot read {path}: damaged gzip file ({error}); download it again"
+            ) from error
 
 
 def find_images(folder: Path, split: Split) -> Path | None:
-    """Find the images of a split in a folder, under any of their customary names."""
+    """Return the file of a split's images in a folder, or None if there is no such file."""
     return _first_file(folder, f"{PREFIX[split]}-images-idx3-ubyte")
 
 
 def find_labels(images: Path) -> Path | None:
-    """Find the file beside an images file that holds its labels, by its name."""
+    """Return the file of the labels in the same folder as a file of images, or None."""
     name = images.name.removesuffix(".gz").replace("images", "labels").replace("idx3", "idx1")
     return None if name == images.name.removesuffix(".gz") else _first_file(images.parent, name)
 
 
 def _first_file(folder: Path, name: str) -> Path | None:
-    """Find a file plain or gzipped, as published (`-idx3`) or as some copies are named (`.idx3`)."""
+    """Find a file, plain or gzipped, named as published (`-idx3`) or as in copies (`.idx3`)."""
     spellings = (name, name.replace(".idx", "-idx"), name.replace("-idx", ".idx"))
     candidates: Iterator[Path] = (
         folder / f"{each}{end}" for each in spellings for end in ("", ".gz")
@@ -87,8 +96,8 @@ def _first_file(folder: Path, name: str) -> Path | None:
     return next((file for file in candidates if file.is_file()), None)
 
 
-def may_be_idx(path: Path) -> bool:
-    """Tell whether a file is named as MNIST's are, or begins as IDX or gzip does."""
+def looks_like_idx(path: Path) -> bool:
+    """Return whether a file is named like MNIST's files, or starts like an IDX or gzip file."""
     with path.open("rb") as file:
         return "idx" in path.name or file.read(2) in (b"\0\0", b"\x1f\x8b")
 
@@ -98,20 +107,21 @@ def _read_header(file: SupportsRead, path: Path) -> tuple[tuple[int, ...], np.dt
     if (
         len(magic) < 4
         or magic[:2] != b"\0\0"
-        or magic[2] not in TYPES
-        or not 1 <= magic[3] <= MAX_RANK
+        or magic[2] not in DTYPES
+        or not 1 <= magic[3] <= MAX_AXES
     ):
         hint = ""
         if magic.lstrip()[:1] == b"<":
             hint = "; it looks like a web page saved under this name, so download it again"
         raise DataError(
-            f"{path} is no IDX file: it begins with the bytes {magic.hex(' ') or '(none)'}, where "
-            f"00 00, a type and a rank from 1 to {MAX_RANK} are due{hint}"
+            f"cannot read {path}: not an IDX file. It starts with the bytes "
+            f"{magic.hex(' ') or '(none)'} instead of 00 00, a type and a number of axes from 1 to "
+            f"{MAX_AXES}{hint}"
         )
     sizes = file.read(4 * magic[3])
     if len(sizes) < 4 * magic[3]:
-        raise DataError(f"{path} is cut short: it ends within its header")
+        raise DataError(f"{path} is truncated: it ends within its header")
     shape = tuple(int(size) for size in np.frombuffer(sizes, ">u4"))
     if 0 in shape:
-        raise DataError(f"{path} is empty: its header gives the shape {shape}")
-    return shape, np.dtype(TYPES[magic[2]])
+        raise DataError(f"{path} is empty: the shape in its header is {shape}")
+    return shape, np.dtype(DTYPES[magic[2]])

@@ -1,4 +1,4 @@
-"""A set of images as training sees it: uint8, wherever it lies, until a batch is drawn."""
+"""A set of images: stored as uint8, in memory or on disk, and converted to float batch by batch."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ import numpy as np
 import torch
 
 from poecaps import _checks as checks
-from poecaps.data._storage import DataError
+from poecaps.data.errors import DataError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from torch import Tensor
 
-CHUNK = 1024  # images looked at together when a float array is checked
-NAMED = 6  # classes that are called by their names
+CHECK_BATCH = 1024  # images whose values are checked together in a float array
+MAX_LISTED_CLASSES = 6  # `describe` lists the class names up to this number of classes
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ImageSet:
-    """Images, and labels where there are any. Works as a map-style dataset for `torch.utils.data.DataLoader`.
+    """Images with optional labels; a map-style dataset for `torch.utils.data.DataLoader`.
 
     Attributes
     ----------
     images : (N, H, W, C)
-        uint8 or bool, or floats from 0 to 1; C is 1 or 3. May be memory-mapped. `(N, H, W)` and `(N, C, H, W)`, and
-        tensors, are accepted and viewed as an array of `(N, H, W, C)`.
+        uint8 or bool, or floats from 0 to 1; C is 1 or 3. May be memory-mapped. Arrays of shape
+        `(N, H, W)` and `(N, C, H, W)`, and tensors, are accepted and viewed as `(N, H, W, C)`.
     labels : (N,), optional
         Whole numbers.
     label_names
-        What the labels stand for, where the source says.
+        The names of the labels, if the source provides them.
     source
-        Where the images came from.
+        Where the images come from.
     skipped
-        Files of the source that were passed over, and why.
+        The files of the source that were skipped, with the reasons.
     """
 
     images: np.ndarray[Any, Any]
@@ -61,13 +61,13 @@ class ImageSet:
         return f"ImageSet({self._count_images()}, {labelled}, from {self.source}{skipped})"
 
     def describe(self) -> str:
-        """Say in one line what was found where, in how many classes, and which files were skipped and why."""
+        """Return one line with the number of images, the source, the classes and skipped files."""
         line = f"{self._count_images()} in {self.source}"
         if self.labels is not None:
             count = len(np.unique(self.labels))
             names = (
                 f" ({', '.join(self.label_names)})"
-                if count == len(self.label_names) <= NAMED
+                if count == len(self.label_names) <= MAX_LISTED_CLASSES
                 else ""
             )
             line += f", {count} {'class' if count == 1 else 'classes'}{names}"
@@ -77,8 +77,8 @@ class ImageSet:
         for file, reason in self.skipped.items():
             files[reason].append(Path(file).name)
         parts = (
-            f"{len(each)} {why} ({each[0]}{', …' if len(each) > 1 else ''})"
-            for why, each in files.items()
+            f"{len(names)} {reason} ({names[0]}{', …' if len(names) > 1 else ''})"
+            for reason, names in files.items()
         )
         return f"{line}; {self._count_skipped()}: {', '.join(parts)}"
 
@@ -95,17 +95,17 @@ class ImageSet:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """(C, H, W), the shape of one image as PyTorch has it."""
+        """(C, H, W), the shape of one image in PyTorch's order."""
         height, width, channels = self.images.shape[1:]
         return channels, height, width
 
     def batch(self, indices: Sequence[int] | np.ndarray[Any, Any] | Tensor | slice) -> Tensor:
-        """Draw images as floats.
+        """Return some of the images as floats.
 
         Parameters
         ----------
         indices : (B,)
-            Which ones: whole numbers, a slice, or a mask of N truth values.
+            Whole numbers, a slice, or a mask of N truth values.
 
         Returns
         -------
@@ -119,7 +119,7 @@ class ImageSet:
     def batches(
         self, size: int, *, generator: torch.Generator | None = None, drop_last: bool = False
     ) -> Iterator[Tensor]:
-        """Draw every image once, without labels, `size` at a time.
+        """Iterate once over all images, without labels, in batches.
 
         Parameters
         ----------
@@ -128,7 +128,7 @@ class ImageSet:
         generator
             Shuffles the images; without one they come in order.
         drop_last
-            Whether to leave out a last batch of fewer images.
+            Whether to omit a last batch of fewer images.
 
         Returns
         -------
@@ -147,7 +147,7 @@ class ImageSet:
         return (self.batch(order[start : start + size]) for start in range(0, stop, size))
 
     def __getitem__(self, index: int) -> Tensor | tuple[Tensor, int]:
-        """Return an image (C, H, W), with its label where there are labels."""
+        """Return an image (C, H, W), or (image, label) if the set has labels."""
         if not isinstance(index, numbers.Integral):
             raise TypeError(
                 f"index must be one whole number, but is {index!r}; for several images use batch(…)"
@@ -163,13 +163,14 @@ class ImageSet:
             return np.flatnonzero(chosen)
         if chosen.ndim != 1 or (chosen.dtype.kind not in "iu" and chosen.size):
             raise TypeError(
-                f"indices must be a row of whole numbers, a slice or a mask of {len(self)} truth values, "
-                f"but have shape {chosen.shape} and type {chosen.dtype}"
+                "indices must be a sequence of whole numbers, a slice or a mask of "
+                f"{len(self)} truth values, but have shape {chosen.shape} and type {chosen.dtype}"
             )
         return chosen.astype(np.int64)
 
 
 def _as_nhwc(images: Any, source: str) -> Any:
+    """Check images and view them as (N, H, W, C)."""
     if isinstance(images, torch.Tensor):
         images = images.numpy(force=True)
     if not isinstance(images, np.ndarray):
@@ -180,8 +181,9 @@ def _as_nhwc(images: Any, source: str) -> Any:
         images = np.moveaxis(images, 1, -1)
     if images.ndim != 4 or images.shape[-1] not in (1, 3):
         raise DataError(
-            f"the images of {source} have shape {images.shape}; give (N, H, W), (N, H, W, C) or (N, C, H, W) "
-            "with C 1 or 3; reshape flat rows, drop a channel of transparency"
+            f"the images of {source} have shape {images.shape}, but must have shape (N, H, W), "
+            "(N, H, W, C) or (N, C, H, W) with C 1 or 3; reshape flat rows, and remove an alpha "
+            "channel"
         )
     if images.size == 0:
         raise DataError(f"the images of {source} are empty: their shape is {images.shape}")
@@ -189,26 +191,28 @@ def _as_nhwc(images: Any, source: str) -> Any:
         return images
     if images.dtype.kind != "f":
         raise DataError(
-            f"the images of {source} are {images.dtype}; give uint8 from 0 to 255, bool, or floats from 0 to 1"
+            f"the images of {source} are {images.dtype}, but must be uint8 from 0 to 255, bool, or "
+            "floats from 0 to 1"
         )
-    for start in range(0, len(images), CHUNK):
-        part = images[start : start + CHUNK]
+    for start in range(0, len(images), CHECK_BATCH):
+        part = images[start : start + CHECK_BATCH]
         bad = ~((part >= 0) & (part <= 1))
         if bad.any():
             where = tuple(int(index) for index in np.argwhere(bad)[0])
             remedy = (
-                "divide by the largest value they can have, such as 255"
+                "divide by the largest possible value, such as 255"
                 if part[where] > 1
-                else "mend them"
+                else "correct them"
             )
             raise DataError(
-                f"the images of {source} must be floats from 0 to 1, but image {start + where[0]} has the value "
-                f"{part[where]}; {remedy}"
+                f"the images of {source} must be floats from 0 to 1, but image {start + where[0]} "
+                f"has the value {part[where]}; {remedy}"
             )
     return images
 
 
 def _as_labels(labels: Any, count: int, source: str) -> Any:
+    """Check labels and return them as (count,), int64."""
     labels = labels.numpy(force=True) if isinstance(labels, torch.Tensor) else np.asarray(labels)
     if labels.ndim != 1 or labels.dtype.kind not in "iu" or len(labels) != count:
         raise DataError(
@@ -217,6 +221,6 @@ def _as_labels(labels: Any, count: int, source: str) -> Any:
         )
     if labels.max() > np.iinfo(np.int64).max:
         raise DataError(
-            f"the labels of {source} go up to {labels.max()}, which does not fit into 64 bits with a sign"
+            f"the labels of {source} must fit into signed 64-bit integers, but reach {labels.max()}"
         )
     return labels.astype(np.int64)

@@ -1,5 +1,6 @@
-"""The explorer: a page on which a person turns the parameters of experts and watches the image change.
+"""The explorer: a web page for changing the parameters of experts and watching the image change.
 
-`render` asks the model, `pictures` reads and writes image files, `schema` says what requests may hold, `guard` keeps
-others out, `server` joins them. Only `server` and `schema` need FastAPI and uvicorn, the extra ``explorer``.
+`render` computes codes and images with the model, `pictures` reads and writes image files,
+`schema` defines requests and responses, `security` rejects unwanted requests, and `server` combines
+them. Only `server` and `schema` need FastAPI and uvicorn, the extra ``explorer``.
 """

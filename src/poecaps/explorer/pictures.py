@@ -1,4 +1,4 @@
-"""Image files from and to arrays of pixels (H, W, C), uint8, without ever touching a disk."""
+"""Image files from and to arrays of pixels (H, W, C), uint8, entirely in memory."""
 
 from __future__ import annotations
 
@@ -9,36 +9,36 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from PIL import Image, ImageOps
 
-from poecaps.data.folder import FORMATS, flatten
+from poecaps.data.folder import FORMATS, to_grey_or_rgb
 
 if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
-LARGEST = 40_000_000  # pixels of a picture that is read; a telephone makes 12 to 50 million, most of them 12
-BOX = 20 / 28  # share of the side that MNIST's digits fill
-FAINT = 0.15  # of the brightest pixel: less is background when a drawing is centred
+MAX_PIXELS = 40_000_000  # of a picture that is read; phone cameras make 12 to 50 million, mostly 12
+DIGIT_BOX = 20 / 28  # share of the side that the digits of MNIST fill
+BACKGROUND = 0.15  # pixels up to this share of the brightest are background when centring
 
 
 class PictureError(ValueError):
-    """Bytes that are no picture we read."""
+    """A file is not a picture that can be read."""
 
 
 def read(
     data: bytes, shape: tuple[int, int, int], *, centre: bool = False, invert: bool = False
 ) -> Array:
-    """Read a PNG, JPEG or WebP and bring it to (C, H, W): scaled to cover the size, the rest of it cut off.
+    """Read a PNG, JPEG or WebP file, scale it to cover the size of the model's input and crop it.
 
     Parameters
     ----------
     data
-        The file.
+        The content of the file.
     shape : (C, H, W)
-        What the model sees.
+        The shape of the model's input.
     centre
-        Whether to find what is bright instead, scale it to 20/28 of the size and put its centre of mass into the
-        middle, as the digits of MNIST were.
+        Whether to preprocess the picture like the digits of MNIST instead: scale its bright part to
+        20/28 of the size, and move the centre of mass to the centre.
     invert
-        Whether dark is to be bright: for ink on paper.
+        Whether to invert the brightness, for dark strokes on light paper.
 
     Returns
     -------
@@ -48,7 +48,7 @@ def read(
     Raises
     ------
     PictureError
-        If it is no sound picture, or too large a one.
+        If the file is not a valid picture, or has too many pixels.
     """
     channels, height, width = shape
     image = _open(data, channels)
@@ -64,35 +64,35 @@ def read(
 
 def _open(data: bytes, channels: int) -> Image.Image:
     if not data:
-        raise PictureError("the file is empty; give a PNG, JPEG or WebP")
+        raise PictureError("the file is empty; send a PNG, JPEG or WebP picture")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore"
-            )  # Pillow's remarks about odd files; size is looked at below
+            # Pillow warns of unusual files; the number of pixels is checked below.
+            warnings.simplefilter("ignore")
             with Image.open(io.BytesIO(data), formats=FORMATS) as stored:
                 width, height = stored.size
-                if width * height > LARGEST:
+                if width * height > MAX_PIXELS:
                     raise PictureError(
-                        f"the picture has {width}×{height} pixels; at most {LARGEST:,} are read"
+                        f"the picture has {width}×{height} pixels, but at most {MAX_PIXELS:,} are "
+                        "accepted"
                     )
-                return flatten(stored, channels)
+                return to_grey_or_rgb(stored, channels)
     except (MemoryError, PictureError):
         raise
-    except Exception as error:  # Pillow has many ways to say that a file is damaged
-        raise PictureError("this is no sound PNG, JPEG or WebP picture") from error
+    except Exception as error:  # Pillow raises many kinds of errors for damaged files
+        raise PictureError("this is not a valid PNG, JPEG or WebP picture") from error
 
 
 def _centred(image: Image.Image, size: tuple[int, int]) -> Image.Image:
-    """Scale what is bright to the box of MNIST's digits, with its centre of mass in the middle."""
+    """Scale the bright part to the box of MNIST's digits, with its centre of mass in the centre."""
     grey = image.convert("L")
-    threshold = FAINT * float(np.asarray(grey).max())
-    found = grey.point(lambda value: 255 if value > threshold else 0).getbbox()
+    threshold = BACKGROUND * float(np.asarray(grey).max())
+    box = grey.point(lambda value: 255 if value > threshold else 0).getbbox()
     page = Image.new(image.mode, size)
-    if found is None:  # nothing is drawn
+    if box is None:  # the picture is black
         return page
-    part = image.crop(found)
-    scale = BOX * min(size) / max(part.size)
+    part = image.crop(box)
+    scale = DIGIT_BOX * min(size) / max(part.size)
     part = part.resize(
         (max(1, round(part.width * scale)), max(1, round(part.height * scale))),
         Image.Resampling.LANCZOS,
@@ -107,14 +107,14 @@ def _centred(image: Image.Image, size: tuple[int, int]) -> Image.Image:
 
 
 def write(pixels: Array, scale: int = 1) -> bytes:
-    """Write (H, W, C) as PNG, each pixel a square of scale×scale."""
+    """Write (H, W, C) as PNG, each pixel as a square of scale×scale."""
     large = pixels.repeat(scale, 0).repeat(scale, 1)
     file = io.BytesIO()
     Image.fromarray(large.squeeze(-1) if large.shape[-1] == 1 else large).save(file, "PNG")
     return file.getvalue()
 
 
-def sheet(pixels: Array, scale: int = 1, line: int = 1) -> bytes:
+def write_grid(pixels: Array, scale: int = 1, line: int = 1) -> bytes:
     """Write (rows, columns, H, W, C) as one PNG, with grey lines between the pictures."""
     rows, columns, height, width, channels = pixels.shape
     page = np.full(

@@ -1,10 +1,11 @@
-"""What the explorer asks of a model: codes from the positions of sliders, and images from codes.
+"""Computations of the explorer: codes from slider positions, and images from codes.
 
-The sliders of an expert stand for its preactivation, the vector before squashing::
+The sliders of an expert determine its preactivation, the vector before squashing::
 
-    z_j = ± magnitude · (mean_j + unit_j ⊙ offsets)
+    z_j = ± magnitude · (mean_j + deviation_j ⊙ offsets)
 
-with the mean and the standard deviation of the codes of the training images for which the expert is the strongest.
+with the mean and the standard deviation of the codes of the training images for which the expert
+fires most.
 """
 
 from __future__ import annotations
@@ -29,17 +30,17 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, Any]
 
-STRIDE = 2  # of the second convolution; the first has 1
+STRIDE = 2  # of the second convolution; that of the first is 1
 STEPS = (-3.0, -2.0, -1.0, 0.0, 1.0, 2.0, 3.0)  # of a traversal, in standard deviations
-DECIMALS = 2  # of offsets and magnitudes, so that a link can hold all of them
-FARTHEST, LOUDEST = 10_000.0, 10.0  # bounds of offsets and of a magnitude
-SMALLEST_UNIT = 1e-3  # of a slider, where an expert hardly varies
-TOGETHER = 16  # images decoded at once: more take memory and are no faster
+DECIMALS = 2  # of offsets and magnitudes, so that all of them fit into a link
+MAX_OFFSET, MAX_MAGNITUDE = 10_000.0, 10.0
+MIN_DEVIATION = 1e-3  # so that a slider also has an effect on an expert that hardly varies
+DECODE_BATCH = 16  # images decoded together; larger batches need more memory and are not faster
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Where the sliders of one expert stand; offsets that are not given are 0."""
+    """Positions of the sliders of one expert; missing offsets are 0."""
 
     expert: int
     offsets: tuple[float, ...] = ()
@@ -48,21 +49,21 @@ class Setting:
 
 
 @dataclass(frozen=True, eq=False)
-class Encoded:
-    """What a model sees in an image.
+class EncodedImage:
+    """An image and its encoding by a model.
 
     Attributes
     ----------
     image, reconstruction : (H, W, C)
-        What was seen, and what the code of it decodes to; uint8.
+        The model's input and its reconstruction; uint8.
     firing : (J,)
         Firing probability of each expert.
     free_energy
-        F of the input capsules under the first layer.
+        Free energy F of the input capsules under the first layer.
     settings
-        The code, as positions of sliders.
+        The code as slider positions.
     routing : (J, rows, columns)
-        How much of the votes of each position of the grid goes to each expert.
+        Routing coefficients of each expert, summed over the capsules at each position of the grid.
     """
 
     image: Array
@@ -74,17 +75,19 @@ class Encoded:
 
 
 @dataclass(frozen=True, eq=False)
-class Explored:
-    """A trained model, on the CPU, as the explorer shows it.
+class ExplorerModel:
+    """A trained model on the CPU, as the explorer shows it.
 
     Attributes
     ----------
     name
-        What it is called on the page and in addresses.
+        Its name on the page and in URLs.
     source
-        What `poecaps.load` opens it by.
+        The argument with which `poecaps.load` opens it.
+    network
+        The model.
     images
-        Test images, where there are any.
+        Test images, if available.
     """
 
     name: str
@@ -99,67 +102,67 @@ class Explored:
 
     @property
     def parameters(self) -> int:
-        """Numbers of one expert, D."""
+        """Instantiation parameters of an expert, D."""
         return self.network.architecture.experts[-1][1]
 
     @property
     def grid(self) -> tuple[int, int]:
-        """Rows and columns of positions that input capsules lie at."""
+        """Rows and columns of the positions of the input capsules."""
         _, height, width = self.network.architecture.image_shape
         return self.network.autoencoder.grid((height, width))
 
     @property
-    def field(self) -> int:
-        """Side of the square of pixels that one position sees; neighbours see squares `STRIDE` pixels apart."""
+    def receptive_field(self) -> int:
+        """Side in pixels of the receptive field of a position; neighbours are `STRIDE` apart."""
         return 2 * self.network.architecture.kernel_size - 1
 
     @property
     def mean(self) -> Tensor:
-        """Where all sliders of an expert are 0: (J, D)."""
+        """Preactivation of each expert when all of its sliders are 0: (J, D)."""
         return self.network.code_density.mean
 
     @cached_property
-    def unit(self) -> Tensor:
-        """How far a slider goes by 1: (J, D)."""
-        return self.network.code_density.std.clamp(min=SMALLEST_UNIT)
+    def deviation(self) -> Tensor:
+        """Change of the preactivation when a slider moves by 1: (J, D)."""
+        return self.network.code_density.std.clamp(min=MIN_DEVIATION)
 
     @torch.inference_mode()
     def preactivation(self, settings: Sequence[Setting]) -> Tensor:
-        """Vectors before squashing; settings of the same expert add up, experts without one are 0: (J, D)."""
+        """Return the preactivations (J, D): several settings of one expert add up, others are 0."""
         z = torch.zeros_like(self.mean)
         for each in settings:
             offsets = torch.zeros(self.parameters)
             offsets[: len(each.offsets)] = torch.tensor(each.offsets)
             factor = -each.magnitude if each.negative else each.magnitude
-            z[each.expert] += factor * (self.mean[each.expert] + self.unit[each.expert] * offsets)
+            vector = self.mean[each.expert] + self.deviation[each.expert] * offsets
+            z[each.expert] += factor * vector
         return z
 
     def settings(self, z: Tensor) -> tuple[Setting, ...]:
-        """Positions of sliders from vectors before squashing (J, D); an expert that is 0 is left out.
+        """Return the slider positions of preactivations (J, D), without experts that are 0.
 
-        The magnitude is the length of a vector in lengths of the mean, and one that points away from the mean is
-        negative; offsets tell the rest.
+        The magnitude is the norm relative to that of the mean. The setting is negative if the
+        vector points away from the mean. The offsets account for the rest.
         """
         return tuple(self._setting(int(j), z[j]) for j in z.any(dim=1).nonzero().flatten())
 
     def _setting(self, expert: int, z: Tensor) -> Setting:
         mean = self.mean[expert]
-        length = float(z.norm() / mean.norm()) if mean.any() else 1.0
-        magnitude = min(max(round(length, DECIMALS), 10**-DECIMALS), LOUDEST)
+        norm = float(z.norm() / mean.norm()) if mean.any() else 1.0
+        magnitude = min(max(round(norm, DECIMALS), 10**-DECIMALS), MAX_MAGNITUDE)
         negative = bool(z @ mean < 0)
-        offsets = (z / (-magnitude if negative else magnitude) - mean) / self.unit[expert]
-        rounded = (offsets.double().numpy().round(DECIMALS) + 0.0).clip(
-            -FARTHEST, FARTHEST
-        )  # no −0
+        offsets = (z / (-magnitude if negative else magnitude) - mean) / self.deviation[expert]
+        # Adding 0.0 turns -0.0 into 0.0.
+        rounded = (offsets.double().numpy().round(DECIMALS) + 0.0).clip(-MAX_OFFSET, MAX_OFFSET)
         return Setting(expert, tuple(rounded.tolist()), magnitude, negative)
 
     def decode(self, settings: Sequence[Setting]) -> Array:
-        """Draw the image of one code: (H, W, C), uint8."""
-        image: Array = self._draw(self.preactivation(settings).unsqueeze(0))[0]
+        """Return the image of one code: (H, W, C), uint8."""
+        image: Array = self._decode(self.preactivation(settings).unsqueeze(0))[0]
         return image
 
     def draw(self, domain: Domain, expert: int | None, seed: int) -> tuple[Setting, ...]:
-        """Draw a code from a domain, as `CapsuleNetwork.sample` does."""
+        """Draw a code from a domain, like `CapsuleNetwork.sample`."""
         generator = torch.Generator().manual_seed(seed)
         with torch.inference_mode():
             z = self.network.code_density.sample(
@@ -168,15 +171,15 @@ class Explored:
         return self.settings(z[0])
 
     @cached_property
-    def shelf(self) -> Array:
-        """What each expert draws when all of its sliders are 0: (J, H, W, C), uint8."""
-        alone = [self.preactivation([Setting(j)]) for j in range(self.experts)]
-        return self._draw(torch.stack(alone))
+    def typical_images(self) -> Array:
+        """Image of each expert when all of its sliders are 0: (J, H, W, C), uint8."""
+        per_expert = [self.preactivation([Setting(j)]) for j in range(self.experts)]
+        return self._decode(torch.stack(per_expert))
 
     def traverse(self, settings: Sequence[Setting], expert: int) -> Array:
-        """Draw what each slider of an expert does to a picture, all else held: (D, steps, H, W, C), uint8.
+        """Vary each slider of an expert while all others are fixed: (D, steps, H, W, C), uint8.
 
-        An expert that is not part of the picture is varied from its mean.
+        An expert without a setting is varied around its mean.
         """
         own = next((each for each in settings if each.expert == expert), Setting(expert))
         others = [each for each in settings if each is not own]
@@ -191,23 +194,23 @@ class Explored:
             for d in range(self.parameters)
             for step in STEPS
         ]
-        sheet = self._draw(torch.stack(varied))
-        return sheet.reshape(self.parameters, len(STEPS), *sheet.shape[1:])
+        images = self._decode(torch.stack(varied))
+        return images.reshape(self.parameters, len(STEPS), *images.shape[1:])
 
     @torch.inference_mode()
-    def encode(self, pixels: Array) -> Encoded:
-        """Look at an image (H, W, C), uint8."""
+    def encode(self, pixels: Array) -> EncodedImage:
+        """Encode an image (H, W, C), uint8."""
         image = torch.from_numpy(np.moveaxis(pixels, -1, 0).astype(np.float32)).unsqueeze(0) / 255
         x = capsules = self.network.capsules(image)
-        listening: Tensor | None = None
+        routing: Tensor | None = None  # (1, I, J), through all layers
         for encoder in self.network.encoders:
             coefficients: Tensor = encoder.route(x).coefficients  # type: ignore[operator]
-            listening = coefficients if listening is None else listening @ coefficients
+            routing = coefficients if routing is None else routing @ coefficients
             x = encoder(x)
-        assert listening is not None  # noqa: S101 (there is at least one layer)
+        assert routing is not None  # noqa: S101 (there is at least one layer)
         free_energy: Tensor = self.network.encoders[0].free_energy(capsules)  # type: ignore[operator]
-        at_positions = listening[0].view(*self.grid, -1, self.experts).sum(2)
-        return Encoded(
+        at_positions = routing[0].view(*self.grid, -1, self.experts).sum(2)
+        return EncodedImage(
             image=pixels,
             reconstruction=as_pixels(self.network.decode(x))[0],
             firing=tuple(x[0].norm(dim=-1).tolist()),
@@ -217,14 +220,13 @@ class Explored:
         )
 
     def python(self, settings: Sequence[Setting]) -> str:
-        """Write the three lines of Python that make the image of a code again."""
+        """Return three lines of Python that reproduce the image of a code."""
         z = self.preactivation(settings)
         on = z.any(dim=1).nonzero().flatten().tolist()
         make = f"z = torch.zeros(1, {self.experts}, {self.parameters})"
         if on:
-            rows = ", ".join(
-                f"[{', '.join(map(str, row))}]" for row in z[on].numpy()
-            )  # the shortest exact float32
+            # NumPy prints the shortest decimal that is exactly this float32.
+            rows = ", ".join(f"[{', '.join(map(str, row))}]" for row in z[on].numpy())
             make += f"; z[0, {on}] = torch.tensor([{rows}])"
         return "\n".join(
             (
@@ -235,10 +237,10 @@ class Explored:
         )
 
     @torch.inference_mode()
-    def _draw(self, z: Tensor) -> Array:
-        """Images of vectors before squashing: (B, J, D) → (B, H, W, C), uint8."""
+    def _decode(self, z: Tensor) -> Array:
+        """Return the images of preactivations: (B, J, D) → (B, H, W, C), uint8."""
         return np.concatenate(
-            [as_pixels(self.network.decode(F.squash(part))) for part in z.split(TOGETHER)]
+            [as_pixels(self.network.decode(F.squash(part))) for part in z.split(DECODE_BATCH)]
         )
 
 

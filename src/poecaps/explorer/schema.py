@@ -1,4 +1,4 @@
-"""What requests and answers of the explorer hold, checked by pydantic and documented as OpenAPI."""
+"""Requests and responses of the explorer, validated by pydantic and documented as OpenAPI."""
 
 from __future__ import annotations
 
@@ -6,48 +6,55 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from poecaps.explorer.render import FARTHEST, LOUDEST, Setting
+from poecaps.explorer.render import MAX_MAGNITUDE, MAX_OFFSET, Setting
 
-MOST_SETTINGS, MOST_PARAMETERS = 1024, 1024
+MAX_SETTINGS, MAX_PARAMETERS = 1024, 1024
 
 
-def _whole(value: Any) -> Any:
-    """Take 3.0 for 3, which in JSON are the same number."""
+def _as_integer(value: Any) -> Any:
+    """Convert 3.0 to 3, because JSON does not distinguish them."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-Offset = Annotated[float, Field(ge=-FARTHEST, le=FARTHEST, allow_inf_nan=False)]
+Offset = Annotated[float, Field(ge=-MAX_OFFSET, le=MAX_OFFSET, allow_inf_nan=False)]
 
 
 class ExpertSetting(BaseModel):
-    """Where the sliders of one expert stand: z = ± magnitude · (mean + deviation ⊙ offsets), before squashing."""
+    """Slider positions of one expert.
+
+    Its vector before squashing is z = ± magnitude · (mean + deviation ⊙ offsets).
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     expert: Annotated[
         int,
-        Field(ge=0, le=2**31 - 1, description="Which expert, counted from 0."),
-        BeforeValidator(_whole),
+        Field(ge=0, le=2**31 - 1, description="The expert, counted from 0."),
+        BeforeValidator(_as_integer),
     ]
     offsets: Annotated[
         list[Offset],
         Field(
             default_factory=list,
-            max_length=MOST_PARAMETERS,
-            description="One number per instantiation parameter, in standard deviations from the mean; "
-            "those not given are 0.",
+            max_length=MAX_PARAMETERS,
+            description="One number per instantiation parameter, in standard deviations from the "
+            "mean; missing numbers are 0.",
         ),
     ]
     magnitude: Annotated[
-        float, Field(ge=0, le=LOUDEST, allow_inf_nan=False, description="Factor of the vector.")
+        float,
+        Field(ge=0, le=MAX_MAGNITUDE, allow_inf_nan=False, description="Factor of the vector."),
     ] = 1.0
     negative: Annotated[
-        bool, Field(description="Whether the vector is turned round: the paper's negatives.")
+        bool, Field(description="Whether the sign of the vector is flipped: the paper's negatives.")
     ] = False
 
 
-class Picture(BaseModel):
-    """A code, as the sliders of the experts that are on; an expert given twice adds up, all others are 0."""
+class Code(BaseModel):
+    """A code, as the settings of its experts.
+
+    Several settings of one expert add up; experts without a setting are 0.
+    """
 
     model_config = ConfigDict(
         extra="forbid",
@@ -55,17 +62,17 @@ class Picture(BaseModel):
         json_schema_extra={"example": {"experts": [{"expert": 3, "offsets": [0.5, -1.0]}]}},
     )
 
-    experts: Annotated[list[ExpertSetting], Field(max_length=MOST_SETTINGS)]
+    experts: Annotated[list[ExpertSetting], Field(max_length=MAX_SETTINGS)]
 
     def settings(self) -> tuple[Setting, ...]:
-        """Give the settings as the model takes them."""
+        """Convert to the settings of `render`."""
         return tuple(
             Setting(e.expert, tuple(e.offsets), e.magnitude, e.negative) for e in self.experts
         )
 
     @classmethod
-    def of(cls, settings: tuple[Setting, ...]) -> Picture:
-        """Make a picture of settings."""
+    def from_settings(cls, settings: tuple[Setting, ...]) -> Code:
+        """Convert from the settings of `render`."""
         experts = [
             ExpertSetting(
                 expert=s.expert, offsets=list(s.offsets), magnitude=s.magnitude, negative=s.negative
@@ -75,62 +82,65 @@ class Picture(BaseModel):
         return cls(experts=experts)
 
 
-class Model(BaseModel):
-    """A trained model, and where the sliders of its experts are 0 and 1."""
+class ModelInfo(BaseModel):
+    """The sizes of a model, and the mean and standard deviation of the codes of its experts."""
 
     name: str
     image_shape: Annotated[list[int], Field(min_length=3, max_length=3, description="C, H, W.")]
     experts: Annotated[int, Field(description="Number of experts, J.")]
-    parameters: Annotated[int, Field(description="Instantiation parameters of each, D.")]
+    parameters: Annotated[int, Field(description="Instantiation parameters of each expert, D.")]
     grid: Annotated[
         list[int],
         Field(
-            min_length=2, max_length=2, description="Rows and columns of the positions of capsules."
+            min_length=2,
+            max_length=2,
+            description="Rows and columns of the positions of the input capsules.",
         ),
     ]
-    field: Annotated[int, Field(description="Side of the square of pixels that a position sees.")]
+    field: Annotated[int, Field(description="Side in pixels of the receptive field of a position.")]
     stride: Annotated[
-        int, Field(description="How many pixels the squares of neighbours lie apart.")
+        int, Field(description="Distance in pixels of the receptive fields of neighbours.")
     ]
-    test_images: Annotated[int, Field(description="How many test images there are.")]
+    test_images: Annotated[int, Field(description="Number of test images.")]
     mean: Annotated[
         list[list[float]],
-        Field(description="Vector before squashing where all offsets are 0: (J, D)."),
+        Field(description="Vectors before squashing where all offsets are 0: (J, D)."),
     ]
     deviation: Annotated[
-        list[list[float]], Field(description="What an offset of 1 adds to it: (J, D).")
+        list[list[float]], Field(description="What an offset of 1 adds to them: (J, D).")
     ]
 
 
-class Code(BaseModel):
-    """What a model sees in an image."""
+class Encoding(BaseModel):
+    """The encoding of an image by a model."""
 
     firing: Annotated[list[float], Field(description="Firing probability of each expert: (J,).")]
     free_energy: Annotated[
-        float, Field(description="F of the input capsules under the first layer.")
+        float, Field(description="Free energy of the input capsules under the first layer.")
     ]
-    picture: Annotated[Picture, Field(description="The code, to be decoded or changed.")]
+    picture: Annotated[Code, Field(description="The code, which can be changed and decoded.")]
     image: Annotated[
-        list[list[list[int]]], Field(description="What was seen: (H, W, C), from 0 to 255.")
+        list[list[list[int]]], Field(description="The model's input: (H, W, C), from 0 to 255.")
     ]
     reconstruction: Annotated[
-        list[list[list[int]]], Field(description="What its code decodes to: (H, W, C).")
+        list[list[list[int]]], Field(description="Its reconstruction: (H, W, C), from 0 to 255.")
     ]
     routing: Annotated[
         list[list[list[float]]],
         Field(
-            description="Routing coefficients of each expert, summed at each position: (J, rows, columns)."
+            description="Routing coefficients of each expert, summed at each position: "
+            "(J, rows, columns)."
         ),
     ]
 
 
-class Python(BaseModel):
-    """Lines of Python that make a picture again."""
+class PythonCode(BaseModel):
+    """Lines of Python that reproduce an image."""
 
     lines: str
 
 
 class Error(BaseModel):
-    """Why there is no answer."""
+    """Why a request failed."""
 
     error: str

@@ -1,4 +1,4 @@
-"""The explorer's HTTP interface, and the page that uses it."""
+"""The HTTP interface of the explorer, and the page that uses it."""
 
 from __future__ import annotations
 
@@ -16,70 +16,75 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException as StarletteError
 
-from poecaps._version import __version__
-from poecaps.code_density import Domain  # noqa: TC001 (FastAPI reads the annotations)
+from poecaps import __version__
 from poecaps.explorer import pictures
-from poecaps.explorer.guard import LOCAL, Guard
 from poecaps.explorer.render import STRIDE
-from poecaps.explorer.schema import Code, Error, Model, Picture, Python
+from poecaps.explorer.schema import Code, Encoding, Error, ModelInfo, PythonCode
+from poecaps.explorer.security import LOCAL_HOSTS, SecurityMiddleware
+from poecaps.network import Domain  # noqa: TC001 (FastAPI reads the annotations)
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
 
-    from poecaps.explorer.render import Explored, Setting
+    from poecaps.explorer.render import ExplorerModel, Setting
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 STATIC = FilePath(__file__).parent / "static"
-TYPES = {
+MEDIA_TYPES = {
     ".html": "text/html",
     ".js": "text/javascript",
     ".css": "text/css",
     ".svg": "image/svg+xml",
 }
-WORKERS = (
-    2  # images computed side by side, each on one core: a long answer does not hold up a short one
-)
-EVERYWHERE = ("0.0.0.0", "::")  # noqa: S104 (an address to be told from others)
-LARGEST_SCALE = 20
-LARGEST_INT = 2**31 - 1
-LARGEST_SEED = 2**53 - 1  # what a page's numbers hold exactly
-KINDS = ("image/png", "image/jpeg", "image/webp")
+THREADS = 2  # each computes on one core, so that a long request does not delay a short one
+ALL_ADDRESSES = ("0.0.0.0", "::")  # noqa: S104 (recognized, not used as a default)
+MAX_SCALE = 20
+MAX_INT = 2**31 - 1
+MAX_SEED = 2**53 - 1  # the largest integer that JavaScript represents exactly
+NO_STORE = {"cache-control": "no-store"}
+IMAGE_TYPES = ("image/png", "image/jpeg", "image/webp")
 
 Name = Annotated[str, Path(description="Name of a model.")]
-Number = Annotated[int, Path(ge=0, le=LARGEST_INT, description="Counted from 0.")]
+Number = Annotated[int, Path(ge=0, le=MAX_INT, description="Counted from 0.")]
 Format = Annotated[
     Literal["png", "pixels"],
-    Query(alias="as", description="A PNG, or the plain H·W·C bytes of the pixels, row by row."),
+    Query(alias="as", description="PNG, or the H·W·C bytes of the pixels, row by row."),
 ]
 Scale = Annotated[
     int,
-    Query(ge=1, le=LARGEST_SCALE, description="Side of the square that a PNG has for each pixel."),
+    Query(
+        ge=1,
+        le=MAX_SCALE,
+        description="Each pixel of the image is a square of this side in the PNG.",
+    ),
 ]
-Sent = Annotated[Picture, Body(description="The code to draw.")]
+CodeBody = Annotated[Code, Body(description="The code.")]
 
-PNG: dict[str, Any] = {"content": {"image/png": {"schema": {"type": "string", "format": "binary"}}}}
+PNG_RESPONSE: dict[str, Any] = {
+    "content": {"image/png": {"schema": {"type": "string", "format": "binary"}}}
+}
 BYTES = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
-TAKES = {
+IMAGE_BODY = {
     "requestBody": {
         "required": True,
-        "content": dict.fromkeys(KINDS, BYTES["application/octet-stream"]),
+        "content": dict.fromkeys(IMAGE_TYPES, BYTES["application/octet-stream"]),
     }
 }
-PIXELS: dict[str, Any] = {"content": {**PNG["content"], **BYTES}}
+IMAGE_RESPONSE: dict[str, Any] = {"content": {**PNG_RESPONSE["content"], **BYTES}}
 
 
 def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
     meanings = {
-        400: "The body is not text, as JSON must be.",
-        403: "A request of another site.",
-        404: "No such model, expert, parameter or image.",
+        400: "The body is not JSON text.",
+        403: "The request comes from another site.",
+        404: "There is no such model, expert, parameter or image.",
         408: "The request took too long to arrive.",
         413: "The request is too large.",
-        415: "The body is not sent as a picture.",
+        415: "The content type of the body is not that of a picture.",
         422: "The request is not valid.",
-        429: "Too many requests at once; try again in a second.",
+        429: "Too many requests are in progress; try again in a second.",
     }
     return {
         status: {"model": Error, "description": meanings[status]}
@@ -87,108 +92,109 @@ def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
     }
 
 
-class Library:
-    """The models by their names, and the threads that ask them."""
+class ModelRegistry:
+    """The models by name, and the threads in which they compute."""
 
-    def __init__(self, models: Sequence[Explored]) -> None:
+    def __init__(self, models: Sequence[ExplorerModel]) -> None:
         self.models = {each.name: each for each in models}
         if not models or len(self.models) != len(models):
             raise ValueError(
-                f"models must be one or more of different names, but are {[each.name for each in models]}"
+                "models must be one or more models with different names, but are "
+                f"{[each.name for each in models]}"
             )
-        self.threads = ThreadPoolExecutor(WORKERS, "explorer")
+        self.threads = ThreadPoolExecutor(THREADS, "explorer")
 
-    def find(self, name: str) -> Explored:
-        """Find a model by its name."""
+    def find(self, name: str) -> ExplorerModel:
+        """Return the model with this name, or raise a 404 error."""
         if name not in self.models:
             raise HTTPException(
-                404, f"there is no model of this name, but {', '.join(self.models)}"
+                404, f"there is no model with this name; there are {', '.join(self.models)}"
             )
         return self.models[name]
 
-    async def ask(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Compute in a thread of our own, one of few."""
+    async def compute(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Call a function in one of the threads."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self.threads, lambda: function(*args, **kwargs))
 
 
-def create_app(models: Sequence[Explored], **bounds: Any) -> FastAPI:
-    """Make the web application that shows some models; `bounds` are options of `Guard`."""
-    library = Library(models)
+def create_app(models: Sequence[ExplorerModel], **limits: Any) -> FastAPI:
+    """Create the web application; `limits` are options of `SecurityMiddleware`."""
+    registry = ModelRegistry(models)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         yield
-        library.threads.shutdown(wait=False, cancel_futures=True)
+        registry.threads.shutdown(wait=False, cancel_futures=True)
 
     app = FastAPI(
         title="poecaps explorer",
         version=__version__,
-        description="What each expert of a product of expert capsules has learned. "
-        'Bodies and answers are JSON, but for images; whatever is wrong is answered with {"error": why}.',
-        docs_url=None,  # its page would load scripts from outside
+        description="Explore the experts of a product of expert capsules. Requests and responses "
+        'are JSON, except for images; an error is {"error": "reason"}.',
+        docs_url=None,  # its page would load scripts from other sites
         redoc_url=None,
         openapi_url="/api/openapi.json",
         lifespan=lifespan,
     )
-    app.add_middleware(Guard, **bounds)
-    app.add_exception_handler(RequestValidationError, _invalid)
-    app.add_exception_handler(StarletteError, _refused)
-    _add_models(app, library)
-    _add_pictures(app, library)
+    app.add_middleware(SecurityMiddleware, **limits)
+    app.add_exception_handler(RequestValidationError, _validation_error)
+    app.add_exception_handler(StarletteError, _http_error)
+    _add_models(app, registry)
+    _add_codes(app, registry)
     _add_page(app)
     return app
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Endpoints
 
 
-def _add_models(app: FastAPI, library: Library) -> None:
+def _add_models(app: FastAPI, registry: ModelRegistry) -> None:
     @app.get("/api/models", responses=_errors())
     async def models() -> list[str]:
-        """Names of the models, the first of which the page opens with."""
-        return list(library.models)
+        """Return the names of the models; the page opens the first."""
+        return list(registry.models)
 
     @app.get("/api/models/{model}", responses=_errors())
-    async def model(model: Name) -> Model:
-        """Sizes of a model, and where the sliders of its experts are 0 and 1."""
-        found = library.find(model)
-        return Model(
+    async def model(model: Name) -> ModelInfo:
+        """Return the sizes of a model, and the mean and deviation of the codes of its experts."""
+        found = registry.find(model)
+        return ModelInfo(
             name=found.name,
             image_shape=list(found.network.architecture.image_shape),
             experts=found.experts,
             parameters=found.parameters,
             grid=list(found.grid),
-            field=found.field,
+            field=found.receptive_field,
             stride=STRIDE,
             test_images=0 if found.images is None else len(found.images),
             mean=found.mean.tolist(),
-            deviation=found.unit.tolist(),
+            deviation=found.deviation.tolist(),
         )
 
     @app.get(
         "/api/models/{model}/experts/{expert}/typical",
         response_class=Response,
-        responses={**_errors(), 200: PIXELS},
+        responses={**_errors(), 200: IMAGE_RESPONSE},
     )
     async def typical(
         model: Name, expert: Number, as_: Format = "png", scale: Scale = 1
     ) -> Response:
-        """Draw an expert alone, at the mean of its codes."""
-        found = library.find(model)
+        """Return the image of a single expert at the mean of its codes."""
+        found = registry.find(model)
         _require_expert(found, expert)
-        shelf = await library.ask(lambda: found.shelf)
-        return _picture(shelf[expert], as_, scale)
+        images = await registry.compute(lambda: found.typical_images)
+        return _image_response(images[expert], as_, scale)
 
     @app.get(
         "/api/models/{model}/images/{index}",
         response_class=Response,
-        responses={**_errors(), 200: PIXELS},
+        responses={**_errors(), 200: IMAGE_RESPONSE},
     )
     async def image(model: Name, index: Number, as_: Format = "png", scale: Scale = 1) -> Response:
-        """Take a test image."""
-        found = library.find(model)
+        """Return a test image."""
+        found = registry.find(model)
         if found.images is None or index >= len(found.images):
             raise HTTPException(
                 404, f"there are {0 if found.images is None else len(found.images):,} test images"
@@ -196,169 +202,179 @@ def _add_models(app: FastAPI, library: Library) -> None:
         pixels = (
             (found.images.batch([index])[0] * 255).round().to(torch.uint8).permute(1, 2, 0).numpy()
         )
-        return _picture(pixels, as_, scale)
+        return _image_response(pixels, as_, scale)
 
 
-def _add_pictures(app: FastAPI, library: Library) -> None:
+def _add_codes(app: FastAPI, registry: ModelRegistry) -> None:
     @app.get("/api/models/{model}/draw", responses=_errors())
     async def draw(
         model: Name,
-        domain: Annotated[Domain, Query(description="Where the code is drawn.")] = "learned",
+        domain: Annotated[Domain, Query(description="Distribution of the code.")] = "learned",
         expert: Annotated[
             int | None,
             Query(
                 ge=0,
-                le=LARGEST_INT,
-                description="Which expert; by default one drawn at random. "
-                "Not looked at in the domain joint, where all are drawn together.",
+                le=MAX_INT,
+                description="The expert; by default a random one. "
+                "Ignored in the domain joint, where all experts are drawn together.",
             ),
         ] = None,
         seed: Annotated[
-            int, Query(ge=0, le=LARGEST_SEED, description="The same seed gives the same code.")
+            int, Query(ge=0, le=MAX_SEED, description="The same seed gives the same code.")
         ] = 0,
-    ) -> Picture:
-        """Draw a new code, which `decode` turns into an image."""
-        found = library.find(model)
+    ) -> Code:
+        """Draw a code at random; `decode` returns its image."""
+        found = registry.find(model)
         if expert is not None:
             _require_expert(found, expert)
-        return Picture.of(await library.ask(found.draw, domain, expert, seed))
+        return Code.from_settings(await registry.compute(found.draw, domain, expert, seed))
 
     @app.post(
-        "/api/models/{model}/decode", response_class=Response, responses={**_errors(), 200: PIXELS}
+        "/api/models/{model}/decode",
+        response_class=Response,
+        responses={**_errors(), 200: IMAGE_RESPONSE},
     )
-    async def decode(model: Name, picture: Sent, as_: Format = "png", scale: Scale = 1) -> Response:
-        """Draw the image of a code."""
-        found, settings = _checked(library, model, picture)
-        return _picture(await library.ask(found.decode, settings), as_, scale)
+    async def decode(
+        model: Name, code: CodeBody, as_: Format = "png", scale: Scale = 1
+    ) -> Response:
+        """Return the image of a code."""
+        found, settings = _find_and_check(registry, model, code)
+        return _image_response(await registry.compute(found.decode, settings), as_, scale)
 
     @app.post("/api/models/{model}/python", responses=_errors())
-    async def python(model: Name, picture: Sent) -> Python:
-        """Write the three lines of Python that make the image of a code again."""
-        found, settings = _checked(library, model, picture)
-        return Python(lines=found.python(settings))
+    async def python(model: Name, code: CodeBody) -> PythonCode:
+        """Return three lines of Python that reproduce the image of a code."""
+        found, settings = _find_and_check(registry, model, code)
+        return PythonCode(lines=found.python(settings))
 
     @app.post(
         "/api/models/{model}/experts/{expert}/traversal",
         response_class=Response,
-        responses={**_errors(), 200: PIXELS},
+        responses={**_errors(), 200: IMAGE_RESPONSE},
     )
     async def traversal(
         model: Name,
         expert: Number,
-        picture: Sent,
+        code: CodeBody,
         as_: Format = "png",
         scale: Annotated[int, Query(ge=1, le=4)] = 1,
     ) -> Response:
-        """Draw what each parameter of an expert does to a picture: a row for each, a column for each of -3, …, 3.
+        """Vary each parameter of an expert: one row per parameter, one column per offset -3, …, 3.
 
-        As pixels, the D·7 images come one after the other.
+        As pixels, the D·7 images follow one after the other.
         """
-        found, settings = _checked(library, model, picture)
+        found, settings = _find_and_check(registry, model, code)
         _require_expert(found, expert)
-        sheet = await library.ask(found.traverse, settings, expert)
+        images = await registry.compute(found.traverse, settings, expert)
         if as_ == "pixels":
-            return _picture(sheet, as_, scale)
+            return _image_response(images, as_, scale)
         return Response(
-            await library.ask(pictures.sheet, sheet, scale), media_type="image/png", headers=_FRESH
+            await registry.compute(pictures.write_grid, images, scale),
+            media_type="image/png",
+            headers=NO_STORE,
         )
 
     @app.post(
         "/api/models/{model}/encode",
-        response_model=Code,
+        response_model=Encoding,
         responses=_errors(415),
-        openapi_extra=TAKES,
+        openapi_extra=IMAGE_BODY,
     )
     async def encode(
         model: Name,
         request: Request,
         centre: Annotated[
-            bool, Query(description="Whether to centre and scale what is bright, as MNIST was.")
+            bool, Query(description="Whether to centre and scale the bright part as in MNIST.")
         ] = False,
         invert: Annotated[
-            bool, Query(description="Whether dark is to be bright: for ink on paper.")
+            bool, Query(description="Whether to invert the brightness, for dark on light.")
         ] = False,
     ) -> JSONResponse:
-        """See what a model makes of an image: a PNG, JPEG or WebP of any size, as the body of the request."""
-        found = library.find(model)
-        if request.headers.get("content-type", "").partition(";")[0].strip().lower() not in KINDS:
-            raise HTTPException(415, "send a picture, as image/png, image/jpeg or image/webp")
-        return await library.ask(_encoded, found, await request.body(), centre, invert)
+        """Encode an image: a PNG, JPEG or WebP of any size, as the body of the request."""
+        found = registry.find(model)
+        if (
+            request.headers.get("content-type", "").partition(";")[0].strip().lower()
+            not in IMAGE_TYPES
+        ):
+            raise HTTPException(
+                415, "send a picture with content type image/png, image/jpeg or image/webp"
+            )
+        return await registry.compute(_encode, found, await request.body(), centre, invert)
 
 
-def _encoded(model: Explored, data: bytes, centre: bool, invert: bool) -> JSONResponse:
+def _encode(model: ExplorerModel, data: bytes, centre: bool, invert: bool) -> JSONResponse:
     try:
         pixels = pictures.read(
             data, model.network.architecture.image_shape, centre=centre, invert=invert
         )
     except pictures.PictureError as error:
         raise HTTPException(422, str(error)) from error
-    seen = model.encode(pixels)
-    answer = {
-        "firing": seen.firing,
-        "free_energy": seen.free_energy,
-        "picture": Picture.of(seen.settings).model_dump(),
-        "image": seen.image.tolist(),
-        "reconstruction": seen.reconstruction.tolist(),
-        "routing": seen.routing.tolist(),
+    encoded = model.encode(pixels)
+    content = {
+        "firing": encoded.firing,
+        "free_energy": encoded.free_energy,
+        "picture": Code.from_settings(encoded.settings).model_dump(),
+        "image": encoded.image.tolist(),
+        "reconstruction": encoded.reconstruction.tolist(),
+        "routing": encoded.routing.tolist(),
     }
-    return JSONResponse(answer, headers=_FRESH)
+    return JSONResponse(content, headers=NO_STORE)
 
 
-_FRESH = {"cache-control": "no-store"}
-
-
-def _picture(pixels: Any, as_: str, scale: int) -> Response:
+def _image_response(pixels: Any, as_: str, scale: int) -> Response:
     if as_ == "pixels":
-        return Response(pixels.tobytes(), media_type="application/octet-stream", headers=_FRESH)
-    return Response(pictures.write(pixels, scale), media_type="image/png", headers=_FRESH)
+        return Response(pixels.tobytes(), media_type="application/octet-stream", headers=NO_STORE)
+    return Response(pictures.write(pixels, scale), media_type="image/png", headers=NO_STORE)
 
 
-def _checked(library: Library, name: str, picture: Picture) -> tuple[Explored, tuple[Setting, ...]]:
-    """Find a model, and see that it has the experts and parameters of a picture."""
-    model = library.find(name)
-    for each in picture.experts:
+def _find_and_check(
+    registry: ModelRegistry, name: str, code: Code
+) -> tuple[ExplorerModel, tuple[Setting, ...]]:
+    """Return a model and the settings of a code, once the model has its experts and parameters."""
+    model = registry.find(name)
+    for each in code.experts:
         _require_expert(model, each.expert)
         if len(each.offsets) > model.parameters:
             raise HTTPException(
                 404,
                 f"an expert of {name} has {model.parameters} parameters, not {len(each.offsets)}",
             )
-    return model, picture.settings()
+    return model, code.settings()
 
 
-def _require_expert(model: Explored, expert: int) -> None:
+def _require_expert(model: ExplorerModel, expert: int) -> None:
     if expert >= model.experts:
         raise HTTPException(
             404, f"there is no expert {expert}; {model.name} has {model.experts}, counted from 0"
         )
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Errors
 
 
-async def _invalid(_: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, RequestValidationError)  # noqa: S101 (it is registered for these)
+async def _validation_error(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)  # noqa: S101 (it is registered for this class)
     problems = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()[:3]]
     return JSONResponse({"error": "; ".join(problems)}, 422)
 
 
-async def _refused(_: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, StarletteError)  # noqa: S101 (it is registered for these)
+async def _http_error(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, StarletteError)  # noqa: S101 (it is registered for this class)
     return JSONResponse({"error": str(error.detail)}, error.status_code, error.headers)
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The page, and the server
 
 
 def _add_page(app: FastAPI) -> None:
-    """Serve the files of the page from memory: no address reaches a disk."""
+    """Serve the files of the page from memory, so that no URL reaches the disk."""
     for file in sorted(STATIC.iterdir()):
-        if file.suffix not in TYPES:
+        if file.suffix not in MEDIA_TYPES:
             continue
-        address = "/" if file.name == "index.html" else f"/{file.name}"
-        app.get(address, include_in_schema=False)(_serving(file.read_bytes(), TYPES[file.suffix]))
+        url = "/" if file.name == "index.html" else f"/{file.name}"
+        app.get(url, include_in_schema=False)(_serving(file.read_bytes(), MEDIA_TYPES[file.suffix]))
 
 
 def _serving(content: bytes, kind: str) -> Callable[[], Any]:
@@ -369,17 +385,29 @@ def _serving(content: bytes, kind: str) -> Callable[[], Any]:
 
 
 def serve(
-    models: Sequence[Explored],
+    models: Sequence[ExplorerModel],
     *,
     host: str = "127.0.0.1",
     port: int = 0,
     ready: Callable[[str], None],
 ) -> None:
-    """Serve the explorer until Ctrl-C; port 0 takes a free one, and `ready` is given the address."""
-    torch.set_num_threads(1)  # the threads of the library share the cores
-    beyond = host not in LOCAL
+    """Serve the explorer until Ctrl-C.
+
+    Parameters
+    ----------
+    models
+        The models.
+    host, port
+        Where to listen; port 0 selects a free port.
+    ready
+        Called with the URL once the server accepts connections.
+    """
+    torch.set_num_threads(1)  # the threads of the registry share the cores
+    is_public = host not in LOCAL_HOSTS
     app = create_app(
-        models, hosts=(*LOCAL, host, socket.gethostname()) if beyond else LOCAL, any_address=beyond
+        models,
+        hosts=(*LOCAL_HOSTS, host, socket.gethostname()) if is_public else LOCAL_HOSTS,
+        any_address=is_public,
     )
     config = uvicorn.Config(
         app,
@@ -389,28 +417,28 @@ def serve(
         timeout_graceful_shutdown=2,
     )
     with listen(host, port) as listener:
-        shown = "127.0.0.1" if host in EVERYWHERE else f"[{host}]" if ":" in host else host
-        ready(
-            f"http://{shown}:{listener.getsockname()[1]}/"
-        )  # the listener keeps who comes now waiting
+        shown = "127.0.0.1" if host in ALL_ADDRESSES else f"[{host}]" if ":" in host else host
+        # Connections are queued from now on, even before the server runs.
+        ready(f"http://{shown}:{listener.getsockname()[1]}/")
         try:
             uvicorn.Server(config).run(sockets=[listener])
-        except KeyboardInterrupt:  # how it is meant to end
+        except KeyboardInterrupt:  # the regular way to stop it
             return
 
 
 def listen(host: str, port: int = 0) -> socket.socket:
-    """Open a socket that clients can connect to; port 0 takes a free one."""
+    """Open a socket that accepts connections; port 0 selects a free port."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listener = socket.create_server((host, port), family=family, backlog=128)
     except socket.gaierror as error:
-        raise ValueError(f"--host must be an address of this machine, but is {host!r}") from error
+        raise ValueError(f"host must be an address of this machine, but is {host!r}") from error
     except OSError as error:
-        why = error.strerror or str(error)
+        reason = error.strerror or str(error)
         raise OSError(
-            f"cannot listen at port {port} of {host} ({why}); leave out --port for a free one"
+            f"cannot listen on port {port} of {host} ({reason}); choose another port, or 0 for a "
+            "free one"
         ) from error
-    # Without it an answer's body waits for the receipt of its head: 40 ms.
+    # Otherwise Nagle's algorithm delays the body of a response by 40 ms.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener

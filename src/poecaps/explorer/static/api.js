@@ -1,79 +1,91 @@
-// Requests to the explorer, and who may answer when several are under way.
+// Requests to the server, and the order in which responses are used.
 
-const PATIENCE = 20_000; // milliseconds until a request counts as lost
-const TRIES = 6; // of a request that the server is too busy for
+const TIMEOUT = 20_000; // milliseconds
+const MAX_ATTEMPTS = 6; // of a request that a busy server rejects
 
-export class AskError extends Error {}
+export class RequestError extends Error {}
 
 const pause = (milliseconds) => new Promise((done) => setTimeout(done, milliseconds));
 
-/** Ask the explorer. A server that is busy (429) is asked again, a little later each time. */
-async function ask(path, { signal, ...options } = {}) {
+/** Send a request. A busy server (status 429) is asked again, after a longer pause each time. */
+async function request(url, { signal, ...options } = {}) {
   for (let attempt = 1; ; attempt += 1) {
-    const ended = AbortSignal.any([AbortSignal.timeout(PATIENCE), ...(signal ? [signal] : [])]);
+    const ended = AbortSignal.any([AbortSignal.timeout(TIMEOUT), ...(signal ? [signal] : [])]);
     let response;
     try {
-      response = await fetch(path, { ...options, signal: ended });
+      response = await fetch(url, { ...options, signal: ended });
     } catch (error) {
       if (signal?.aborted) throw error;
-      throw new AskError("The explorer does not answer. Is it still running?");
+      throw new RequestError("The explorer does not respond. Is it still running?");
     }
     if (response.ok) return response;
-    if (response.status === 429 && attempt < TRIES) {
+    if (response.status === 429 && attempt < MAX_ATTEMPTS) {
       await pause(100 * attempt * (1 + Math.random()));
       signal?.throwIfAborted();
       continue;
     }
-    const why = await response.json().then((answer) => answer.error, () => response.statusText);
-    throw new AskError(why);
+    const reason = await response.json().then(({ error }) => error, () => response.statusText);
+    throw new RequestError(reason);
   }
 }
 
-const asJson = (body, signal) => ({
-  method: "POST", body: JSON.stringify(body), headers: { "content-type": "application/json" }, signal,
+const post = (body, signal) => ({
+  method: "POST",
+  body: JSON.stringify(body),
+  headers: { "content-type": "application/json" },
+  signal,
 });
-const at = (model, path) => `/api/models/${encodeURIComponent(model)}${path}`;
+const modelUrl = (model, path) => `/api/models/${encodeURIComponent(model)}${path}`;
 const bytes = async (response) => new Uint8Array(await response.arrayBuffer());
 
-export const models = async () => (await ask("/api/models")).json();
-export const model = async (name) => (await ask(at(name, ""))).json();
-export const typicalAddress = (name, expert) => at(name, `/experts/${expert}/typical`);
-export const decode = async (name, picture, signal) =>
-  bytes(await ask(at(name, "/decode?as=pixels"), asJson(picture, signal)));
-export const png = async (name, picture, scale) =>
-  (await ask(at(name, `/decode?scale=${scale}`), asJson(picture))).blob();
-export const python = async (name, picture, signal) =>
-  (await (await ask(at(name, "/python"), asJson(picture, signal))).json()).lines;
-export const traversal = async (name, expert, picture, signal) =>
-  bytes(await ask(at(name, `/experts/${expert}/traversal?as=pixels`), asJson(picture, signal)));
-export const sheetPng = async (name, expert, picture) =>
-  (await ask(at(name, `/experts/${expert}/traversal?scale=2`), asJson(picture))).blob();
-export const testImage = async (name, index, signal) => (await ask(at(name, `/images/${index}`), { signal })).blob();
+export const models = async () => (await request("/api/models")).json();
+export const model = async (name) => (await request(modelUrl(name, ""))).json();
+export const typicalImageUrl = (name, expert) => modelUrl(name, `/experts/${expert}/typical`);
+export const decode = async (name, code, signal) =>
+  bytes(await request(modelUrl(name, "/decode?as=pixels"), post(code, signal)));
+export const decodePng = async (name, code, scale) =>
+  (await request(modelUrl(name, `/decode?scale=${scale}`), post(code))).blob();
+export const python = async (name, code, signal) =>
+  (await (await request(modelUrl(name, "/python"), post(code, signal))).json()).lines;
+
+export async function traversal(name, expert, code, signal) {
+  const url = modelUrl(name, `/experts/${expert}/traversal?as=pixels`);
+  return bytes(await request(url, post(code, signal)));
+}
+
+export async function traversalPng(name, expert, code) {
+  const url = modelUrl(name, `/experts/${expert}/traversal?scale=2`);
+  return (await request(url, post(code))).blob();
+}
+
+export const testImage = async (name, index, signal) =>
+  (await request(modelUrl(name, `/images/${index}`), { signal })).blob();
 
 export async function draw(name, domain, expert, seed, signal) {
   const query = new URLSearchParams({ domain, expert, seed });
-  return (await ask(at(name, `/draw?${query}`), { signal })).json();
+  return (await request(modelUrl(name, `/draw?${query}`), { signal })).json();
 }
 
 export async function encode(name, blob, { centre, invert }, signal) {
   const query = new URLSearchParams({ centre, invert });
   const headers = { "content-type": blob.type || "image/png" };
-  return (await ask(at(name, `/encode?${query}`), { method: "POST", body: blob, headers, signal })).json();
+  const options = { method: "POST", body: blob, headers, signal };
+  return (await request(modelUrl(name, `/encode?${query}`), options)).json();
 }
 
-/** Of several questions only the last is of interest: a new one ends those before it. */
-export class Latest {
+/** Requests of which only the latest matters: a new one cancels the previous one. */
+export class LatestRequest {
   #controller = new AbortController();
 
-  /** Ask, and use the answer unless there was a newer question meanwhile. */
-  async run(question, use, complain) {
+  /** Send a request, and use its result unless a newer one was sent meanwhile. */
+  async run(send, onResult, onError) {
     this.cancel();
     const { signal } = this.#controller;
     try {
-      const answer = await question(signal);
-      if (!signal.aborted) use(answer);
+      const result = await send(signal);
+      if (!signal.aborted) onResult(result);
     } catch (error) {
-      if (!signal.aborted) complain(error);
+      if (!signal.aborted) onError(error);
     }
   }
 
@@ -84,49 +96,50 @@ export class Latest {
 }
 
 /**
- * Questions that come faster than answers, as from a slider that is dragged: a few are under way at once, what waits is
- * replaced by what is newer, and an answer is used only if no newer one was.
+ * Requests that are made faster than they are answered, as by dragging a slider. A few are in
+ * progress at a time, a newer request replaces the waiting one, and a result is used only if no
+ * newer one was.
  */
-export class Stream {
-  #asked = 0;
+export class RequestStream {
+  #requested = 0;
   #shown = 0;
-  #underWay = 0;
+  #inProgress = 0;
   #waiting = null;
   #controller = new AbortController();
 
-  constructor(most = 2) {
-    this.most = most;
+  constructor(maxInProgress = 2) {
+    this.maxInProgress = maxInProgress;
   }
 
-  run(question, use, complain) {
-    this.#waiting = { number: ++this.#asked, question, use, complain };
+  run(send, onResult, onError) {
+    this.#waiting = { number: ++this.#requested, send, onResult, onError };
     this.#next();
   }
 
-  /** Forget everything that was asked, as when another model is opened. */
+  /** Discard all requests, for example when another model is opened. */
   cancel() {
     this.#controller.abort();
     this.#controller = new AbortController();
     this.#waiting = null;
-    this.#shown = this.#asked;
+    this.#shown = this.#requested;
   }
 
   async #next() {
-    if (!this.#waiting || this.#underWay >= this.most) return;
-    const { number, question, use, complain } = this.#waiting;
+    if (!this.#waiting || this.#inProgress >= this.maxInProgress) return;
+    const { number, send, onResult, onError } = this.#waiting;
     const { signal } = this.#controller;
     this.#waiting = null;
-    this.#underWay += 1;
+    this.#inProgress += 1;
     try {
-      const answer = await question(signal);
+      const result = await send(signal);
       if (!signal.aborted && number > this.#shown) {
         this.#shown = number;
-        use(answer, number);
+        onResult(result, number);
       }
     } catch (error) {
-      if (!signal.aborted && number > this.#shown) complain(error);
+      if (!signal.aborted && number > this.#shown) onError(error);
     } finally {
-      this.#underWay -= 1;
+      this.#inProgress -= 1;
       this.#next();
     }
   }

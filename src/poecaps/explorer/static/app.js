@@ -1,168 +1,178 @@
-// The page: what is chosen, and what follows from it.
+// The page: what is selected, and the updates that follow a change.
 
 import * as api from "./api.js";
-import { afterwards, byId, complain, copy, forgive, make, save } from "./dom.js";
+import { drawPixels } from "./canvas.js";
+import { byId, clearError, copyText, create, debounce, download, showError } from "./dom.js";
 import { Encoder } from "./encoder.js";
-import { paint } from "./paint.js";
-import { Sheet } from "./sheet.js";
 import { Sliders } from "./sliders.js";
-import { fresh, fromFragment, picture, setting, take, toFragment } from "./state.js";
+import {
+  applyCode, defaultSetting, fromFragment, initialState, toCode, toFragment,
+} from "./state.js";
+import { Traversal } from "./traversal.js";
 
 const HINTS = {
-  learned: "As the expert's training codes are spread: typical draws.",
-  restricted: "A Gaussian, turned to the side that training images visit.",
-  complete: "A Gaussian on all sides: half of the draws are negatives.",
-  joint: "All experts together, as the codes of training images are spread.",
+  learned: "The distribution of the expert's training codes: typical draws.",
+  restricted: "A Gaussian, restricted to the half that training codes occupy.",
+  complete: "A Gaussian on both sides: half of the draws are negatives.",
+  joint: "All experts together, with the distribution of the training codes.",
 };
-const ENLARGED = 10; // pixels of the download for each of the picture
+const DOWNLOAD_SCALE = 10; // each pixel of a downloaded image is a square of 10×10
 
-const page = { model: null, state: fresh("") };
-const pictures = new api.Stream();
-const draws = new api.Latest();
-const sheets = new api.Latest();
-const lines = new api.Latest();
+const page = { model: null, state: initialState("") };
+const images = new api.RequestStream();
+const draws = new api.LatestRequest();
+const traversals = new api.LatestRequest();
+const pythonLines = new api.LatestRequest();
 
-// What follows when something changes -------------------------------------------------------------------
+const selectedSetting = () => page.state.experts.get(page.state.chosen) ?? defaultSetting();
 
-const remember = afterwards(150, () => history.replaceState(null, "", toFragment(page.state)));
-const showPython = afterwards(200, () => lines.run(
-  (signal) => api.python(page.model.name, picture(page.state), signal),
+// Updates after a change ------------------------------------------------------------------------
+
+const updateLink = debounce(150, () => history.replaceState(null, "", toFragment(page.state)));
+const updatePython = debounce(200, () => pythonLines.run(
+  (signal) => api.python(page.model.name, toCode(page.state), signal),
   (text) => byId("python").replaceChildren(text),
-  complain,
+  showError,
 ));
-const showSheet = afterwards(350, () => {
-  if (sheetVisible) drawSheet();
+const updateTraversal = debounce(350, () => {
+  if (isTraversalVisible) drawTraversal();
 });
-let sheetVisible = false;
-let sheetDrawn = false;
+let isTraversalVisible = false;
+let isTraversalDrawn = false;
 
-function drawSheet() {
+function drawTraversal() {
   const { model, state } = page;
-  sheets.run(
-    (signal) => api.traversal(model.name, state.chosen, picture(state), signal),
+  traversals.run(
+    (signal) => api.traversal(model.name, state.chosen, toCode(state), signal),
     (pixels) => {
-      sheetDrawn = true;
-      sheet.show(pixels, model.image_shape);
+      isTraversalDrawn = true;
+      traversal.show(pixels, model.image_shape);
     },
-    complain,
+    showError,
   );
 }
 
-/** The picture, or what is chosen, has changed. */
-function changed() {
+/** Update the page after the code or the selected expert has changed. */
+function update() {
   const { model, state } = page;
-  const own = state.experts.get(state.chosen) ?? setting();
-  sliders.show(own, model.mean[state.chosen], model.deviation[state.chosen], state.experts.has(state.chosen));
-  sheet.mark(own.offsets);
-  sheetDrawn = false;
-  sheets.cancel();
+  const { chosen } = state;
+  const setting = selectedSetting();
+  sliders.show(setting, model.mean[chosen], model.deviation[chosen], state.experts.has(chosen));
+  traversal.mark(setting.offsets);
+  isTraversalDrawn = false;
+  traversals.cancel();
   showTitles();
-  showShelf();
+  markExperts();
   encoder.showChosen();
-  pictures.run(
-    (signal) => api.decode(model.name, picture(state), signal),
+  images.run(
+    (signal) => api.decode(model.name, toCode(state), signal),
     (pixels, number) => {
-      for (const id of ["image", "small-image"]) paint(byId(id), pixels, model.image_shape);
+      for (const id of ["image", "small-image"]) drawPixels(byId(id), pixels, model.image_shape);
       byId("image").dataset.number = number;
     },
-    complain,
+    showError,
   );
-  remember();
-  showPython();
-  showSheet();
+  updateLink();
+  updatePython();
+  updateTraversal();
 }
 
 function showTitles() {
   const { chosen, experts, domain, seed } = page.state;
   byId("sliders-title").textContent = `Expert ${chosen}`;
   const numbers = [...experts.keys()].sort((a, b) => a - b);
-  const of = numbers.length === page.model.experts ? "All experts" : `Experts ${numbers.join(", ")}`;
+  const names = numbers.length === page.model.experts ? "All experts"
+    : `Experts ${numbers.join(", ")}`;
   byId("mix").hidden = numbers.length < 2;
-  byId("mix-text").textContent = `${of} are mixed.`;
-  byId("only").textContent = `Keep only ${chosen}`;
-  byId("image").setAttribute("aria-label", numbers.length === 0 ? "Image with all experts off"
-    : `Image of ${numbers.length === 1 ? `expert ${numbers[0]}` : of.toLowerCase()}`);
+  byId("mix-text").textContent = `${names} are mixed.`;
+  byId("only").textContent = `Keep only expert ${chosen}`;
+  const label = numbers.length === 1 ? `Image of expert ${numbers[0]}`
+    : `Image of ${names.toLowerCase()}`;
+  byId("image").setAttribute("aria-label", numbers.length ? label : "Image with all experts off");
   byId("domain").value = domain;
   byId("domain-hint").textContent = HINTS[domain];
   if (document.activeElement !== byId("seed")) byId("seed").value = seed;
 }
 
-// The shelf ---------------------------------------------------------------------------------------------
+// The experts -----------------------------------------------------------------------------------
 
-function buildShelf() {
+function buildExperts() {
   const { model } = page;
   byId("shelf").replaceChildren(...Array.from({ length: model.experts }, (_, expert) => {
-    const image = make("img", { src: api.typicalAddress(model.name, expert), alt: "", width: 56, height: 56 });
-    const card = make("button", { type: "button", aria: { label: `Expert ${expert}` } }, image, make("span", {}, `${expert}`));
-    card.addEventListener("click", (event) => chooseFromShelf(expert, byId("several").checked || event.shiftKey));
-    return card;
+    const src = api.typicalImageUrl(model.name, expert);
+    const image = create("img", { src, alt: "", width: 56, height: 56 });
+    const properties = { type: "button", aria: { label: `Expert ${expert}` } };
+    const button = create("button", properties, image, create("span", {}, `${expert}`));
+    button.addEventListener("click", (event) =>
+      clickExpert(expert, byId("several").checked || event.shiftKey));
+    return button;
   }));
 }
 
-function showShelf() {
-  [...byId("shelf").children].forEach((card, expert) => {
-    card.setAttribute("aria-pressed", page.state.experts.has(expert));
-    if (expert === page.state.chosen) card.setAttribute("aria-current", "true");
-    else card.removeAttribute("aria-current");
+function markExperts() {
+  [...byId("shelf").children].forEach((button, expert) => {
+    button.setAttribute("aria-pressed", page.state.experts.has(expert));
+    if (expert === page.state.chosen) button.setAttribute("aria-current", "true");
+    else button.removeAttribute("aria-current");
   });
 }
 
-/** Show an expert alone; where several are mixed, add it, or take it away if it is the chosen one. */
-function chooseFromShelf(expert, several) {
+/** Show an expert alone; when mixing, add it, or remove it if it is the selected one. */
+function clickExpert(expert, isMixing) {
   const { state } = page;
-  if (several && state.experts.has(expert) && state.chosen === expert) state.experts.delete(expert);
-  else {
-    const own = state.experts.get(expert) ?? setting();
-    if (!several) state.experts.clear();
-    state.experts.set(expert, own);
+  if (isMixing && state.experts.has(expert) && state.chosen === expert) {
+    state.experts.delete(expert);
+  } else {
+    const setting = state.experts.get(expert) ?? defaultSetting();
+    if (!isMixing) state.experts.clear();
+    state.experts.set(expert, setting);
   }
-  if (several) byId("several").checked = true;
-  choose(expert);
+  if (isMixing) byId("several").checked = true;
+  selectExpert(expert);
 }
 
-function choose(expert) {
+function selectExpert(expert) {
   page.state.chosen = expert;
-  changed();
+  update();
 }
 
-// Parts -------------------------------------------------------------------------------------------------
+// The panels ------------------------------------------------------------------------------------
 
-const sliders = new Sliders((update) => {
-  const { state } = page;
-  const own = state.experts.get(state.chosen) ?? setting();
-  update(own);
-  state.experts.set(state.chosen, own);
-  changed();
-});
+/** Change the setting of the selected expert. */
+function changeSetting(change) {
+  const setting = selectedSetting();
+  change(setting);
+  page.state.experts.set(page.state.chosen, setting);
+  update();
+}
 
-const sheet = new Sheet((parameter, step) => {
-  const { state } = page;
-  const own = state.experts.get(state.chosen) ?? setting();
-  while (own.offsets.length <= parameter) own.offsets.push(0);
-  own.offsets[parameter] = step;
-  state.experts.set(state.chosen, own);
-  changed();
-});
+const sliders = new Sliders(changeSetting);
 
-const encoder = new Encoder(page, remember, choose);
+const traversal = new Traversal((parameter, offset) => changeSetting((setting) => {
+  while (setting.offsets.length <= parameter) setting.offsets.push(0);
+  setting.offsets[parameter] = offset;
+}));
+
+const encoder = new Encoder(page, updateLink, selectExpert);
 
 new IntersectionObserver(([entry]) => {
-  sheetVisible = entry.isIntersecting;
-  if (sheetVisible && page.model && !sheetDrawn) showSheet();
+  isTraversalVisible = entry.isIntersecting;
+  if (isTraversalVisible && page.model && !isTraversalDrawn) updateTraversal();
 }).observe(byId("sheet-panel"));
 
-// A small copy of the image stays in sight while the sliders or the sheet are used and the large one is not.
+// A small copy of the image stays visible when the large one is scrolled out of view.
 new IntersectionObserver(([entry]) => {
   byId("small-image").hidden = entry.isIntersecting;
 }, { threshold: 0.3 }).observe(byId("image"));
 
 function draw() {
   const { model, state } = page;
-  draws.run((signal) => api.draw(model.name, state.domain, state.chosen, state.seed, signal), (answer) => {
-    take(state, answer, byId("several").checked && state.domain !== "joint");
+  const send = (signal) => api.draw(model.name, state.domain, state.chosen, state.seed, signal);
+  draws.run(send, (code) => {
+    applyCode(state, code, byId("several").checked && state.domain !== "joint");
     if (state.experts.size > 1) byId("several").checked = true;
-    changed();
-  }, complain);
+    update();
+  }, showError);
 }
 
 byId("new-draw").addEventListener("click", () => {
@@ -182,101 +192,98 @@ byId("domain").addEventListener("change", () => {
   draw();
 });
 byId("several").addEventListener("change", () => {
-  if (!byId("several").checked) keepOnlyChosen();
+  if (!byId("several").checked) keepOnlySelected();
 });
 byId("only").addEventListener("click", () => {
   byId("several").checked = false;
-  keepOnlyChosen();
+  keepOnlySelected();
 });
 
-function keepOnlyChosen() {
+function keepOnlySelected() {
   const { state } = page;
-  const own = state.experts.get(state.chosen) ?? setting();
+  const setting = selectedSetting();
   state.experts.clear();
-  state.experts.set(state.chosen, own);
-  changed();
+  state.experts.set(state.chosen, setting);
+  update();
 }
 
 byId("load").addEventListener("click", () => {
-  take(page.state, encoder.answer.picture);
+  const { picture: code, firing } = encoder.encoding;
+  applyCode(page.state, code);
   byId("several").checked = page.state.experts.size > 1;
-  const { firing } = encoder.answer;
-  choose(firing.indexOf(Math.max(...firing)));
+  selectExpert(firing.indexOf(Math.max(...firing)));
   byId("stage").scrollIntoView({ block: "nearest" });
   byId("image").closest("section").focus({ preventScroll: true });
 });
-byId("download").addEventListener("click", async () => {
-  try {
-    save(await api.png(page.model.name, picture(page.state), ENLARGED), `${page.model.name}.png`);
-  } catch (error) {
-    complain(error);
-  }
+
+/** Call an asynchronous action when a button is clicked, and show its error. */
+function onClick(id, action) {
+  byId(id).addEventListener("click", () => action(page).catch(showError));
+}
+
+onClick("download", async ({ model, state }) => {
+  download(await api.decodePng(model.name, toCode(state), DOWNLOAD_SCALE), `${model.name}.png`);
 });
-byId("sheet-download").addEventListener("click", async () => {
-  const { model, state } = page;
-  try {
-    save(await api.sheetPng(model.name, state.chosen, picture(state)), `${model.name}-expert-${state.chosen}.png`);
-  } catch (error) {
-    complain(error);
-  }
+onClick("sheet-download", async ({ model, state }) => {
+  const png = await api.traversalPng(model.name, state.chosen, toCode(state));
+  download(png, `${model.name}-expert-${state.chosen}.png`);
 });
-byId("copy-python").addEventListener("click", async () => {
-  try {
-    const text = await api.python(page.model.name, picture(page.state));
-    byId("python").replaceChildren(text);
-    await copy(text, "Three lines of Python", byId("python"));
-  } catch (error) {
-    complain(error);
-  }
+onClick("copy-python", async ({ model, state }) => {
+  const text = await api.python(model.name, toCode(state));
+  byId("python").replaceChildren(text);
+  await copyText(text, "Three lines of Python", byId("python"));
 });
 byId("copy-link").addEventListener("click", () => {
-  remember.now();
-  copy(location.href, "Link");
+  updateLink.now();
+  copyText(location.href, "Link");
 });
 
-// Opening -----------------------------------------------------------------------------------------------
+// Opening a model -------------------------------------------------------------------------------
 
-/** Open a model, with the state of a link where there is one. */
+/** Open a model, with the state of a link if there is one. */
 async function open(name, linked) {
-  pictures.cancel();
-  for (const each of [draws, sheets, lines]) each.cancel();
+  images.cancel();
+  for (const each of [draws, traversals, pythonLines]) each.cancel();
   if (page.model?.name !== name) {
     page.model = await api.model(name);
-    buildShelf();
+    buildExperts();
     sliders.build(page.model.parameters);
-    sheet.build(page.model.parameters);
+    traversal.build(page.model.parameters);
   }
   byId("model").value = name;
-  page.state = linked ?? fresh(name);
+  page.state = linked ?? initialState(name);
   const restored = { test: page.state.test, pixels: page.state.pixels };
   page.state.model = name;
   page.state.chosen = Math.min(page.state.chosen, page.model.experts - 1);
-  for (const [expert, each] of page.state.experts) {
+  for (const [expert, setting] of page.state.experts) {
     if (expert >= page.model.experts) page.state.experts.delete(expert);
-    each.offsets.splice(page.model.parameters);
+    setting.offsets.splice(page.model.parameters);
   }
-  if (!linked) page.state.experts.set(0, setting());
+  if (!linked) page.state.experts.set(0, defaultSetting());
   byId("several").checked = page.state.experts.size > 1;
   encoder.build(page.model);
-  changed();
+  update();
   encoder.restore(restored);
 }
 
 async function start() {
   const names = await api.models();
   const linked = fromFragment(location.hash);
-  byId("model").replaceChildren(...names.map((name) => make("option", { value: name }, name)));
+  byId("model").replaceChildren(...names.map((name) => create("option", { value: name }, name)));
   byId("model").closest("label").classList.toggle("single", names.length === 1);
-  byId("model-name").textContent = names[0]; // shown in place of the choice where there is none
+  byId("model-name").textContent = names[0]; // instead of the menu if there is only one model
   byId("model-name").closest("p").hidden = names.length !== 1;
-  const known = linked && names.includes(linked.model);
-  await open(known ? linked.model : names[0], known ? linked : null);
-  if (linked && !known) complain(new Error(`The link is to a model ${linked.model}, which is not open here.`));
+  const isOpen = linked && names.includes(linked.model);
+  await open(isOpen ? linked.model : names[0], isOpen ? linked : null);
+  if (linked && !isOpen) {
+    showError(new Error(`The link refers to the model ${linked.model}, which is not open here.`));
+  }
 }
 
-byId("model").addEventListener("change", () => open(byId("model").value, null).then(forgive, complain));
-addEventListener("hashchange", () => start().catch(complain));
+byId("model").addEventListener("change", () =>
+  open(byId("model").value, null).then(clearError, showError));
+addEventListener("hashchange", () => start().catch(showError));
 addEventListener("keydown", (event) => {
-  if (event.key === "Escape") forgive();
+  if (event.key === "Escape") clearError();
 });
-start().catch(complain);
+start().catch(showError);

@@ -2,56 +2,58 @@
 
 export const byId = (id) => document.getElementById(id);
 
-/** Make an element with properties, attributes (aria and role) and children. */
-export function make(tag, { aria = {}, data = {}, ...properties } = {}, ...children) {
+/** Create an element with properties, attributes (aria and role) and children. */
+export function create(tag, { aria = {}, data = {}, ...properties } = {}, ...children) {
   const element = Object.assign(document.createElement(tag), properties);
-  for (const [name, value] of Object.entries(aria)) element.setAttribute(name === "role" ? name : `aria-${name}`, value);
+  for (const [name, value] of Object.entries(aria)) {
+    element.setAttribute(name === "role" ? name : `aria-${name}`, value);
+  }
   Object.assign(element.dataset, data);
   element.append(...children);
   return element;
 }
 
-/** Call only when a while has passed without another call. */
-export function afterwards(milliseconds, action) {
+/** Return a function that calls `action` once it was not called again for a while. */
+export function debounce(milliseconds, action) {
   let timer = 0;
-  const later = () => {
+  const debounced = () => {
     clearTimeout(timer);
     timer = setTimeout(action, milliseconds);
   };
-  later.now = () => {
+  debounced.now = () => {
     clearTimeout(timer);
     action();
   };
-  return later;
+  return debounced;
 }
 
-let hiding = 0;
+let hideTimer = 0;
 
-export function say(text) {
+export function notify(text) {
   byId("message").textContent = text;
-  clearTimeout(hiding);
-  hiding = setTimeout(() => byId("message").replaceChildren(), 4000);
+  clearTimeout(hideTimer);
+  hideTimer = setTimeout(() => byId("message").replaceChildren(), 4000);
 }
 
-export function complain(error) {
+export function showError(error) {
   byId("alert").textContent = error.message;
 }
 
-export const forgive = () => byId("alert").replaceChildren();
+export const clearError = () => byId("alert").replaceChildren();
 
-export function save(blob, name) {
-  const address = URL.createObjectURL(blob);
-  make("a", { href: address, download: name }).click();
-  setTimeout(() => URL.revokeObjectURL(address), 10_000);
+export function download(blob, name) {
+  const url = URL.createObjectURL(blob);
+  create("a", { href: url, download: name }).click();
+  setTimeout(() => URL.revokeObjectURL(url), 10_000);
 }
 
-/** Copy text, or, where the browser forbids it, select it for the person to copy. */
-export async function copy(text, what, fallback) {
+/** Copy text or, if the browser does not allow it, select the text in an element. */
+export async function copyText(text, description, element) {
   try {
     await navigator.clipboard.writeText(text);
-    say(`${what} copied.`);
+    notify(`${description} copied.`);
   } catch {
-    if (fallback) getSelection().selectAllChildren(fallback);
-    say(fallback ? "Selected; press Ctrl+C to copy." : `Copy the address of this page: it is the link.`);
+    if (element) getSelection().selectAllChildren(element);
+    notify(element ? "Selected; press Ctrl+C to copy." : "Copy the address of this page.");
   }
 }

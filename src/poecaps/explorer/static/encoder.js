@@ -1,161 +1,181 @@
-// What the model sees in an image that a person draws, drops or takes.
+// The panel that encodes an image: a drawing, a file or a test image.
 
 import * as api from "./api.js";
-import { afterwards, byId, complain, forgive, make } from "./dom.js";
-import { clear, paint, paintHeat, readFile, Sketch, toBlob } from "./paint.js";
+import { clear, drawHeatMap, drawPixels, readPicture, Sketch, toPng } from "./canvas.js";
+import { byId, clearError, create, debounce, showError } from "./dom.js";
+
+const clamp = (value, least, greatest) => Math.min(Math.max(value, least), greatest);
 
 export class Encoder {
-  #latest = new api.Latest();
-  #source = null; // gives the picture that is shown, to look at it again
-  answer = null;
+  #latest = new api.LatestRequest();
+  #source = null; // of the current image, so that it can be encoded again with other options
+  encoding = null;
 
-  /** `page` gives model and state; `seen()` is called when they changed, `choose(expert)` when an expert is chosen. */
-  constructor(page, seen, choose) {
+  /**
+   * `page` has the model and the state. `onChange()` is called when the state has changed,
+   * `onSelect(expert)` when an expert is selected.
+   */
+  constructor(page, onChange, onSelect) {
     this.page = page;
-    this.seen = seen;
-    this.choose = choose;
-    const soon = afterwards(60, () => this.#look({ test: null, read: () => this.sketch.toBlob(), drawn: true }));
-    this.sketch = new Sketch(byId("sketch"), soon);
-    byId("clear").addEventListener("click", () => this.forget());
+    this.onChange = onChange;
+    this.onSelect = onSelect;
+    const sketch = { test: null, read: () => this.sketch.toPng(), isDrawing: true };
+    this.sketch = new Sketch(byId("sketch"), debounce(60, () => this.#encode(sketch)));
+    byId("clear").addEventListener("click", () => this.reset());
     byId("choose-file").addEventListener("click", () => byId("file").click());
     byId("file").addEventListener("change", () => {
       this.open(byId("file").files[0]);
       byId("file").value = "";
     });
-    for (const id of ["centre", "invert"]) byId(id).addEventListener("change", () => this.#source && this.#look(this.#source));
-    byId("show-heat").addEventListener("change", () => this.showHeat());
+    for (const id of ["centre", "invert"]) {
+      byId(id).addEventListener("change", () => this.#source && this.#encode(this.#source));
+    }
+    byId("show-heat").addEventListener("change", () => this.showHeatMap());
     byId("test").addEventListener("submit", (event) => {
       event.preventDefault();
-      if (byId("test-index").reportValidity()) this.takeTest(byId("test-index").valueAsNumber);
+      const index = byId("test-index");
+      if (index.reportValidity()) this.openTestImage(index.valueAsNumber);
     });
-    byId("test-random").addEventListener("click", () => this.takeTest(Math.floor(Math.random() * page.model.test_images)));
+    byId("test-random").addEventListener("click", () =>
+      this.openTestImage(Math.floor(Math.random() * page.model.test_images)));
     this.#acceptDrops();
-    this.#pointAtCells();
+    this.#frameReceptiveFields();
   }
 
-  /** Begin with another model. */
+  /** Start with another model. */
   build(model) {
     byId("test").hidden = model.test_images === 0;
     byId("test-index").max = model.test_images - 1;
     byId("centre").checked = model.image_shape[0] === 1;
-    this.forget();
+    this.reset();
   }
 
-  forget() {
+  reset() {
     this.#latest.cancel();
-    this.#source = this.answer = null;
+    this.#source = this.encoding = null;
     Object.assign(this.page.state, { test: null, pixels: null });
     this.sketch.clear();
     for (const id of ["seen", "heat", "reconstruction"]) clear(byId(id));
-    byId("firing").replaceChildren(make("p", { className: "hint" }, "Nothing to see yet."));
+    byId("firing").replaceChildren(create("p", { className: "hint" }, "No image yet."));
     byId("load").disabled = true;
     byId("free-energy").hidden = true;
-    byId("heat-caption").textContent = "What the model sees";
-    forgive();
-    this.seen();
+    byId("heat-caption").textContent = "Input of the model";
+    clearError();
+    this.onChange();
   }
 
   open(file) {
-    if (file) this.#look({ test: null, read: () => readFile(file) });
+    if (file) this.#encode({ test: null, read: () => readPicture(file) });
   }
 
-  takeTest(index) {
+  openTestImage(index) {
     byId("test-index").value = index;
-    this.#look({ test: index, read: (signal) => api.testImage(this.page.model.name, index, signal), asItIs: true });
+    const read = (signal) => api.testImage(this.page.model.name, index, signal);
+    this.#encode({ test: index, read, isInput: true });
   }
 
-  /** Look at what a link holds. */
+  /** Open the image of a link. */
   restore({ test, pixels }) {
-    const [channels, height, width] = this.page.model.image_shape;
-    if (test !== null && test < this.page.model.test_images) this.takeTest(test);
-    else if (pixels?.length === channels * height * width) {
-      this.#look({ test: null, read: () => toBlob(pixels, this.page.model.image_shape), asItIs: true });
+    const shape = this.page.model.image_shape;
+    if (test !== null && test < this.page.model.test_images) this.openTestImage(test);
+    else if (pixels?.length === shape.reduce((a, b) => a * b)) {
+      this.#encode({ test: null, read: () => toPng(pixels, shape), isInput: true });
     }
   }
 
-  #look(source) {
+  /** Encode the image of a source; one that is already an input of the model is not changed. */
+  #encode(source) {
     const options = {
-      centre: byId("centre").checked && !source.asItIs,
-      invert: byId("invert").checked && !source.asItIs && !source.drawn,
+      centre: byId("centre").checked && !source.isInput,
+      invert: byId("invert").checked && !source.isInput && !source.isDrawing,
     };
     this.#latest.run(async (signal) => {
       const blob = await source.read(signal);
-      const answer = await api.encode(this.page.model.name, blob, options, signal);
-      if (!source.drawn && !signal.aborted) await this.sketch.show(blob);
-      return answer;
-    }, (answer) => {
+      const encoding = await api.encode(this.page.model.name, blob, options, signal);
+      if (!source.isDrawing && !signal.aborted) await this.sketch.show(blob);
+      return encoding;
+    }, (encoding) => {
       this.#source = source;
-      this.answer = answer;
-      Object.assign(this.page.state, { test: source.test, pixels: Uint8Array.from(answer.image.flat(2)) });
-      forgive();
+      this.encoding = encoding;
+      const pixels = Uint8Array.from(encoding.image.flat(2));
+      Object.assign(this.page.state, { test: source.test, pixels });
+      clearError();
       this.#show();
-    }, complain);
+    }, showError);
   }
 
   #show() {
-    const { answer, page } = this;
-    paint(byId("seen"), page.state.pixels, page.model.image_shape);
-    paint(byId("reconstruction"), answer.reconstruction.flat(2), page.model.image_shape);
-    const strongest = answer.firing.indexOf(Math.max(...answer.firing));
-    byId("seen").setAttribute("aria-label", `What the model sees; expert ${strongest} fires most`);
-    byId("reconstruction").setAttribute("aria-label", "Reconstruction of what the model sees");
-    byId("free-energy").textContent = `free energy ${answer.free_energy.toFixed(2).replace("-", "−")}`;
+    const { encoding: { firing, free_energy: energy, reconstruction }, page } = this;
+    drawPixels(byId("seen"), page.state.pixels, page.model.image_shape);
+    drawPixels(byId("reconstruction"), reconstruction.flat(2), page.model.image_shape);
+    const strongest = firing.indexOf(Math.max(...firing));
+    byId("seen").setAttribute("aria-label", `Input of the model; expert ${strongest} fires most`);
+    byId("reconstruction").setAttribute("aria-label", "Reconstruction of the input");
+    byId("free-energy").textContent = `free energy ${energy.toFixed(2).replace("-", "−")}`;
     byId("free-energy").hidden = false;
     byId("load").disabled = false;
-    byId("firing").replaceChildren(...answer.firing.map((value, expert) => this.#bar(expert, value)));
+    byId("firing").replaceChildren(...firing.map((value, expert) => this.#bar(expert, value)));
     this.showChosen();
-    this.seen();
+    this.onChange();
   }
 
   #bar(expert, value) {
-    const bar = make("span", { className: "bar" });
+    const bar = create("span", { className: "bar" });
     bar.style.setProperty("--share", value);
     const label = `Expert ${expert} fires with probability ${value.toFixed(2)}`;
-    return make("button", { type: "button", title: label, aria: { label }, onclick: () => this.choose(expert) },
-      bar, make("span", {}, `${expert}`));
+    const onclick = () => this.onSelect(expert);
+    const properties = { type: "button", title: label, aria: { label }, onclick };
+    return create("button", properties, bar, create("span", {}, `${expert}`));
   }
 
-  /** Mark the chosen expert, and where it listens. */
+  /** Mark the selected expert, and show its routing coefficients. */
   showChosen() {
     [...byId("firing").children].forEach((bar, expert) => {
-      if (bar.tagName === "BUTTON") bar.setAttribute("aria-pressed", expert === this.page.state.chosen);
+      if (bar.tagName === "BUTTON") {
+        bar.setAttribute("aria-pressed", expert === this.page.state.chosen);
+      }
     });
-    this.showHeat();
+    this.showHeatMap();
   }
 
-  showHeat() {
-    const { answer, page } = this;
+  showHeatMap() {
+    const { encoding, page: { state: { chosen } } } = this;
     byId("field").hidden = true;
-    if (!answer) return;
-    byId("heat").hidden = !byId("show-heat").checked;
-    const [least, most] = paintHeat(byId("heat"), answer.routing[page.state.chosen]);
-    byId("heat-caption").textContent = byId("show-heat").checked
-      ? `Expert ${page.state.chosen} listens: ${least.toFixed(2)} to ${most.toFixed(2)}` : "What the model sees";
+    if (!encoding) return;
+    const isShown = byId("show-heat").checked;
+    byId("heat").hidden = !isShown;
+    const [least, greatest] = drawHeatMap(byId("heat"), encoding.routing[chosen]);
+    byId("heat-caption").textContent = isShown
+      ? `Routing to expert ${chosen}: ${least.toFixed(2)} to ${greatest.toFixed(2)}`
+      : "Input of the model";
   }
 
-  /** Show the square of pixels that a position of the heat map sees. */
-  #pointAtCells() {
+  /** Frame the receptive field of the position of the heat map under the pointer. */
+  #frameReceptiveFields() {
     const frame = byId("seen").parentElement;
     frame.addEventListener("pointermove", (event) => {
-      if (!this.answer || byId("heat").hidden) return;
-      const { grid: [rows, columns], field, stride, image_shape: [, height, width] } = this.page.model;
+      if (!this.encoding || byId("heat").hidden) return;
+      const { grid: [rows, columns], field, stride, image_shape: shape } = this.page.model;
+      const [, height, width] = shape;
       const box = frame.getBoundingClientRect();
-      const row = Math.min(Math.max(Math.floor((event.clientY - box.top) / box.height * rows), 0), rows - 1);
-      const column = Math.min(Math.max(Math.floor((event.clientX - box.left) / box.width * columns), 0), columns - 1);
+      const x = (event.clientX - box.left) / box.width;
+      const y = (event.clientY - box.top) / box.height;
+      const row = clamp(Math.floor(y * rows), 0, rows - 1);
+      const column = clamp(Math.floor(x * columns), 0, columns - 1);
       const square = byId("field");
       square.hidden = false;
       square.style.top = `${100 * stride * row / height}%`;
       square.style.left = `${100 * stride * column / width}%`;
       square.style.height = `${100 * field / height}%`;
       square.style.width = `${100 * field / width}%`;
-      const value = this.answer.routing[this.page.state.chosen][row][column];
-      byId("heat-caption").textContent = `Row ${row}, column ${column}: ${value.toFixed(2)}, sees the framed pixels`;
+      const value = this.encoding.routing[this.page.state.chosen][row][column].toFixed(2);
+      byId("heat-caption").textContent = `Row ${row}, column ${column}: ${value} (field framed)`;
     });
-    frame.addEventListener("pointerleave", () => this.showHeat());
+    frame.addEventListener("pointerleave", () => this.showHeatMap());
   }
 
   #acceptDrops() {
-    const mark = (on) => document.body.classList.toggle("dropping", on);
+    const mark = (isOver) => document.body.classList.toggle("dropping", isOver);
     addEventListener("dragover", (event) => {
       event.preventDefault();
       mark(true);

@@ -1,81 +1,91 @@
-// What the page shows, and how a link holds it.
+// The state of the page, and its representation in a link:
 //
-// #m=mnist&x=3&d=learned&s=7&e=3:1:0.5,-1;8:-0.7:   model, chosen expert, domain, seed, experts (number:magnitude:offsets)
-// A minus before the magnitude is the flipped sign. Test images are &t=17, pictures that were drawn or opened &i=pixels.
+// #m=mnist&x=3&d=learned&s=7&e=3:1:0.5,-1;8:-0.7:
+//
+// are the model, the selected expert, the domain, the seed and the experts that are on, each as
+// number:magnitude:offsets. A minus sign before the magnitude stands for the flipped sign. A test
+// image is &t=17, the pixels of a picture that was drawn or opened are &i=pixels.
 
-const MOST_PIXELS = 4096; // bytes of a picture that a link holds
+const MAX_LINK_BYTES = 4096; // larger pictures are left out of a link
 const DOMAINS = ["learned", "restricted", "complete", "joint"];
 
-export const round = (value) => Math.round(value * 100) / 100 || 0; // no −0
+export const round = (value) => Math.round(value * 100) / 100 || 0; // turns −0 into 0
 
-export function fresh(model) {
-  return { model, chosen: 0, domain: "learned", seed: 0, experts: new Map(), test: null, pixels: null };
+export const initialState = (model) => ({
+  model, chosen: 0, domain: "learned", seed: 0, experts: new Map(), test: null, pixels: null,
+});
+
+export const defaultSetting = () => ({ offsets: [], magnitude: 1, negative: false });
+
+/** Convert the state to a code of the HTTP interface. */
+export function toCode(state) {
+  return { experts: [...state.experts].map(([expert, setting]) => ({ expert, ...setting })) };
 }
 
-export const setting = () => ({ offsets: [], magnitude: 1, negative: false });
-
-/** The code as the HTTP interface takes it. */
-export function picture(state) {
-  return { experts: [...state.experts].map(([expert, each]) => ({ expert, ...each })) };
-}
-
-/** Take over a code from the HTTP interface. */
-export function take(state, answer, keepOthers = false) {
+/** Set the experts to a code of the HTTP interface. */
+export function applyCode(state, code, keepOthers = false) {
   if (!keepOthers) state.experts.clear();
-  for (const { expert, ...each } of answer.experts) state.experts.set(expert, each);
+  for (const { expert, ...setting } of code.experts) state.experts.set(expert, setting);
 }
 
-function trimmed(offsets) {
+function formatOffsets(offsets) {
   const last = offsets.findLastIndex((value) => value !== 0);
   return offsets.slice(0, last + 1).join(",");
 }
 
 export function toFragment(state) {
-  const experts = [...state.experts]
-    .map(([expert, each]) => `${expert}:${each.negative ? "-" : ""}${each.magnitude}:${trimmed(each.offsets)}`);
+  const experts = [...state.experts].map(([expert, { offsets, magnitude, negative }]) =>
+    `${expert}:${negative ? "-" : ""}${magnitude}:${formatOffsets(offsets)}`);
   const parts = [
-    `m=${encodeURIComponent(state.model)}`, `x=${state.chosen}`, `d=${state.domain}`, `s=${state.seed}`,
+    `m=${encodeURIComponent(state.model)}`,
+    `x=${state.chosen}`,
+    `d=${state.domain}`,
+    `s=${state.seed}`,
     `e=${experts.join(";")}`,
   ];
   if (state.test !== null) parts.push(`t=${state.test}`);
-  else if (state.pixels && state.pixels.length <= MOST_PIXELS) parts.push(`i=${toBase64(state.pixels)}`);
+  else if (state.pixels && state.pixels.length <= MAX_LINK_BYTES) {
+    parts.push(`i=${toBase64(state.pixels)}`);
+  }
   return `#${parts.join("&")}`;
 }
 
-const whole = (text, most = Number.MAX_SAFE_INTEGER) => {
+const parseWhole = (text) => {
   const value = Number(text);
-  return /^\d+$/.test(text ?? "") && value <= most ? value : null;
+  return /^\d+$/.test(text ?? "") && value <= Number.MAX_SAFE_INTEGER ? value : null;
 };
-const within = (text, least, most) => {
+const parseClamped = (text, least, greatest) => {
   const value = Number(text);
-  return text !== "" && Number.isFinite(value) ? Math.min(Math.max(value, least), most) : null;
+  return text !== "" && Number.isFinite(value) ? Math.min(Math.max(value, least), greatest) : null;
 };
 
-/** Read a link: the parts of a state that it holds, or null where it holds none. What makes no sense is left out. */
+/** Read the state from a link, or return null if it has none. Invalid parts are ignored. */
 export function fromFragment(fragment) {
   const values = new Map(fragment.replace(/^#/, "").split("&").map((part) => {
     const cut = part.indexOf("=");
     return [part.slice(0, cut), part.slice(cut + 1)];
   }));
   if (!values.has("m")) return null;
-  const state = fresh(decode(values.get("m")));
-  state.chosen = whole(values.get("x")) ?? 0;
-  state.seed = whole(values.get("s")) ?? 0;
+  const state = initialState(decodeName(values.get("m")));
+  state.chosen = parseWhole(values.get("x")) ?? 0;
+  state.seed = parseWhole(values.get("s")) ?? 0;
   if (DOMAINS.includes(values.get("d"))) state.domain = values.get("d");
   for (const each of (values.get("e") ?? "").split(";")) {
-    const [expert, magnitude = "1", offsets = ""] = each.split(":");
-    const number = whole(expert);
-    const size = within(magnitude.replace("-", ""), 0, 10);
-    const numbers = offsets === "" ? [] : offsets.split(",").map((value) => within(value, -10_000, 10_000));
-    if (number === null || size === null || numbers.includes(null)) continue;
-    state.experts.set(number, { offsets: numbers, magnitude: size, negative: magnitude.startsWith("-") });
+    const [number, magnitude = "1", list = ""] = each.split(":");
+    const expert = parseWhole(number);
+    const size = parseClamped(magnitude.replace("-", ""), 0, 10);
+    const offsets = list === "" ? []
+      : list.split(",").map((value) => parseClamped(value, -10_000, 10_000));
+    if (expert === null || size === null || offsets.includes(null)) continue;
+    const negative = magnitude.startsWith("-");
+    state.experts.set(expert, { offsets, magnitude: size, negative });
   }
-  state.test = whole(values.get("t"));
+  state.test = parseWhole(values.get("t"));
   if (values.has("i")) state.pixels = fromBase64(values.get("i"));
   return state;
 }
 
-function decode(text) {
+function decodeName(text) {
   try {
     return decodeURIComponent(text);
   } catch {
@@ -83,12 +93,15 @@ function decode(text) {
   }
 }
 
-const toBase64 = (pixels) =>
-  btoa(String.fromCharCode(...pixels)).replaceAll("+", "-").replaceAll("/", "_").replaceAll("=", "");
+function toBase64(pixels) {
+  const text = btoa(String.fromCharCode(...pixels));
+  return text.replaceAll("+", "-").replaceAll("/", "_").replaceAll("=", "");
+}
 
 function fromBase64(text) {
   try {
-    return Uint8Array.from(atob(text.replaceAll("-", "+").replaceAll("_", "/")), (letter) => letter.charCodeAt(0));
+    const bytes = atob(text.replaceAll("-", "+").replaceAll("_", "/"));
+    return Uint8Array.from(bytes, (letter) => letter.charCodeAt(0));
   } catch {
     return null;
   }

@@ -1,4 +1,4 @@
-"""The sets known by name: the bundled sample, the places a full set is looked for, and its download."""
+"""Named datasets: the samples in the package, the folders that are searched, and downloads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from poecaps.data import DataError, DatasetNotFoundError, load, named
+from poecaps.data import DataError, DatasetNotFoundError, datasets, load
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -35,7 +35,7 @@ def test_the_bundled_sample(name: str, split: Any, count: int) -> None:
 
 
 def test_the_licences_travel_with_the_sample() -> None:
-    text = (named.BUNDLED / "LICENSES.md").read_text(encoding="utf-8")
+    text = (datasets.BUNDLED / "LICENSES.md").read_text(encoding="utf-8")
     assert "CC BY-SA 3.0" in text
     assert "Copyright © 2017 Zalando SE" in text
 
@@ -56,14 +56,14 @@ def files(idx_bytes: Callable[[Array], bytes], digits: Array) -> dict[str, bytes
 def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
     """Every place a set is looked for, moved into an empty folder; no mirror answers."""
     monkeypatch.setenv("POECAPS_DATA", str(tmp_path / "given"))
-    monkeypatch.setattr(named, "SYSTEM", tmp_path / "system")
-    monkeypatch.setattr(named, "cache", lambda: tmp_path / "cache")
-    monkeypatch.setattr(named, "fetch", no_network)
+    monkeypatch.setattr(datasets, "SYSTEM_FOLDER", tmp_path / "system")
+    monkeypatch.setattr(datasets, "cache_folder", lambda: tmp_path / "cache")
+    monkeypatch.setattr(datasets, "download_split", no_network)
     return {name: tmp_path / name for name in ("given", "cache", "system")}
 
 
 def no_network(name: str, split: str) -> None:
-    raise DataError("no mirror delivered")
+    raise DataError("every mirror failed")
 
 
 def put(folder: Path, files: dict[str, bytes]) -> None:
@@ -78,7 +78,7 @@ def test_places_are_searched_in_order(
     idx_bytes: Callable[[Array], bytes],
     tmp_path: Path,
 ) -> None:
-    """Fill the places from the last to the first, each with a set one image longer: the newest is always found."""
+    """Fill the folders from last to first, each with one image more: the newest is found."""
     for count, place in enumerate(("system", "cache", "given"), start=1):
         images = np.zeros((count, 5, 4), np.uint8)
         both = {
@@ -133,14 +133,16 @@ def test_another_set_in_the_place_of_this_one_is_refused(
     places: dict[str, Path], files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     labels = files["train-labels-idx1-ubyte"]
-    fashion = named.Published(
+    fashion = datasets.PublicDataset(
         "", (), {"train-labels-idx1-ubyte": hashlib.sha256(labels).hexdigest()}, ()
     )
     monkeypatch.setattr(
-        named, "PUBLISHED", {"mnist": named.PUBLISHED["mnist"], "fashion-mnist": fashion}
+        datasets,
+        "PUBLIC_DATASETS",
+        {"mnist": datasets.PUBLIC_DATASETS["mnist"], "fashion-mnist": fashion},
     )
     put(places["given"] / "mnist", files)
-    with pytest.raises(DataError, match=r"holds the labels of fashion-mnist, not of mnist"):
+    with pytest.raises(DataError, match=r"contains the labels of fashion-mnist, not of mnist"):
         load("mnist")
 
 
@@ -150,7 +152,7 @@ def test_a_folder_of_idx_files_needs_no_labels_and_names_a_missing_split(
     put(tmp_path / "mine", {"train-images-idx3-ubyte": files["train-images-idx3-ubyte"]})
     assert load(tmp_path / "mine").labels is None
     with pytest.raises(
-        DataError, match=r"has no test split: there is no t10k-images-idx3-ubyte in it"
+        DataError, match=r"has no test split: it does not contain t10k-images-idx3-ubyte"
     ):
         load(tmp_path / "mine", split="test")
 
@@ -161,10 +163,10 @@ def test_when_nothing_is_found_one_error_names_every_place(places: dict[str, Pat
     message = str(caught.value)
     for place in places.values():
         assert str(place / "mnist") in message
-    assert "download: no mirror delivered" in message
-    assert "path=" in message
+    assert "download: every mirror failed" in message
+    assert "give the data path" in message
     assert "mnist-sample" in message
-    with pytest.raises(DatasetNotFoundError, match="switched off"):
+    with pytest.raises(DatasetNotFoundError, match="disabled"):
         load("mnist", download=False)
 
 
@@ -176,7 +178,7 @@ def test_a_damaged_set_is_an_error_and_not_passed_over(
         places["given"] / "mnist",
         files | {"train-images-idx3-ubyte": files["train-images-idx3-ubyte"][:-1]},
     )
-    with pytest.raises(DataError, match="cut short"):
+    with pytest.raises(DataError, match="truncated"):
         load("mnist")
 
 
@@ -205,29 +207,31 @@ def test_unknown_names_and_splits_are_refused(tmp_path: Path, files: dict[str, b
         with pytest.raises(TypeError, match=r"source must be a name or a path.*ImageSet\(array\)"):
             load(nothing)  # type: ignore[arg-type]
     with pytest.raises(
-        ValueError, match="path is for the full sets, and mnist-sample is part of the package"
+        ValueError,
+        match="applies only to the full datasets, but mnist-sample is part of the package",
     ):
         load("mnist-sample", path=tmp_path)
     assert len(load(Path("mnist-sample"), split="test")) == 2000
     with pytest.raises(ValueError, match="split must be one of 'train', 'test', but is 'valid'"):
         load("mnist-sample", split="valid")  # type: ignore[arg-type]
     with pytest.raises(
-        ValueError, match="size and channels are for folders of images, and mnist-sample is none"
+        ValueError,
+        match="size and channels apply only to folders of images, but mnist-sample is not",
     ):
         load("mnist-sample", size=32)
     (tmp_path / "images").write_bytes(files["train-images-idx3-ubyte"])
-    with pytest.raises(DataError, match="no test split"):
+    with pytest.raises(DataError, match="without a test split"):
         load(tmp_path / "images", split="test")
-    with pytest.raises(ValueError, match="size and channels are for folders of images"):
+    with pytest.raises(ValueError, match="size and channels apply only to folders of images"):
         load(tmp_path / "images", channels=1)
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Download, from a server on this machine
 
 
 class Mirror(ThreadingHTTPServer):
-    """Serves `answers[path]`, a list of (status, body) used up one by one, the last one for ever."""
+    """Serves `answers[path]`, a list of (status, body), one by one; the last is repeated."""
 
     answers: dict[str, list[tuple[int, bytes]]]
     asked: list[str]
@@ -253,7 +257,7 @@ class Handler(BaseHTTPRequestHandler):
 def mirror(
     files: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Mirror]:
-    """A first mirror that has nothing and a second that has the tiny set, in place of the public ones."""
+    """Two mirrors instead of the public ones: an empty one, and one with the tiny set."""
     server = Mirror(("127.0.0.1", 0), Handler)
     server.asked = []
     server.answers = {
@@ -263,11 +267,11 @@ def mirror(
     thread.start()
     address = f"http://127.0.0.1:{server.server_address[1]}"
     checksums = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
-    published = named.Published(
+    published = datasets.PublicDataset(
         "MNIST/raw", (f"{address}/bad/", f"{address}/good/"), checksums, ("a", "b")
     )
-    monkeypatch.setattr(named, "PUBLISHED", {"mnist": published})
-    monkeypatch.setattr(named, "SYSTEM", tmp_path / "system")
+    monkeypatch.setattr(datasets, "PUBLIC_DATASETS", {"mnist": published})
+    monkeypatch.setattr(datasets, "SYSTEM_FOLDER", tmp_path / "system")
     monkeypatch.delenv("POECAPS_DATA", raising=False)
     monkeypatch.setattr("sys.platform", "linux")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -331,8 +335,8 @@ def test_a_failing_mirror_is_tried_again(mirror: Mirror) -> None:
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        (gzip.compress(b"something else"), "sha256 of the unpacked file is .*, not"),
-        (b"<html>", "the answer is no gzip file"),
+        (gzip.compress(b"something else"), "sha256 of the decompressed file is .*, but must be"),
+        (b"<html>", "the response is not a gzip file"),
         (gzip.compress(bytes(1000))[:-9], "IncompleteRead"),
     ],
 )
@@ -368,4 +372,4 @@ def test_the_cache_is_where_the_system_keeps_caches(
     monkeypatch.setattr(Path, "home", lambda: Path("/home/me"))
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert named.cache() == Path(expected)
+    assert datasets.cache_folder() == Path(expected)

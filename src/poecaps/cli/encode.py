@@ -1,0 +1,61 @@
+"""The command `encode`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+from tyro.conf import Positional  # noqa: TC002 (tyro reads the annotations)
+
+from poecaps._files import atomic_write
+from poecaps._modules import BATCH_SIZE, device_of, in_batches
+from poecaps.cli.loading import load_images, open_model
+from poecaps.cli.options import Data, DataPath, Device, Model, output
+from poecaps.cli.outputs import default_output
+from poecaps.data.idx import Split  # noqa: TC001 (tyro reads the annotations)
+
+
+def encode(
+    run: Positional[Model],
+    *,
+    data: Data = None,
+    data_path: DataPath = None,
+    split: Split = "train",
+    out: Annotated[
+        Path | None,
+        output(".npz file", "RUN/codes-SPLIT.npz, or RUN/codes-DATA-SPLIT.npz with --data"),
+    ] = None,
+    device: Device = "auto",
+) -> None:
+    """Write the codes of images and the firing probabilities of the experts as NumPy arrays.
+
+    The file contains codes (N, J, D), firing (N, J) and, for labelled data, labels (N,).
+
+    Parameters
+    ----------
+    split
+        Which part of the data.
+    """
+    name = "-".join(["codes", *([Path(data).stem] if data else []), f"{split}.npz"])
+    out = out or default_output(run, name)
+    if out.suffix.lower() != ".npz":
+        raise ValueError(f"--out must name an .npz file, but is {out}")
+    network = open_model(run, device)
+    images = load_images(network, run, data, data_path, split)
+    torch_device = device_of(network)
+    with torch.no_grad():
+        codes = in_batches(
+            lambda batch: network.encode(batch.to(torch_device)).cpu(), images.batches(BATCH_SIZE)
+        )
+    arrays: dict[str, Any] = {"codes": codes.numpy(), "firing": codes.norm(dim=-1).numpy()}
+    if images.labels is not None:
+        arrays["labels"] = images.labels
+    out.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with atomic_write(out) as file:
+            np.savez(file, **arrays)
+    except OSError as error:  # the error of a full disk does not name the file
+        raise OSError(error.errno, error.strerror, str(out)) from error
+    print(f"{out}: codes {codes.shape[0]:,}×{codes.shape[1]}×{codes.shape[2]} of {images}")

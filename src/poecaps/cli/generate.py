@@ -1,0 +1,199 @@
+"""Commands that draw images: `generate`, `reconstruct` and `traverse`."""
+
+from __future__ import annotations
+
+from pathlib import Path  # noqa: TC003 (tyro reads the annotations)
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import torch
+from tyro.conf import Positional, arg
+
+from poecaps import _checks as checks
+from poecaps import plotting
+from poecaps._modules import device_of, in_batches
+from poecaps.cli.loading import load_images, open_model
+from poecaps.cli.options import (
+    Data,
+    DataPath,
+    Device,
+    Model,
+    OptionalSplit,
+    output,
+)
+from poecaps.cli.outputs import FIGURES, default_output
+from poecaps.network import DOMAINS, REACH, STEPS, CapsuleNetwork, Domain
+
+if TYPE_CHECKING:
+    from poecaps.data import ImageSet
+
+ROWS = 4  # draws of each expert, as in the paper's Figure 2
+COLUMNS = 20  # of a grid in which a column is not an expert
+
+
+def generate(
+    run: Positional[Model],
+    *,
+    domain: Annotated[
+        Domain | Literal["all"],
+        arg(
+            help="Distribution of the codes. One expert at a time, one column per expert: complete "
+            "(a standard Gaussian), restricted (the half of it that training codes occupy) or "
+            "learned (the distribution of the training codes). All experts together: joint. Each "
+            "of the four: all."
+        ),
+    ] = "joint",
+    expert: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: each)")] = None,
+    rows: int = ROWS,
+    seed: int = 0,
+    out: Annotated[Path | None, output("PNG", "RUN/figures/DOMAIN.png")] = None,
+    device: Device = "auto",
+) -> None:
+    """Draw new images from a model.
+
+    The arrays of the images are saved in an .npz file of the same name.
+
+    Parameters
+    ----------
+    expert
+        Draw only from this expert, counted from 0.
+    rows
+        Rows of the grid: draws of each expert.
+    seed
+        Random seed; the same seed gives the same picture.
+    """
+    checks.require_int("rows", rows, 1)
+    checks.require_int("seed", seed, 0, 2**63 - 1)
+    if domain == "all" and expert is not None:
+        raise ValueError(
+            "--expert draws from one expert, but --domain all includes all experts together; "
+            "leave out one of them"
+        )
+    if domain == "joint" and expert is not None:
+        raise ValueError(
+            "--expert draws from one expert, but the domain joint is all experts together; "
+            "add --domain learned"
+        )
+    if domain == "all" and out is not None:
+        raise ValueError(
+            "--out names one picture, but --domain all draws four; leave out one of them"
+        )
+    network = open_model(run, device)
+    for each in DOMAINS if domain == "all" else (domain,):
+        name = each if expert is None else f"{each}-{expert}"
+        path = out or default_output(run, FIGURES, f"{name}.png")
+        print(draw_domain(network, each, expert, rows, seed, path))
+
+
+def describe_draws(domain: Domain, expert: int | None = None) -> str:
+    """Describe the draws from a domain in plain words."""
+    if domain == "joint":
+        return "draws from all experts together"
+    which = "one expert at a time" if expert is None else f"expert {expert}"
+    return f"draws from {which}, {domain} domain"
+
+
+@torch.no_grad()
+def draw_domain(
+    network: CapsuleNetwork, domain: Domain, expert: int | None, rows: int, seed: int, path: Path
+) -> Path:
+    """Draw images from a domain: one column per expert, or a grid for one or for all experts."""
+    generator = torch.Generator(device_of(network)).manual_seed(seed)
+    title = describe_draws(domain, expert)
+    if domain == "joint" or expert is not None:
+        images = network.generate(rows * COLUMNS, domain, expert=expert, generator=generator)
+        return plotting.image_grid(images, path, columns=COLUMNS, title=title)
+    experts = range(network.architecture.experts[-1][0])
+    per_expert = [network.generate(rows, domain, expert=j, generator=generator) for j in experts]
+    return plotting.expert_grid(
+        torch.stack(per_expert, dim=1), path, title=f"{title}, one column per expert"
+    )
+
+
+def reconstruct(
+    run: Positional[Model],
+    *,
+    data: Data = None,
+    data_path: DataPath = None,
+    split: OptionalSplit = None,
+    count: int = 40,
+    out: Annotated[Path | None, output("PNG", "RUN/figures/reconstructions.png")] = None,
+    device: Device = "auto",
+) -> None:
+    """Draw images and their reconstructions by a model.
+
+    The arrays of the images are saved in an .npz file of the same name.
+
+    Parameters
+    ----------
+    count
+        Number of images, from the first on.
+    """
+    checks.require_int("count", count, 1)
+    network = open_model(run, device)
+    images = load_images(network, run, data, data_path, split)
+    path = out or default_output(run, FIGURES, "reconstructions.png")
+    print(draw_reconstructions(network, images, path, count))
+
+
+@torch.no_grad()
+def draw_reconstructions(network: CapsuleNetwork, data: ImageSet, path: Path, count: int) -> Path:
+    """Draw the first images of a set (top) and their reconstructions (bottom)."""
+    images = data.batch(range(min(count, len(data))))
+    device = device_of(network)
+    reconstructions = in_batches(lambda batch: network.reconstruct(batch.to(device)).cpu(), images)
+    return plotting.reconstructions(images, reconstructions, path)
+
+
+def traverse(
+    run: Positional[Model],
+    *,
+    expert: int = 0,
+    image: Annotated[
+        int | None,
+        arg(
+            metavar="INT",
+            help="Start from the code of this image of the data, counted from 0.",
+            help_behavior_hint="(default: the mean code of the expert, all other experts off)",
+        ),
+    ] = None,
+    data: Data = None,
+    data_path: DataPath = None,
+    split: OptionalSplit = None,
+    steps: int = STEPS,
+    reach: float = REACH,
+    out: Annotated[Path | None, output("PNG", "RUN/figures/expert-NUMBER.png")] = None,
+    device: Device = "auto",
+) -> None:
+    """Vary one instantiation parameter of an expert at a time, in one row per parameter.
+
+    The arrays of the images are saved in an .npz file of the same name.
+
+    Parameters
+    ----------
+    expert
+        Which expert, counted from 0.
+    steps
+        Images in a row.
+    reach
+        Range on both sides, in standard deviations of the training codes.
+    """
+    checks.require_int("steps", steps, 2)
+    checks.require_nonnegative("reach", reach)
+    if image is None and (data, data_path, split) != (None, None, None):
+        raise ValueError(
+            "--data, --data-path and --split select the data of --image; add --image as well"
+        )
+    network = open_model(run, device)
+    offsets = torch.linspace(-reach, reach, steps)
+    start, title, name = None, f"expert {expert}", f"expert-{expert}"
+    if image is not None:
+        images = load_images(network, run, data, data_path, split)
+        checks.require_int("image", image, 0, len(images) - 1)
+        with torch.no_grad():
+            start = network.encode(images.batch([image]).to(device_of(network)))[0]
+        title, name = f"{title}, from image {image}", f"{name}-image-{image}"
+    with torch.no_grad():
+        drawn = network.traverse(expert, offsets, start=start)
+    path = out or default_output(run, FIGURES, f"{name}.png")
+    title = f"{title}: one row per parameter, offsets in standard deviations"
+    print(plotting.traversal_grid(drawn, path, values=offsets, title=title))

@@ -1,0 +1,101 @@
+"""The command `info`."""
+
+from __future__ import annotations
+
+import shlex
+from typing import TYPE_CHECKING
+
+from tyro.conf import Positional  # noqa: TC002 (tyro reads the annotations)
+
+from poecaps import kernels, models
+from poecaps._files import ModelError
+from poecaps.cli.loading import find_model, is_on_this_machine
+from poecaps.cli.options import OptionalModel  # noqa: TC001 (tyro reads the annotations)
+from poecaps.data import datasets
+from poecaps.kernels import filters
+from poecaps.network import CapsuleNetwork
+from poecaps.plotting import read_metrics
+from poecaps.training import PRESETS, record
+from poecaps.training.config import Config, from_json
+from poecaps.training.config import changes as changed_options
+from poecaps.training.loop import METRICS, find_device
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+def info(run: Positional[OptionalModel] = None) -> None:
+    """Describe a trained model, or without a model this installation."""
+    lines = _describe_installation() if run is None else _describe_run(run)
+    for name, value in lines:
+        print(f"{name:12} {value}")
+
+
+def _describe_installation() -> Iterator[tuple[str, str]]:
+    yield from record.describe_machine().items()
+    device = find_device("auto")
+    yield "device", record.describe_device(device)
+    yield "routing", kernels.describe(device)
+    yield "convolution", filters.describe(device)
+    absent = {name for name in datasets.PUBLIC_DATASETS if not is_on_this_machine(name)}
+    yield (
+        "data",
+        ", ".join(name + " (not on this machine)" * (name in absent) for name in datasets.NAMES),
+    )
+    yield "models", ", ".join(models.names()) or "none"
+    yield "presets", ", ".join(PRESETS)
+
+
+def _describe_run(run: str) -> Iterator[tuple[str, str]]:
+    folder = find_model(run)
+    about = record.read(folder) if (folder / record.RECORD).is_file() else None
+    if about is None and not (folder / "model.safetensors").is_file():
+        raise FileNotFoundError(
+            f"{folder} does not contain a run: it has neither {record.RECORD} nor model.safetensors"
+        )
+    yield "run", f"{run}, a model of the package" if models.is_shipped(run) else run
+    if (folder / "model.safetensors").is_file():
+        network = CapsuleNetwork.load(folder)
+        channels, height, width = network.architecture.image_shape
+        inputs, dim = network.preprocessing.mean.shape
+        layers = (f"{count} of dimension {dim}" for count, dim in network.architecture.experts)
+        yield "images", f"{height}×{width}, {'grey' if channels == 1 else 'RGB'}"
+        yield "capsules", f"{inputs} of dimension {dim}"
+        yield "experts", ", then ".join(layers)
+        yield "weights", f"{sum(each.numel() for each in network.parameters()):,}"
+    if about is None:
+        return
+    source = about["data"]
+    digest = source.get("sha256", "")[:12]
+    yield (
+        "trained on",
+        f"{source.get('source')} ({source.get('images'):,} images, sha256 {digest}…)",
+    )
+    resume = f"not yet; resume with: poecaps train --resume {shlex.quote(str(folder))}"
+    yield "finished", about.get("finished") or resume
+    for start in about["starts"]:
+        yield "command", f"{start.get('command')}  ({start.get('time')}, {start.get('device')})"
+    for stage, values in _last_values(folder / METRICS).items():
+        yield (
+            stage,
+            ", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in values.items()),
+        )
+    try:
+        config = from_json(Config, about["config"])
+    except (TypeError, ValueError) as error:
+        raise ModelError(
+            f"{folder / record.RECORD} has no valid configuration ({error})"
+        ) from error
+    for name, value in changed_options(config, "default").items():
+        yield "option", f"{name} = {value}"
+
+
+def _last_values(path: Path) -> dict[str, dict[str, float]]:
+    """Return the last value of each metric of each stage."""
+    if not path.is_file() or not path.stat().st_size:
+        return {}
+    return {
+        stage: {name: float(points[-1, 1]) for name, points in curves.items()}
+        for stage, curves in read_metrics(path).items()
+    }

@@ -1,0 +1,219 @@
+"""The command `train`."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+
+from poecaps import plotting
+from poecaps.cli._training import TrainingResult, resume_training, run_training
+from poecaps.cli.generate import ROWS, describe_draws, draw_domain, draw_reconstructions
+from poecaps.cli.loading import load_figure_images
+from poecaps.cli.outputs import FIGURES, write_card
+from poecaps.network import DOMAINS
+from poecaps.training import PRESETS, Config, Progress, TrainingError, workers
+from poecaps.training.loop import CHECKPOINT, METRICS
+from poecaps.training.progress import TensorBoard, display
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from poecaps.data import ImageSet
+
+RECONSTRUCTIONS = 40  # images of the figure
+
+
+def train_command(preset_given: str) -> Callable[..., None]:
+    """Return the command `train`, whose options default to the values of a preset."""
+
+    def train(
+        config: Annotated[Config, tyro.conf.arg(name="")] = PRESETS[preset_given](),  # noqa: B008
+        *,
+        preset: Literal["default", "paper"] = "default",  # noqa: ARG001 (config has its values)
+        out: Annotated[
+            Path | None,
+            tyro.conf.arg(
+                metavar="FOLDER",
+                help_behavior_hint="(default: the first of runs/DATA, runs/DATA-2, … that is free)",
+            ),
+        ] = None,
+        resume: Annotated[
+            Path | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")
+        ] = None,
+        quiet: bool = False,
+        tensorboard: bool = False,
+        figures: bool = True,
+    ) -> None:
+        """Train a model on images, in stages, and draw figures of the result.
+
+        Without options, it is trained on 10,000 handwritten digits that are part of the package.
+
+        Parameters
+        ----------
+        preset
+            Values of options that are not given: default (best results) or paper (as published).
+        out
+            New folder for the results.
+        resume
+            Resume the run in this folder from its last checkpoint, with the options of the run.
+        quiet
+            Print only errors.
+        tensorboard
+            Also write curves for TensorBoard, to the folder tensorboard of the run.
+        figures
+            Draw figures after training.
+        """
+        if resume is not None and (
+            out is not None or replace(config, device="auto") != PRESETS["default"]()
+        ):
+            raise ValueError(
+                "--resume uses the options of the run; leave out all others except --device, "
+                "--quiet, --tensorboard and --figures"
+            )
+        folder = (resume or out or _unused_folder(config.data)).expanduser()
+        config.check()
+        result = _train(config, folder, resume is not None, quiet, tensorboard)
+        if workers.expected().first:
+            _finish(result, quiet=quiet, figures=figures)
+
+    return train
+
+
+class TrainingReporter:
+    """Reports a run on standard error, and for TensorBoard if requested.
+
+    Parameters
+    ----------
+    folder
+        The folder of the run.
+    resumed
+        Whether the run is resumed.
+    quiet
+        Whether to print nothing.
+    tensorboard
+        Whether to write curves for TensorBoard.
+    """
+
+    def __init__(self, folder: Path, *, resumed: bool, quiet: bool, tensorboard: bool) -> None:
+        self.folder, self.resumed, self.quiet = folder, resumed, quiet
+        self.started = False
+        self.displays: list[Any] = [] if quiet else [display()]
+        if tensorboard:
+            self.displays.append(TensorBoard(folder))
+
+    def found(self, images: ImageSet) -> None:
+        """Report the training images."""
+        if not self.quiet:
+            print(f"found {images.describe()}", file=sys.stderr, flush=True)
+
+    def report(self, progress: Progress) -> None:
+        """Report the progress after a step; before the first step also the folder of the run."""
+        if not self.started and not self.quiet:
+            action = "resuming" if self.resumed else "training in"
+            print(f"{action} {self.folder}", file=sys.stderr, flush=True)
+        self.started = True
+        for each in self.displays:
+            each(progress)
+
+    def close(self) -> None:
+        """Finish all displays."""
+        for each in self.displays:
+            each.close()
+
+
+def _train(
+    config: Config, folder: Path, resume: bool, quiet: bool, tensorboard: bool
+) -> TrainingResult:
+    """Start or resume a run; only the first of several processes reports it."""
+    first = workers.expected().first
+    reporter = TrainingReporter(
+        folder, resumed=resume, quiet=quiet or not first, tensorboard=tensorboard and first
+    )
+    started = time.perf_counter()
+    try:
+        with closing(reporter):
+            if resume:
+                device = None if config.device == "auto" else config.device
+                result = resume_training(
+                    folder, device=device, report=reporter.report, found=reporter.found
+                )
+            else:
+                result = run_training(config, folder, report=reporter.report, found=reporter.found)
+    except KeyboardInterrupt:
+        if first and (folder / CHECKPOINT).is_file():
+            command = f"poecaps train --resume {shlex.quote(str(folder))}"
+            print(f"checkpoint saved; resume with: {command}", file=sys.stderr)
+        raise
+    if first and not quiet:
+        seconds = time.perf_counter() - started
+        status = "already finished" if result.data is None else f"trained in {seconds:.0f} s"
+        print(f"{status}; the model is in {folder}", flush=True)
+        _warn_of_failure(result)
+    return result
+
+
+def _warn_of_failure(result: TrainingResult) -> None:
+    """Warn of stages that have learned nothing, for example because they had only a few steps."""
+    for stage, values in result.metrics.items():
+        error = values.get("reconstruction_error", 0.0)
+        if error >= 1 and not stage.startswith("encoder"):
+            option = "-".join(word for word in stage.split() if not word.isdigit())
+            print(
+                f"warning: the {stage} does no better than the mean image (error {error:.2g}); "
+                f"use more images, or increase --{option}.epochs",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
+def _finish(result: TrainingResult, *, quiet: bool, figures: bool) -> None:
+    """Draw the figures of a finished run and write its model card."""
+    try:
+        for line in _draw_figures(result) if figures else ():
+            if not quiet:
+                print(line, flush=True)
+        write_card(result.network, result.folder, draw=figures)
+    except OSError as error:
+        raise TrainingError(
+            f"the model in {result.folder} is complete, but its figures or its card are not "
+            f"({error})"
+        ) from error
+
+
+def _draw_figures(result: TrainingResult) -> Iterator[str]:
+    """Draw the figures of a run, and yield a line about each."""
+    network, folder = result.network, result.folder / FIGURES
+    images = load_figure_images(network, result.folder, result.data)
+    path = draw_reconstructions(network, images, folder / "reconstructions.png", RECONSTRUCTIONS)
+    yield f"originals (top) and reconstructions (bottom): {path}"
+    for domain in DOMAINS:
+        path = draw_domain(network, domain, None, ROWS, 0, folder / f"{domain}.png")
+        yield f"{describe_draws(domain)}: {path}"
+    if not result.metrics:  # no stage had an epoch
+        return
+    try:
+        path = plotting.training_curves(result.folder / METRICS, folder / "curves.png")
+        yield f"training curves: {path}"
+    except ModuleNotFoundError as error:
+        yield (
+            f"training curves: not drawn, because {error.name} is missing; "
+            "pip install 'poecaps[plots]'"
+        )
+
+
+def _unused_folder(source: str) -> Path:
+    """Return the first of runs/DATA, runs/DATA-2, … that does not exist."""
+    if workers.expected().size > 1:
+        raise ValueError("several processes need a common folder; give it with --out")
+    name = Path(source).stem or "images"
+    names = (
+        Path("runs") / (name if count == 1 else f"{name}-{count}") for count in range(1, 10**6)
+    )
+    return next(folder for folder in names if not folder.exists())

@@ -1,0 +1,224 @@
+"""Protection of the explorer: allowed senders, and limits on the size and number of requests."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import json
+import logging
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, MutableMapping
+    from typing import Any
+
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+MAX_BODY_BYTES = 8_000_000
+MAX_CONCURRENT_REQUESTS = 32  # further requests are answered with status 429
+BODY_TIMEOUT = 15.0  # seconds in which the body of a request must arrive
+LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
+HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "img-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+}
+
+
+class RejectedRequestError(Exception):
+    """A request that is answered with an error status instead of being passed on."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class SecurityMiddleware:
+    """ASGI middleware that rejects unwanted requests and adds security headers to every response.
+
+    A page of another site can make a browser send requests to this server. The name of that site is
+    in the header `Origin` or, if the site's DNS name was made to point to this machine, in `Host`.
+    Both must be those of this server.
+
+    Parameters
+    ----------
+    app
+        The application to protect.
+    hosts
+        Names, without port, under which this server may be addressed.
+    any_address
+        Whether the server may also be addressed by any IP address, which is needed if others may
+        use it. This is safe, because a site can make a name point here, but not an address.
+    max_body_bytes, max_concurrent_requests, body_timeout
+        Limits: bytes of a request, requests in progress, and seconds until a body has arrived.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        hosts: Iterable[str] = LOCAL_HOSTS,
+        any_address: bool = False,
+        max_body_bytes: int = MAX_BODY_BYTES,
+        max_concurrent_requests: int = MAX_CONCURRENT_REQUESTS,
+        body_timeout: float = BODY_TIMEOUT,
+    ) -> None:
+        self.app = app
+        self.hosts = frozenset(host.lower() for host in hosts)
+        self.any_address = any_address
+        self.max_body_bytes = max_body_bytes
+        self.max_concurrent_requests = max_concurrent_requests
+        self.body_timeout = body_timeout
+        self.in_progress = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or answer it with an error."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+
+        counted = started = False
+
+        async def send_with_headers(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                present = {name.lower() for name, _ in message["headers"]}
+                added = [
+                    (name.encode(), value.encode())
+                    for name, value in HEADERS.items()
+                    if name.encode() not in present
+                ]
+                message = {**message, "headers": [*message["headers"], *added]}
+            await send(message)
+
+        try:
+            self._check_sender(
+                {
+                    name.decode("latin-1"): value.decode("latin-1")
+                    for name, value in scope["headers"]
+                },
+                scope,
+            )
+            if self.in_progress >= self.max_concurrent_requests:
+                raise RejectedRequestError(
+                    429,
+                    f"{self.max_concurrent_requests} requests are already in progress; "
+                    "try again in a second",
+                )
+            self.in_progress += 1
+            counted = True
+            body = await self._read_body(receive)
+            await self.app(scope, _replay(body, receive), send_with_headers)
+        except RejectedRequestError as error:
+            if not counted:
+                await self._discard_body(receive)
+            await _send_error(send_with_headers, error)
+        except Exception:
+            logging.getLogger(__name__).exception("%s %s failed", scope["method"], scope["path"])
+            if started:
+                raise
+            await _send_error(
+                send_with_headers,
+                RejectedRequestError(
+                    500, "internal error of the explorer; its terminal has the details"
+                ),
+            )
+        finally:
+            self.in_progress -= counted
+
+    def _check_sender(self, headers: MutableMapping[str, str], scope: Scope) -> None:
+        host = headers.get("host", "")
+        if not self._is_allowed(_without_port(host)):
+            raise RejectedRequestError(403, "the explorer does not accept requests for this Host")
+        origin = headers.get("origin")
+        if origin is not None and origin != f"{scope['scheme']}://{host}":
+            raise RejectedRequestError(
+                403, "the explorer does not accept requests from another Origin"
+            )
+        is_foreign = headers.get("sec-fetch-site") in ("cross-site", "same-site")
+        if is_foreign and headers.get("sec-fetch-mode") != "navigate":
+            raise RejectedRequestError(
+                403, "the explorer does not accept requests from other sites"
+            )
+
+    def _is_allowed(self, name: str) -> bool:
+        if name.lower() in self.hosts:
+            return True
+        try:
+            ipaddress.ip_address(name)
+        except ValueError:
+            return False
+        return self.any_address
+
+    async def _read_body(self, receive: Receive, *, keep: bool = True) -> bytes:
+        """Read the whole body; one that is too large is read to its end, but not kept.
+
+        Clients read the response only after they have sent the whole body.
+        """
+        parts, size, more = [], 0, True
+        deadline = asyncio.get_running_loop().time() + self.body_timeout
+        while more:
+            try:
+                message = await asyncio.wait_for(
+                    receive(), deadline - asyncio.get_running_loop().time()
+                )
+            except asyncio.TimeoutError:
+                raise RejectedRequestError(
+                    408, f"the request was not complete after {self.body_timeout:.0f} seconds"
+                ) from None
+            part = message.get("body", b"")
+            size += len(part)
+            if keep and size <= self.max_body_bytes:
+                parts.append(part)
+            else:
+                parts.clear()
+            more = message["type"] == "http.request" and message.get("more_body", False)
+        if size > self.max_body_bytes:
+            raise RejectedRequestError(
+                413,
+                f"the request has {size:,} bytes, but at most {self.max_body_bytes:,} are accepted",
+            )
+        return b"".join(parts)
+
+    async def _discard_body(self, receive: Receive) -> None:
+        """Read the rest of a rejected request, so that the client reads the response."""
+        try:
+            await self._read_body(receive, keep=False)
+        except RejectedRequestError:
+            return
+
+
+def _without_port(host: str) -> str:
+    """Remove the port from a Host header, and the brackets from an IPv6 address."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0]
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """Return a `receive` that yields the body that was read, then further messages."""
+    replayed = False
+
+    async def replay() -> MutableMapping[str, Any]:
+        nonlocal replayed
+        if replayed:
+            return await receive()
+        replayed = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return replay
+
+
+async def _send_error(send: Send, error: RejectedRequestError) -> None:
+    body = json.dumps({"error": str(error)}).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    if error.status == 429:
+        headers.append((b"retry-after", b"1"))
+    await send({"type": "http.response.start", "status": error.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

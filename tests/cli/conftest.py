@@ -1,0 +1,44 @@
+"""A small run that all tests of the command line share."""
+
+from __future__ import annotations
+
+import shlex
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import poecaps
+from poecaps.cli.main import main
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SMALL = shlex.split("""
+    --model.features 8 --model.capsule-dim 4 --model.experts 3 5 --model.joint-components 4
+    --autoencoder.epochs 1 --encoder.epochs 1 --decoder.epochs 1 --pixel-decoder.epochs 1
+    --batch-size 16 --device cpu
+""")
+
+
+@pytest.fixture(scope="session")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "digits.npz"
+    train, test = poecaps.data.load("mnist-sample"), poecaps.data.load("mnist-sample", split="test")
+    assert train.labels is not None
+    np.savez(path, x_train=train.images[:48], y_train=train.labels[:48], x_test=test.images[:20])
+    return path
+
+
+@pytest.fixture(scope="session")
+def run(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a finished run; tests write their results elsewhere."""
+    folder = tmp_path_factory.mktemp("runs") / "small"
+    assert main(["train", "--data", str(source), "--out", str(folder), "--quiet", *SMALL]) == 0
+    return folder
+
+
+def arrays(path: Path) -> dict[str, Any]:
+    """Return the arrays of an .npz file."""
+    with np.load(path) as file:
+        return dict(file)

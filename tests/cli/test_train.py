@@ -1,0 +1,394 @@
+"""`poecaps train`."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import poecaps
+from poecaps._files import read_tensors
+from poecaps.cli.main import main
+from poecaps.network import DOMAINS
+from poecaps.training import PRESETS
+from poecaps.training.config import Config, from_json
+from poecaps.training.loop import CHECKPOINT
+from tests.cli.conftest import SMALL, arrays
+
+
+def test_training_leaves_a_model_its_record_and_pictures(run: Path) -> None:
+    names = {str(file.relative_to(run)) for file in run.rglob("*") if file.is_file()}
+    pictures = {*DOMAINS, "reconstructions", "curves"}
+    assert names == {
+        *(
+            "config.json",
+            "model.safetensors",
+            "checkpoint.safetensors",
+            "run.json",
+            "metrics.jsonl",
+        ),
+        *("README.md", "samples.png"),
+        *(f"figures/{name}{suffix}" for name in pictures for suffix in (".png", ".npz")),
+    }
+    assert poecaps.load(run).architecture.experts == ((3, 5),)
+
+
+def test_all_four_domains_are_grids_of_figure_2(run: Path) -> None:
+    for domain in DOMAINS:
+        images = arrays(run / "figures" / f"{domain}.npz")["images"]
+        assert images.shape == ((80, 1, 28, 28) if domain == "joint" else (4, 3, 1, 28, 28))
+        with Image.open(run / "figures" / f"{domain}.png") as picture:
+            assert picture.size[0] > 3 * 28
+
+
+def test_every_field_can_be_set_and_nothing_else_changes(source: Path, tmp_path: Path) -> None:
+    changes = ["--encoder.k", "2", "--encoder.optimizer", "adam", "--encoder.learning-rate", "0.1"]
+    where = ["--data", str(source), "--out", str(tmp_path / "run"), "--quiet", "--no-figures"]
+    assert (
+        main(
+            ["train", "--preset", "paper", *where, *SMALL, "--pixel-decoder.epochs", "0", *changes]
+        )
+        == 0
+    )
+    used = from_json(Config, json.loads((tmp_path / "run" / "run.json").read_text())["config"])
+    paper = PRESETS["paper"]()
+    assert (
+        used.encoder.k,
+        used.encoder.optimizer,
+        used.encoder.learning_rate,
+        used.encoder.epochs,
+    ) == (2, "adam", 0.1, 1)
+    assert (used.encoder.weight_decay, used.decoder.learning_rate, used.decoder.optimizer) == (
+        1e-7,
+        paper.decoder.learning_rate,
+        "sgd",
+    )
+    assert (used.model.bias, used.model.centre, used.model.scale, used.model.sharpness) == (
+        False,
+        False,
+        None,
+        1.0,
+    )
+    assert (used.model.experts, paper.model.experts) == (((3, 5),), ((20, 16),))
+
+
+def test_progress_is_plain_lines_where_there_is_no_terminal(source: Path, tmp_path: Path) -> None:
+    arguments = [sys.executable, "-m", "poecaps", "train", "--data", str(source), *SMALL]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=True, cwd=tmp_path)
+    lines = [line for line in done.stderr.splitlines() if not line.startswith("warning")]
+    assert "the autoencoder does no better than the mean image" in done.stderr  # after three steps
+    assert "increase --autoencoder.epochs" in done.stderr
+    assert "increase --pixel-decoder.epochs" in done.stderr
+    assert lines[0] == f"found 48 grey images of 28×28 in {source}, 10 classes"
+    assert lines[1] == "training in runs/digits"
+    stages = ["autoencoder", "encoder", "decoder", "pixel"]
+    assert [line.split()[1] for line in lines[2:]] == [stage for stage in stages for _ in range(2)]
+    assert all(line.isprintable() for line in lines)
+    assert "runs/digits/figures/joint.png" in done.stdout
+    again = subprocess.run(
+        [*arguments, "--no-figures"], capture_output=True, text=True, check=True, cwd=tmp_path
+    )
+    assert "the model is in runs/digits-2" in again.stdout
+
+
+def on_a_terminal(arguments: list[str], folder: Path) -> str:
+    """Run a command with its standard error on a terminal, and return the output there."""
+    import pty
+
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(arguments, stderr=theirs, stdout=subprocess.DEVNULL, cwd=folder)
+    os.close(theirs)
+    seen = b""
+    while True:
+        try:
+            chunk = os.read(ours, 4096)
+        except OSError:  # how the end looks on Linux
+            break
+        if not chunk:
+            break
+        seen += chunk
+    os.close(ours)
+    assert process.wait() == 0, seen.decode()
+    return seen.decode()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs a pseudo-terminal")
+def test_progress_is_one_live_line_for_each_stage_on_a_terminal(
+    source: Path, tmp_path: Path
+) -> None:
+    arguments = [
+        sys.executable,
+        "-m",
+        "poecaps",
+        "train",
+        "--data",
+        str(source),
+        "--no-figures",
+        *SMALL,
+    ]
+    seen = on_a_terminal(arguments, tmp_path)
+    lines = [line for line in seen.split("\r\n") if line]
+    lines = [line for line in lines if not line.startswith("warning")]
+    assert len(lines) == 6  # what was found, where it trains, and four stages
+    assert all("\r\x1b[K" in line and "100%" in line for line in lines[2:])
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs a pseudo-terminal")
+def test_a_run_goes_on_on_a_terminal(source: Path, tmp_path: Path) -> None:
+    """From the middle of a stage, where no pace is known yet."""
+    train = [sys.executable, "-m", "poecaps", "train", "--no-figures"]
+    options = ["--data", str(source), "--out", "run", *SMALL]
+    slow = ["--autoencoder.epochs", "200", "--checkpoint-every", "0.1"]
+    process = subprocess.Popen([*train, *options, *slow], stderr=subprocess.DEVNULL, cwd=tmp_path)
+    while True:
+        assert process.poll() is None
+        if (tmp_path / "run" / "run.json").exists() and read_tensors(tmp_path / "run" / CHECKPOINT)[
+            1
+        ]["step"] > 0:
+            break
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    seen = on_a_terminal([*train, "--resume", "run"], tmp_path)
+    assert "goes on from epoch" in seen
+    assert "Traceback" not in seen
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["finished"]
+
+
+def test_a_run_may_go_on_on_another_device(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy)
+    (copy / "model.safetensors").unlink()
+    assert main(["train", "--resume", str(copy), "--device", "cuda:77", "--quiet"]) == 2
+    assert main(["train", "--resume", str(copy), "--device", "cpu", "--quiet"]) == 0
+    assert "cuda:77" in capsys.readouterr().err
+
+
+def test_no_set_of_images_is_loaded_twice(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither where there are test images, nor where the figures show the training images."""
+    loaded: list[tuple[str, str]] = []
+    load = poecaps.data.load
+
+    def note(source: str, **options: Any) -> poecaps.data.ImageSet:
+        images = load(source, **options)
+        loaded.append((Path(source).name, options.get("split", "train")))
+        return images
+
+    monkeypatch.setattr("poecaps.data.load", note)
+    monkeypatch.setattr("poecaps.training.loop.load", note)
+    unsplit = tmp_path / "unsplit.npz"
+    np.savez(unsplit, images=arrays(source)["x_train"])
+    for number, data in enumerate((source, unsplit)):
+        folder = str(tmp_path / str(number))
+        assert main(["train", "--data", str(data), "--out", folder, "--quiet", *SMALL]) == 0
+    assert loaded == [("digits.npz", "train"), ("digits.npz", "test"), ("unsplit.npz", "train")]
+    drawn = arrays(tmp_path / "1" / "figures" / "reconstructions.npz")["originals"]
+    np.testing.assert_array_equal(drawn, load(unsplit).batch(range(40)).numpy())
+    shutil.rmtree(tmp_path / "1" / "figures")
+    assert main(["train", "--resume", str(tmp_path / "1"), "--quiet"]) == 0
+    again = arrays(tmp_path / "1" / "figures" / "reconstructions.npz")["originals"]
+    np.testing.assert_array_equal(again, drawn)
+
+
+def test_a_run_without_epochs_still_leaves_a_model(source: Path, tmp_path: Path) -> None:
+    none = [
+        "--autoencoder.epochs",
+        "0",
+        "--encoder.epochs",
+        "0",
+        "--decoder.epochs",
+        "0",
+        "--pixel-decoder.epochs",
+        "0",
+    ]
+    folder = tmp_path / "run"
+    assert (
+        main(["train", "--data", str(source), "--out", str(folder), "--quiet", *SMALL, *none]) == 0
+    )
+    assert (folder / "figures" / "joint.png").exists()
+    assert main(["info", str(folder)]) == 0
+
+
+def test_the_flag_for_tensorboard_writes_its_events(source: Path, tmp_path: Path) -> None:
+    arguments = [
+        "--data",
+        str(source),
+        "--out",
+        str(tmp_path / "run"),
+        "--quiet",
+        "--no-figures",
+        "--tensorboard",
+    ]
+    assert main(["train", *arguments, *SMALL]) == 0
+    assert list((tmp_path / "run" / "tensorboard").glob("events.out.tfevents.*"))
+
+
+def test_several_processes_must_be_told_a_folder(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["train"]) == 2
+    assert "give it with --out" in capsys.readouterr().err
+
+
+def test_the_demo_of_the_makefile_trains_the_default_on_the_bundled_digits(
+    source: Path, tmp_path: Path
+) -> None:
+    """Its command, with few images and a small model in place of minutes."""
+    makefile = (Path(__file__).parents[2] / "Makefile").read_text()
+    (line,) = [line for line in makefile.splitlines() if "/poecaps train" in line]
+    words = line.replace("$(BIN)/poecaps", "").replace("$(DEMO)", str(tmp_path / "demo")).split()
+    assert "--data" not in words
+    assert main([*words, "--quiet", "--data", str(source), *SMALL]) == 0
+    options = json.loads((tmp_path / "demo" / "run.json").read_text())["config"]
+    assert options["encoder"]["learning_rate"] == PRESETS["default"]().encoder.learning_rate
+    made = {file.stem for file in (tmp_path / "demo" / "figures").glob("*.png")}
+    assert made == {*DOMAINS, "reconstructions", "curves"}
+
+
+def test_a_full_disk_while_drawing_says_that_the_model_is_safe(
+    source: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("numpy.savez", full)
+    assert main(["train", "--data", str(source), "--out", str(tmp_path / "run"), *SMALL]) == 1
+    err = capsys.readouterr().err
+    assert f"the model in {tmp_path / 'run'} is complete" in err
+    assert "reconstructions.png" in err
+    assert main(["encode", str(tmp_path / "run")]) == 1
+    assert "codes-train.npz" in capsys.readouterr().err
+
+
+def test_quiet_is_quiet(source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert (
+        main(["train", "--data", str(source), "--out", str(tmp_path / "run"), "--quiet", *SMALL])
+        == 0
+    )
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_finished_run_can_be_resumed_and_a_broken_disk_is_no_traceback(
+    run: Path,
+    source: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy)
+    assert main(["train", "--resume", str(copy), "--no-figures"]) == 0
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    assert main(["train", "--data", str(source), "--out", str(tmp_path / "full"), *SMALL]) == 1
+    assert "cannot write into" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("shape", "data_shape"), [((28, 28), (28, 28)), ((32, 32, 3), (32, 32)), ((28, 20), (28, 20))]
+)
+def test_images_of_any_kind_train_and_generate(
+    shape: tuple[int, ...], data_shape: tuple[int, int], tmp_path: Path
+) -> None:
+    images = np.random.default_rng(0).integers(0, 256, (32, *shape), dtype=np.uint8)
+    np.save(tmp_path / "x.npy", images)
+    folder = str(tmp_path / "run")
+    assert (
+        main(["train", "--data", str(tmp_path / "x.npy"), "--out", folder, "--quiet", *SMALL]) == 0
+    )
+    assert (
+        main(["generate", folder, "--domain", "learned", "--out", str(tmp_path / "drawn.png")]) == 0
+    )
+    channels = 3 if len(shape) == 3 else 1
+    assert arrays(tmp_path / "drawn.npz")["images"].shape == (4, 3, channels, *data_shape)
+
+
+def test_a_folder_of_pictures_trains_and_is_reconstructed(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    for name, size in (("a", (40, 30)), ("b", (24, 36)), ("c", (30, 30)), ("d", (64, 20))):
+        (tmp_path / "pictures").mkdir(exist_ok=True)
+        picture = Image.fromarray(random.integers(0, 256, (*size, 3), dtype=np.uint8))
+        picture.save(tmp_path / "pictures" / f"{name}.png")
+    data = ["--data", str(tmp_path / "pictures"), "--size", "20", "18", "--channels", "3"]
+    assert main(["train", *data, "--out", str(tmp_path / "run"), "--quiet", *SMALL]) == 0
+    assert arrays(tmp_path / "run" / "figures" / "reconstructions.npz")["originals"].shape == (
+        4,
+        3,
+        20,
+        18,
+    )
+
+
+def test_one_line_says_what_was_found_and_what_was_skipped_and_why(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    random = np.random.default_rng(0)
+    for name, side in (("ant/a", 30), ("ant/b", 24), ("bee/c", 30), ("bee/tiny", 16)):
+        file = tmp_path / "pictures" / f"{name}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(random.integers(0, 256, (side, side, 3), dtype=np.uint8)).save(file)
+    whole = (tmp_path / "pictures" / "ant" / "a.png").read_bytes()
+    (tmp_path / "pictures" / "ant" / "cut.png").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "pictures" / "bee" / "empty.png").write_bytes(b"")
+    (tmp_path / "pictures" / "notes.txt").write_text("taken in May")
+    data = ["--data", str(tmp_path / "pictures"), "--size", "20", "18"]
+    assert main(["train", *data, "--out", str(tmp_path / "run"), *SMALL]) == 0
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "skipped" in line]
+    assert line == (
+        f"found 3 RGB images of 20×18 in {tmp_path / 'pictures'}, 2 classes (ant, bee); "
+        "4 files skipped: 1 not PNG, JPEG or WebP (notes.txt), 2 unreadable (empty.png, …), "
+        "1 smaller than 17×17 (tiny.png)"
+    )
+    assert arrays(tmp_path / "run" / "figures" / "reconstructions.npz")["originals"].shape == (
+        3,
+        3,
+        20,
+        18,
+    )
+
+    assert main(["reconstruct", str(tmp_path / "run"), "--device", "cpu"]) == 0
+    assert [each for each in capsys.readouterr().err.splitlines() if "skipped" in each] == [line]
+
+    config = from_json(Config, json.loads((tmp_path / "run" / "run.json").read_text())["config"])
+    with pytest.warns(UserWarning, match="4 files skipped") as told:
+        poecaps.train(config, tmp_path / "again")
+    assert [(str(each.message), each.filename) for each in told] == [(line, __file__)]
+
+    seen: list[str] = []
+    poecaps.train(
+        config, tmp_path / "told", found=lambda images: seen.append(f"found {images.describe()}")
+    )
+    assert seen == [line]
+
+
+def test_missing_matplotlib_is_said_and_stops_nothing(
+    source: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["train", "--data", str(source), "--out", str(tmp_path / "run"), *SMALL]) == 0
+    assert "pip install 'poecaps[plots]'" in capsys.readouterr().out
+    assert (tmp_path / "run" / "figures" / "joint.png").exists()
+    assert (tmp_path / "run" / CHECKPOINT).exists()
