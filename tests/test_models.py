@@ -20,7 +20,7 @@ from poecaps import Architecture, CapsuleNetwork, hub, models
 from poecaps.card import is_unedited
 from poecaps.cli import main
 from poecaps.code_density import DOMAINS
-from poecaps.data import named
+from poecaps.data import datasets
 from poecaps.training import PRESETS, Config, EncoderStage, record, train
 from poecaps.training.config import command, nearest_preset
 from tools.ship_model import main as ship_model
@@ -429,4 +429,4 @@ def test_every_model_of_the_package_draws(
     assert f"\n# {name}\n" in text
     assert "](samples.png)" in text
     assert (models.FOLDER / name / "samples.png").stat().st_size < 60_000
-    assert record.read(models.FOLDER / name)["config"]["data"] in named.NAMES
+    assert record.read(models.FOLDER / name)["config"]["data"] in datasets.NAMES

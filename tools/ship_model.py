@@ -22,7 +22,7 @@ import torch
 from poecaps import CapsuleNetwork, ModelError, hub, models
 from poecaps._json import dataclass_from_json
 from poecaps.code_density import DOMAINS
-from poecaps.data import named
+from poecaps.data import datasets
 from poecaps.training import Config, record
 
 if TYPE_CHECKING:
@@ -64,10 +64,10 @@ def ship(run: Path, name: str) -> Path:
     if not about.get("finished"):
         raise ModelError(f"{run} is not finished")
     config = dataclass_from_json(Config, about["config"])
-    if config.data not in named.NAMES:
+    if config.data not in datasets.NAMES:
         raise ValueError(
             f"{run} was trained on {config.data}, but must be trained on one of "
-            f"{', '.join(named.NAMES)}"
+            f"{', '.join(datasets.NAMES)}"
         )
     with tempfile.TemporaryDirectory() as trial:
         network.save(trial, half=True)

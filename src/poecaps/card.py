@@ -24,7 +24,7 @@ from poecaps._files import atomic_write, read_json
 from poecaps._json import dataclass_from_json
 from poecaps._modules import device_of
 from poecaps.code_density import DOMAINS
-from poecaps.data.named import NAMES
+from poecaps.data.datasets import NAMES
 from poecaps.serialization import WEIGHTS, read_metadata
 from poecaps.training import record
 from poecaps.training.config import Config, changed_options, nearest_preset

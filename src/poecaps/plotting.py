@@ -42,8 +42,6 @@ TITLE_SIZE, LABEL_SIZE = 18, 14
 BACKGROUND, TEXT, SEPARATOR = (255, 255, 255), (40, 40, 40), (190, 190, 190)
 IMAGES_PER_LINE = 20  # of `reconstructions`
 ASCII_SUBSTITUTES = str.maketrans("×–—−‘’“”", "x---''\"\"")
-NUMBER_TYPES = (int, float)  # of JSON; `type(True) in NUMBER_TYPES` is False, unlike isinstance
-NOT_CURVES = ("step", "epoch", "images_per_second", "seconds")
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#8c6d1f", "#4b4b9b", "#56b4e9", "#666666")
 
 
@@ -229,57 +227,6 @@ def training_curves(metrics: PathLike | Mapping[str, Mapping[str, Array]], path:
         for name, points in curves.items()
     }
     return _write(path, picture.getvalue(), arrays)
-
-
-def read_metrics(source: Path) -> dict[str, dict[str, Array]]:
-    """Read the curves of a run from its ``metrics.jsonl``.
-
-    Each line is a JSON object with a ``stage`` and an ``epoch``. Every other number is a point of a
-    curve, except ``step``, ``images_per_second`` and ``seconds``. If a point occurs twice, in a run
-    that was resumed, the last value counts. A last line that was cut off by a crash is ignored.
-
-    Returns
-    -------
-    dict
-        For each stage and each curve, in the order of the file, the array (points, 2) of epochs and
-        values.
-
-    Raises
-    ------
-    ValueError
-        If a line is malformed, or the file contains no point.
-    """
-    found: dict[str, dict[str, dict[float, float]]] = {}
-    lines = source.read_bytes().split(b"\n")
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            entry = json.loads(line)
-        except ValueError:
-            if number == len(lines):  # cut off by a crash
-                break
-            entry = None
-        if not (
-            isinstance(entry, dict)
-            and isinstance(entry.get("stage"), str)
-            and type(entry.get("epoch")) in NUMBER_TYPES
-        ):
-            raise ValueError(
-                f"{source}, line {number}, must be a JSON object with a stage and an epoch, but is "
-                f"{line[:80].decode(errors='replace')!r}; repair the line or remove it"
-            )
-        for name, value in entry.items():
-            if name not in NOT_CURVES and type(value) in NUMBER_TYPES:
-                found.setdefault(entry["stage"], {}).setdefault(name, {})[entry["epoch"]] = value
-    if not found:
-        raise ValueError(
-            f"{source} contains no metrics; give the metrics.jsonl of a run that has made a step"
-        )
-    return {
-        stage: {name: np.array(sorted(points.items()), float) for name, points in curves.items()}
-        for stage, curves in found.items()
-    }
 
 
 def _as_images(name: str, value: Tensor | Array, axes: Sequence[str]) -> Array:

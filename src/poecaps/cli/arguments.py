@@ -5,8 +5,7 @@ from __future__ import annotations
 import shlex
 from typing import TYPE_CHECKING, Any
 
-from poecaps.training.config import PRESETS, Config, nearest_preset
-from poecaps.training.config import changes as changed_options
+from poecaps.training.config import PRESETS, Config, changed_options, nearest_preset
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

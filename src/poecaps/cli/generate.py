@@ -21,7 +21,8 @@ from poecaps.cli.options import (
     output,
 )
 from poecaps.cli.outputs import FIGURES, default_output
-from poecaps.network import DOMAINS, REACH, STEPS, CapsuleNetwork, Domain
+from poecaps.code_density import DOMAINS, Domain
+from poecaps.network import TRAVERSAL_REACH, TRAVERSAL_STEPS, CapsuleNetwork
 
 if TYPE_CHECKING:
     from poecaps.data import ImageSet
@@ -159,8 +160,8 @@ def traverse(
     data: Data = None,
     data_path: DataPath = None,
     split: OptionalSplit = None,
-    steps: int = STEPS,
-    reach: float = REACH,
+    steps: int = TRAVERSAL_STEPS,
+    reach: float = TRAVERSAL_REACH,
     out: Annotated[Path | None, output("PNG", "RUN/figures/expert-NUMBER.png")] = None,
     device: Device = "auto",
 ) -> None:

@@ -7,22 +7,21 @@ from typing import TYPE_CHECKING
 
 from tyro.conf import Positional  # noqa: TC002 (tyro reads the annotations)
 
-from poecaps import kernels, models
+from poecaps import models
+from poecaps._devices import find_device
 from poecaps._files import ModelError
+from poecaps._json import dataclass_from_json
 from poecaps.cli.loading import find_model, is_on_this_machine
 from poecaps.cli.options import OptionalModel  # noqa: TC001 (tyro reads the annotations)
 from poecaps.data import datasets
-from poecaps.kernels import filters
+from poecaps.kernels import convolution, dispatch
 from poecaps.network import CapsuleNetwork
-from poecaps.plotting import read_metrics
 from poecaps.training import PRESETS, record
-from poecaps.training.config import Config, from_json
-from poecaps.training.config import changes as changed_options
-from poecaps.training.loop import METRICS, find_device
+from poecaps.training.config import Config, changed_options
+from poecaps.training.metrics import METRICS, last_values
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 
 def info(run: Positional[OptionalModel] = None) -> None:
@@ -33,11 +32,11 @@ def info(run: Positional[OptionalModel] = None) -> None:
 
 
 def _describe_installation() -> Iterator[tuple[str, str]]:
-    yield from record.describe_machine().items()
+    yield from record.describe_versions().items()
     device = find_device("auto")
     yield "device", record.describe_device(device)
-    yield "routing", kernels.describe(device)
-    yield "convolution", filters.describe(device)
+    yield "routing", dispatch.describe(device)
+    yield "convolution", convolution.describe(device)
     absent = {name for name in datasets.PUBLIC_DATASETS if not is_on_this_machine(name)}
     yield (
         "data",
@@ -76,26 +75,16 @@ def _describe_run(run: str) -> Iterator[tuple[str, str]]:
     yield "finished", about.get("finished") or resume
     for start in about["starts"]:
         yield "command", f"{start.get('command')}  ({start.get('time')}, {start.get('device')})"
-    for stage, values in _last_values(folder / METRICS).items():
+    for stage, values in last_values(folder / METRICS).items():
         yield (
             stage,
             ", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in values.items()),
         )
     try:
-        config = from_json(Config, about["config"])
+        config = dataclass_from_json(Config, about["config"])
     except (TypeError, ValueError) as error:
         raise ModelError(
             f"{folder / record.RECORD} has no valid configuration ({error})"
         ) from error
     for name, value in changed_options(config, "default").items():
         yield "option", f"{name} = {value}"
-
-
-def _last_values(path: Path) -> dict[str, dict[str, float]]:
-    """Return the last value of each metric of each stage."""
-    if not path.is_file() or not path.stat().st_size:
-        return {}
-    return {
-        stage: {name: float(points[-1, 1]) for name, points in curves.items()}
-        for stage, curves in read_metrics(path).items()
-    }

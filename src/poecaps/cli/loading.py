@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from poecaps import data, models
-from poecaps.autoencoder import least_side
+from poecaps._devices import find_device
+from poecaps.autoencoder import minimum_image_size
 from poecaps.data import DataError, DatasetNotFoundError, datasets
 from poecaps.data.folder import suppress_skipped_warnings
 from poecaps.data.idx import Split, find_images
 from poecaps.network import CapsuleNetwork
 from poecaps.training import record
-from poecaps.training.loop import CHECKPOINT, find_device
+from poecaps.training.checkpoint import CHECKPOINT
 
 if TYPE_CHECKING:
     from poecaps.data import ImageSet
@@ -158,7 +159,7 @@ def _load(network: CapsuleNetwork, source: str, path: str | None, split: Split) 
         and location.is_dir()
         and find_images(location, "train") is None
     ):
-        smallest = least_side(network.architecture.kernel_size)
+        smallest = minimum_image_size(network.architecture.kernel_size)
         conversion = {"size": (height, width), "channels": channels, "smallest": smallest}
     with suppress_skipped_warnings():
         return data.load(source, split=split, path=path, **conversion)

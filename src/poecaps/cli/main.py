@@ -17,8 +17,8 @@ import torch
 import tyro
 from tyro.conf import Positional  # noqa: TC002 (tyro reads the annotations)
 
-from poecaps import __version__
 from poecaps._files import ModelError
+from poecaps._version import __version__
 from poecaps.cli.arguments import preset_of
 from poecaps.cli.completion import Shell, correct
 from poecaps.cli.encode import encode
@@ -29,7 +29,8 @@ from poecaps.cli.info import info
 from poecaps.cli.options import registry
 from poecaps.cli.train import train_command
 from poecaps.data import DataError
-from poecaps.training import TrainingError, workers
+from poecaps.training import TrainingError
+from poecaps.training.distributed import Distributed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -64,7 +65,7 @@ def run_program() -> NoReturn:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # the encoding may lack characters such as ×
     status = main()
-    if workers.expected().size > 1:
+    if Distributed.from_environment().size > 1:
         # The threads of torch.distributed may abort the process when Python shuts down normally.
         sys.stdout.flush()
         sys.stderr.flush()

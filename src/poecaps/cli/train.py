@@ -13,13 +13,22 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from poecaps import plotting
-from poecaps.cli._training import TrainingResult, resume_training, run_training
 from poecaps.cli.generate import ROWS, describe_draws, draw_domain, draw_reconstructions
 from poecaps.cli.loading import load_figure_images
 from poecaps.cli.outputs import FIGURES, write_card
-from poecaps.network import DOMAINS
-from poecaps.training import PRESETS, Config, Progress, TrainingError, workers
-from poecaps.training.loop import CHECKPOINT, METRICS
+from poecaps.code_density import DOMAINS
+from poecaps.training import (
+    PRESETS,
+    Config,
+    Progress,
+    TrainingError,
+    TrainingResult,
+    resume_training,
+    run_training,
+)
+from poecaps.training.checkpoint import CHECKPOINT
+from poecaps.training.distributed import Distributed
+from poecaps.training.metrics import METRICS
 from poecaps.training.progress import TensorBoard, display
 
 if TYPE_CHECKING:
@@ -78,9 +87,9 @@ def train_command(preset_given: str) -> Callable[..., None]:
                 "--quiet, --tensorboard and --figures"
             )
         folder = (resume or out or _unused_folder(config.data)).expanduser()
-        config.check()
+        config.validate()
         result = _train(config, folder, resume is not None, quiet, tensorboard)
-        if workers.expected().first:
+        if Distributed.from_environment().is_main:
             _finish(result, quiet=quiet, figures=figures)
 
     return train
@@ -132,7 +141,7 @@ def _train(
     config: Config, folder: Path, resume: bool, quiet: bool, tensorboard: bool
 ) -> TrainingResult:
     """Start or resume a run; only the first of several processes reports it."""
-    first = workers.expected().first
+    first = Distributed.from_environment().is_main
     reporter = TrainingReporter(
         folder, resumed=resume, quiet=quiet or not first, tensorboard=tensorboard and first
     )
@@ -210,7 +219,7 @@ def _draw_figures(result: TrainingResult) -> Iterator[str]:
 
 def _unused_folder(source: str) -> Path:
     """Return the first of runs/DATA, runs/DATA-2, … that does not exist."""
-    if workers.expected().size > 1:
+    if Distributed.from_environment().size > 1:
         raise ValueError("several processes need a common folder; give it with --out")
     name = Path(source).stem or "images"
     names = (

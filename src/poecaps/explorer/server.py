@@ -16,12 +16,12 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException as StarletteError
 
-from poecaps import __version__
+from poecaps._version import __version__
+from poecaps.code_density import Domain  # noqa: TC001 (FastAPI reads the annotations)
 from poecaps.explorer import pictures
 from poecaps.explorer.render import STRIDE
 from poecaps.explorer.schema import Code, Encoding, Error, ModelInfo, PythonCode
 from poecaps.explorer.security import LOCAL_HOSTS, SecurityMiddleware
-from poecaps.network import Domain  # noqa: TC001 (FastAPI reads the annotations)
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence

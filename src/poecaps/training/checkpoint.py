@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
-from poecaps._files import ModelError, read_tensors, write_tensors
+from poecaps._files import ModelError
 from poecaps._json import dataclass_from_json
-from poecaps.network import FORMAT, VERSION, check_version
+from poecaps.serialization import read_metadata, read_tensors, write_tensors
 from poecaps.training.config import Config
 from poecaps.training.distributed import launch_id
 from poecaps.training.errors import TrainingError
@@ -44,8 +44,6 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
     """Write the checkpoint of a run into its folder, atomically."""
     tensors = {f"model.{name}": value for name, value in checkpoint.model.items()}
     about = {
-        "format": FORMAT,
-        "version": VERSION,
         "config": asdict(checkpoint.config),
         "stage": checkpoint.stage,
         "step": checkpoint.step,
@@ -68,7 +66,6 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     if not source.is_file():
         raise FileNotFoundError(f"cannot resume the run in {folder}: it contains no {CHECKPOINT}")
     tensors, about = read_tensors(source)
-    check_version(about, source)
     try:
         config = dataclass_from_json(Config, about["config"])
         config.validate()
@@ -91,7 +88,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 def was_written_by_this_launch(folder: Path) -> bool:
     """Return whether the checkpoint in a folder is from the same call of `torchrun`."""
     source = folder / CHECKPOINT
-    return source.is_file() and read_tensors(source)[1].get("launch") == launch_id()
+    return source.is_file() and read_metadata(source).get("launch") == launch_id()
 
 
 class CheckpointTimer:

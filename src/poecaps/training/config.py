@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from poecaps import _checks as checks
 from poecaps.functional import MIXINGS, Mixing
-from poecaps.network import ModelOptions
+from poecaps.options import ModelOptions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

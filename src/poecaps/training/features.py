@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from poecaps._modules import BATCH_SIZE, in_batches
-from poecaps.data._storage import allocate
+from poecaps.data.buffers import allocate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from poecaps._files import write_atomically
+from poecaps._files import atomic_write
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,12 +18,8 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
 METRICS = "metrics.jsonl"
-NOT_METRICS = (
-    "step",
-    "epoch",
-    "images_per_second",
-    "seconds",
-)  # numbers of a line that have no curve
+# Numbers of a line that have no curve.
+NOT_METRICS = ("step", "epoch", "images_per_second", "seconds")
 NUMBER_TYPES = (int, float)  # of a JSON number; bool is a subclass of int, but not a number
 
 
@@ -59,7 +55,8 @@ class MetricsLog:
             return
         text = self.path.read_text(encoding="utf-8", errors="replace")
         kept = [line for line in text.splitlines() if _is_until(line, stage, step, stages)]
-        write_atomically(self.path, "".join(f"{line}\n" for line in kept).encode())
+        with atomic_write(self.path) as file:
+            file.write("".join(f"{line}\n" for line in kept).encode())
 
 
 def _is_until(line: str, stage: int, step: int, stages: Sequence[str]) -> bool:

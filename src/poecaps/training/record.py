@@ -15,8 +15,9 @@ import numpy as np
 import torch
 
 from poecaps._files import ModelError, read_json, write_json
+from poecaps._version import __version__
 from poecaps._json import dataclass_from_json
-from poecaps.data.named import NAMES
+from poecaps.data.datasets import NAMES
 from poecaps.training.config import MACHINE_OPTIONS, Config
 
 if TYPE_CHECKING:
@@ -54,8 +55,6 @@ def describe_data(data: ImageSet) -> dict[str, Any]:
 
 def describe_versions() -> dict[str, str]:
     """Return the versions of the software on which results may depend."""
-    from poecaps import __version__
-
     return {
         "poecaps": __version__,
         "python": platform.python_version(),

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from poecaps._devices import find_device
-from poecaps.autoencoder import least_side
+from poecaps.autoencoder import minimum_image_size
 from poecaps.data import DataError, load
-from poecaps.data.folder import without_warning
-from poecaps.data.named import NAMES
+from poecaps.data.datasets import NAMES
+from poecaps.data.folder import suppress_skipped_warnings
 from poecaps.network import CapsuleNetwork
 from poecaps.training import record as run_record
 from poecaps.training.checkpoint import (
@@ -221,7 +221,7 @@ def _run(
                 f"{folder} is not empty; choose a new folder, or continue its run with resume"
             )
         if data is None:
-            with nullcontext() if found is None and distributed.is_main else without_warning():
+            with nullcontext() if found is None and distributed.is_main else suppress_skipped_warnings():
                 data = _load_images(config)
         if found is not None:
             found(data)
@@ -253,7 +253,7 @@ def _load_images(config: Config) -> ImageSet:
         path=config.data_path,
         size=config.size,
         channels=config.channels,
-        smallest=least_side(config.model.kernel_size),
+        smallest=minimum_image_size(config.model.kernel_size),
     )
 
 

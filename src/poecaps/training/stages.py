@@ -90,8 +90,7 @@ class AutoencoderTrainer(StageTrainer):
             grid = self.module.grid((height, width))
             uniform = random.uniform(len(images), self.module.features, *grid)
         with self.cache.autocast():
-            draw = None if uniform is None else lambda _: uniform
-            return self.module.loss(images, draw=draw)
+            return self.module.loss(images, uniform=uniform)
 
     def metrics(self) -> dict[str, float]:
         """Compute the fraction of the images' variance that is lost."""

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from poecaps import kernels
 from poecaps._devices import use_bfloat16
 from poecaps._files import ModelError
 from poecaps.data import DataError
+from poecaps.kernels import dispatch
 from poecaps.layer import CapsuleExperts
-from poecaps.network import Architecture, CapsuleNetwork
+from poecaps.network import CapsuleNetwork
+from poecaps.options import Architecture
+from poecaps.serialization import load_state
 from poecaps.training import record as run_record
 from poecaps.training.checkpoint import (
     CHECKPOINT,
@@ -286,7 +288,7 @@ class Trainer:
                 f"{source} is damaged: there is no step {step} of stage {stage + 1} of {stages}"
             )
         if (stage, step) != (0, 0):  # at the start, no weights are saved
-            self.network.load_tensors(checkpoint.model, source)
+            load_state(self.network, checkpoint.model, source)
             self.network.to(self.device)
 
     def _save_or_stop(
@@ -422,5 +424,5 @@ def _routes_by_triton(module: nn.Module) -> bool:
     """
     layers = [layer for layer in module.modules() if isinstance(layer, CapsuleExperts)]
     return all(
-        kernels.choose(layer.weight, layer.weight, layer.backend) == "triton" for layer in layers
+        dispatch.choose(layer.weight, layer.weight, layer.backend) == "triton" for layer in layers
     )
