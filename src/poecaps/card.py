@@ -69,7 +69,7 @@ SETS = {
 PROBE = "linear probe on codes, test accuracy"
 ROWS_MEASURED = {  # rows of the card, and where evaluation.json has them
     PROBE: (("probe", "test_accuracy"), ".2%"),
-    "linear probe on firing probabilities alone": (("probe_of_firing", "test_accuracy"), ".2%"),
+    "linear probe on firing probabilities alone": (("firing_probe", "test_accuracy"), ".2%"),
     "normalised mutual information of the most active expert and the label": (
         ("specialisation", "normalised"),
         ".3f",
