@@ -575,7 +575,7 @@ def test_faults_stop_the_build(
     [
         ('<a href="gone.html">', "not there"),
         ('<a href="../gone.html">', "not there"),
-        ('<a href="#gone">', "no such place"),
+        ('<a href="#gone">', "no such anchor"),
         ('<img src="gone.png">', "not there"),
         ('<script src="https://example.org/x.js"></script>', "fetches"),
         ('<link rel="stylesheet" href="//example.org/x.css">', "fetches"),
@@ -583,7 +583,7 @@ def test_faults_stop_the_build(
             '<img srcset="here.png 1x,https://example.org/x.png 2x">',
             "fetches https://example.org/x.png",
         ),
-        ('<img srcset="here.png, gone.png 2x">', "links to gone.png, which is not there"),
+        ('<img srcset="here.png, gone.png 2x">', "links to gone.png, which does not exist"),
         ('<video src="https://example.org/x.webm"></video>', "fetches"),
         ('<video poster="https://example.org/x.png"></video>', "fetches"),
         ('<video><source src="https://example.org/x.webm"></video>', "fetches"),
@@ -625,8 +625,8 @@ def test_faults_of_a_page_are_found(name: str, line: str, fault: str, tmp_path: 
             "p { background: URL( 'https://example.org/x.png' ) }",
             "fetches https://example.org/x.png",
         ),
-        ("@font-face { src: url(gone.woff2) }", "links to gone.woff2, which is not there"),
-        ("p { background: url(/here.png) }", "links to /here.png, which is not there"),
+        ("@font-face { src: url(gone.woff2) }", "links to gone.woff2, which does not exist"),
+        ("p { background: url(/here.png) }", "links to /here.png, which does not exist"),
     ],
 )
 def test_faults_of_a_style_sheet_are_found(line: str, fault: str, tmp_path: Path) -> None:
