@@ -25,13 +25,19 @@ if TYPE_CHECKING:
 @pytest.mark.parametrize("shape", [(1, 28, 28), (3, 21, 24)])
 def test_operations_are_those_that_torch_counts(shape: tuple[int, int, int]) -> None:
     architecture = Architecture(features=6, capsule_dim=2, kernel_size=5, image_shape=shape)
-    images, first, second = torch.rand(2, *shape), torch.rand(6, shape[0], 5, 5), torch.rand(6, 6, 5, 5)
+    images, first, second = (
+        torch.rand(2, *shape),
+        torch.rand(6, shape[0], 5, 5),
+        torch.rand(6, 6, 5, 5),
+    )
     for filters in (first, second):
         filters.requires_grad_()
     with FlopCounterMode(display=False) as counter:
         features = conv2d(conv2d(images, first), second, stride=2)
         rest = [(side - 9) % 2 for side in shape[1:]]
-        conv_transpose2d(conv_transpose2d(features, second, stride=2, output_padding=rest), first).sum().backward()
+        conv_transpose2d(
+            conv_transpose2d(features, second, stride=2, output_padding=rest), first
+        ).sum().backward()
     assert counter.get_total_flops() == len(images) * flops(architecture)
 
 
@@ -51,14 +57,24 @@ def test_the_benchmark_measures(
     assert found.keys() == {"command", "machine", "ceilings", "batches"}
     assert found["batches"].keys() == {"4", "16"}
     for batch, each in found["batches"].items():
-        assert each.keys() >= {"precision", "recorded", "median_s", "min_s", "max_s", "rounds", "flop_per_image"}
+        assert each.keys() >= {
+            "precision",
+            "recorded",
+            "median_s",
+            "min_s",
+            "max_s",
+            "rounds",
+            "flop_per_image",
+        }
         assert each["images_per_s"] == pytest.approx(int(batch) / each["median_s"])
         assert each["flop_per_s"] == pytest.approx(each["images_per_s"] * each["flop_per_image"])
         assert not each["recorded"]
     assert "TFLOP/s" in capsys.readouterr().out
 
 
-def test_a_batch_of_more_images_than_there_are_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_batch_of_more_images_than_there_are_is_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with pytest.raises(SystemExit):
         autoencoder.main(["--batch", "20000"])
     assert "at most 10000" in capsys.readouterr().err
