@@ -399,10 +399,10 @@ def test_what_is_not_run_says_why_and_could_be(
 @pytest.mark.parametrize(
     ("command", "error"),
     [
-        ('python -m benchmarks.study --onlyy "level 0"', SystemExit),
+        ('python -m benchmarks.study --onlyy "equalized components 0"', SystemExit),
         ("python -m benchmarks.baselines --samples many", SystemExit),
         ("python -m benchmarks.gone --json FILE", ModuleNotFoundError),
-        ('python -m benchmarks.study --only "level 0;level 99"', AssertionError),
+        ('python -m benchmarks.study --only "equalized components 0;equalized components 99"', AssertionError),
         ("python benchmarks.study", AssertionError),
     ],
 )
@@ -410,7 +410,7 @@ def test_benchmarks_and_options_that_do_not_exist_are_noticed(
     command: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check_benchmark(
-        shlex.split('python -m benchmarks.study --only "level 0;level 8" --json FILE'), monkeypatch
+        shlex.split('python -m benchmarks.study --only "equalized components 0;equalized components 8" --json FILE'), monkeypatch
     )
     with pytest.raises(error):
         check_benchmark(shlex.split(command), monkeypatch)

@@ -1,4 +1,4 @@
-"""The benchmark of the autoencoder counts what a step multiplies, and runs."""
+"""The benchmark of the autoencoder runs, and counts the operations of a step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @pytest.mark.parametrize("shape", [(1, 28, 28), (3, 21, 24)])
-def test_operations_are_those_that_torch_counts(shape: tuple[int, int, int]) -> None:
+def test_operations_agree_with_the_counter_of_torch(shape: tuple[int, int, int]) -> None:
     architecture = Architecture(features=6, capsule_dim=2, kernel_size=5, image_shape=shape)
     images, first, second = (
         torch.rand(2, *shape),
@@ -48,7 +48,7 @@ def test_the_benchmark_measures(
     small = replace(default, model=replace(default.model, features=8, capsule_dim=4))
     monkeypatch.setitem(PRESETS, "default", lambda: small)
     monkeypatch.setattr(machine, "ceilings", functools.partial(machine.ceilings, large=False))
-    monkeypatch.setattr(machine, "ENOUGH", 1e-3)
+    monkeypatch.setattr(machine, "MIN_TURN_SECONDS", 1e-3)
     images = np.random.default_rng(0).integers(256, size=(40, 20, 19), dtype=np.uint8)
     np.save(tmp_path / "images.npy", images)
     given = ["--data", str(tmp_path / "images.npy"), "--batch", "4", "16", "--rounds", "1"]
@@ -59,7 +59,7 @@ def test_the_benchmark_measures(
     for batch, each in found["batches"].items():
         assert each.keys() >= {
             "precision",
-            "recorded",
+            "cuda_graph",
             "median_s",
             "min_s",
             "max_s",
@@ -68,11 +68,11 @@ def test_the_benchmark_measures(
         }
         assert each["images_per_s"] == pytest.approx(int(batch) / each["median_s"])
         assert each["flop_per_s"] == pytest.approx(each["images_per_s"] * each["flop_per_image"])
-        assert not each["recorded"]
+        assert not each["cuda_graph"]
     assert "TFLOP/s" in capsys.readouterr().out
 
 
-def test_a_batch_of_more_images_than_there_are_is_refused(
+def test_a_batch_size_above_the_number_of_images_is_rejected(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit):
