@@ -702,16 +702,20 @@ def compare(
 
 
 CODE_METRICS: dict[str, Callable[[Evaluation], float | None]] = {
-    "linear probe": lambda result: result.probe and result.probe.test_accuracy,
+    "linear probe": lambda result: result.probe.test_accuracy if result.probe else None,
     "relative reconstruction error": (
-        lambda result: result.reconstruction and result.reconstruction.relative
+        lambda result: result.reconstruction.relative if result.reconstruction else None
     ),
     "effective rank": lambda result: result.effective_rank,
 }
 SAMPLE_METRICS: dict[str, Callable[[SampleMetrics], float | None]] = {
-    "Fréchet distance": lambda samples: samples.frechet and samples.frechet.distance,
-    "recognisable": lambda samples: samples.recognisability and samples.recognisability.share,
-    "effective classes": lambda samples: samples.diversity and samples.diversity.effective_classes,
+    "Fréchet distance": lambda samples: samples.frechet.distance if samples.frechet else None,
+    "recognisable": (
+        lambda samples: samples.recognisability.share if samples.recognisability else None
+    ),
+    "effective classes": (
+        lambda samples: samples.diversity.effective_classes if samples.diversity else None
+    ),
 }
 
 
@@ -730,11 +734,10 @@ def seed_statistics(results: Sequence[Evaluation]) -> str:
         ):
             values[f"{domain}: {label}"] = [sample_metric(each.domains[domain]) for each in same]
         lines.append(f"{name}, mean ± standard deviation over {len(same)} seeds")
-        lines += [
-            f"  {label:34}{np.mean(numbers):10.4g} ± {np.std(numbers, ddof=1):.2g}"
-            for label, numbers in values.items()
-            if None not in numbers
-        ]
+        for label, numbers in values.items():
+            known = [number for number in numbers if number is not None]
+            if len(known) == len(numbers):
+                lines.append(f"  {label:34}{np.mean(known):10.4g} ± {np.std(known, ddof=1):.2g}")
     return "\n".join(lines)
 
 

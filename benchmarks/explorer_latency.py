@@ -44,9 +44,9 @@ MOVE = """async ([moves, pause]) => {
             observer.observe(image, { attributeFilter: ["data-number"] });
         });
         slider.value = 6 * Math.random() - 3;
-        const began = performance.now();
+        const start = performance.now();
         slider.dispatchEvent(new Event("input", { bubbles: true }));
-        times.push(await painted - began);
+        times.push(await painted - start);
         await new Promise((done) => setTimeout(done, pause));
     }
     return times;

@@ -94,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--no-growth", action="store_true", help="skip the growth of time and memory with each size"
     )
     parser.add_argument(
-        "--no-ladder",
+        "--no-largest",
         action="store_true",
         help="skip the search for the largest number of input capsules (GPU only)",
     )
@@ -152,7 +152,7 @@ def measure(options: argparse.Namespace, report: dict[str, Any]) -> Iterator[dic
             base, device, min(options.rounds, FEW_ROUNDS), order, known
         )
         yield report
-    if device.type == "cuda" and not options.no_ladder:
+    if device.type == "cuda" and not options.no_largest:
         report["largest"] = measure_largest(device)
         yield report
 

@@ -530,8 +530,8 @@ def comparison_table(evaluations: Sequence[Evaluation]) -> str:
         dict.fromkeys(domain for evaluation in evaluations for domain in evaluation.domains)
     )
     for evaluation in evaluations:
-        for section, rows in _sections(evaluation, domains):
-            for label, text in rows:
+        for section, labelled_cells in _sections(evaluation, domains):
+            for label, text in labelled_cells:
                 sections.setdefault(section, {}).setdefault(label, []).append(text)
     sections = {
         section: {
@@ -577,8 +577,10 @@ def _sections(
     for domain in domains:
         title = DOMAIN_TITLES.get(domain, f"samples, domain {domain}")
         yield title, _cells(evaluation.domains.get(domain), SAMPLE_ROWS)
-    yield "samples from each expert in turn, domain learned", _cells(evaluation.experts, EXPERT_ROWS)
-    yield "training images in place of samples", _cells(evaluation.training_samples, SAMPLE_ROWS)
+    title = "samples from each expert in turn, domain learned"
+    yield title, _cells(evaluation.experts, EXPERT_ROWS)
+    title = "training images in place of samples"
+    yield title, _cells(evaluation.training_samples, SAMPLE_ROWS)
 
 
 def _cells(metrics: object, rows: Sequence[tuple[str, str, str]]) -> list[tuple[str, str]]:
