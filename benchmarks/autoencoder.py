@@ -1,48 +1,46 @@
-"""Time the learning steps of the autoencoder as training takes them.
+"""Measure the speed of the autoencoder's learning steps.
 
-`python -m benchmarks.autoencoder --device cuda` (or cpu) takes steps of the first stage of the preset `default` on the
-bundled digits: images that lie on the device, bfloat16 where the device is fast with it, Adam, and on a GPU replays of
-one recorded step. It prints images and operations a second for some batch sizes, beside what the device reaches in a
-large product. The batch sizes take turns. `--json FILE` keeps the numbers.
+`python -m benchmarks.autoencoder --device cuda` (or cpu) takes steps of the first stage of the
+preset `default` on the bundled digits, in the way of `poecaps train`: images on the device,
+bfloat16 if the device supports it, Adam, and on a GPU replays of a step captured as a CUDA graph.
+It prints images and operations per second for several batch sizes, and compares them with the rate
+of a large matrix product on the device. The batch sizes take turns. `--json FILE` writes the
+numbers to a file.
 
-Operations are counted by `flops`: multiplications and additions of the two convolutions and of their two transposed
-ones, forward and, backward, of both products of each, but that the first convolution needs no gradient in the images.
-Nothing else counts, neither activations nor Adam.
+`flops` counts the operations: multiplications and additions of the two convolutions and the two
+transposed convolutions, in the forward pass and in both gradients of the backward pass, except for
+the gradient of the first convolution with respect to the images, which is not needed. Activations
+and Adam do not count.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from benchmarks import machine
+from benchmarks.internals import CAPTURE_STEPS, WARM_UP_STEPS, AutoencoderSteps, find_device
 from poecaps.data import load
-from poecaps.network import CapsuleNetwork
-from poecaps.options import Architecture
-from poecaps.training import PRESETS, loop
-from poecaps.training.optim import make_optimizer, set_learning_rate
-from poecaps.training.stages import AutoencoderTask, Material
-from poecaps.training.steps import FEWEST, PLAIN, Steps
-from poecaps.training.workers import Workers
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from benchmarks.machine import Step
+    from poecaps import Architecture
     from poecaps.data import ImageSet
 
 
 def flops(architecture: Architecture) -> float:
-    """Count the operations of a learning step for one image: two for each multiplication that is added.
+    """Count the operations of a learning step per image: two for each multiply-add.
 
-    A convolution to N positions with F filters over C channels of k×k numbers multiplies N·F·C·k² times, and so do its
-    transposed, its gradient in the filters and its gradient in what it sees. The first: forward and filters, 2 times;
-    the other three: 3 times.
+    A convolution to N positions with F filters over C channels of k×k pixels has N·F·C·k²
+    multiply-adds, and so do its transpose, its gradient with respect to the filters and its
+    gradient with respect to its input. The first convolution needs two of these, the other three
+    layers need three each.
     """
     channels, height, width = architecture.image_shape
     kernel, features = architecture.kernel_size, architecture.features
@@ -52,85 +50,71 @@ def flops(architecture: Architecture) -> float:
     return 2.0 * ((2 + 3) * first + (3 + 3) * second)
 
 
-def make_steps(data: ImageSet, batch: int, device: torch.device) -> tuple[Step, dict[str, Any]]:
-    """Return a function that takes the next step of the first stage, and what is to be known about it."""
-    config = replace(PRESETS["default"](), batch_size=batch, device=str(device))
-    options = {each.name: getattr(config.model, each.name) for each in fields(config.model)}
-    architecture = Architecture(**options, image_shape=data.shape)
-    network = CapsuleNetwork(architecture, generator=torch.Generator().manual_seed(0)).to(device)
-    network.autoencoder.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    half, workers = loop._wants_bfloat16(config.precision, device), Workers()
-    material = Material(data, network, device, workers, half=half)
-    task = AutoencoderTask("autoencoder", config.autoencoder, network.autoencoder, material)
-    task.prepare(True, torch.Generator().manual_seed(0))
-    recorded = device.type == "cuda" and task.is_resident()
-    optimizer = make_optimizer(task.stage, list(task.part.parameters()))
-    draws = torch.Generator(device).manual_seed(0)
-    network.eval()
-    task.part.train()
-    steps = Steps(task, optimizer, workers, draws, recorded=recorded)
+def make_step(data: ImageSet, batch_size: int, device: torch.device) -> tuple[Step, dict[str, Any]]:
+    """Return a function that takes the next step of the first stage, and facts about the step."""
+    steps = AutoencoderSteps(data, batch_size, device)
     order = torch.randperm(len(data), generator=torch.Generator().manual_seed(0)).to(device)
-    parts = [order[start : start + batch] for start in range(0, len(data) - batch + 1, batch)]
+    batches = order[: len(data) // batch_size * batch_size].split(batch_size)
     taken = 0
 
     def step() -> Any:
         nonlocal taken
         taken += 1
-        set_learning_rate(optimizer, task.stage.learning_rate_at(0))
-        draws.manual_seed(taken)
-        return steps.take(parts[taken % len(parts)])
+        return steps.take(batches[taken % len(batches)], seed=taken)
 
-    about = {
-        "precision": "bfloat16" if half else "float32",
-        "recorded": recorded,
-        "flop_per_image": flops(architecture),
+    facts = {
+        "precision": steps.precision,
+        "cuda_graph": steps.cuda_graph,
+        "flop_per_image": flops(steps.architecture),
     }
-    return step, about
+    return step, facts
 
 
 def measure(
-    data: ImageSet, batches: Sequence[int], rounds: int, device: torch.device
+    data: ImageSet, batch_sizes: Sequence[int], rounds: int, device: torch.device
 ) -> dict[str, dict[str, Any]]:
     """Time steps of each batch size, in turns."""
-    steps, found = {}, {}
-    for batch in batches:
-        name = str(batch)
-        steps[name], found[name] = make_steps(data, batch, device)
-        for _ in range(PLAIN + 1 if device.type == "cpu" else PLAIN + FEWEST):
+    steps, results = {}, {}
+    for batch_size in batch_sizes:
+        name = str(batch_size)
+        steps[name], results[name] = make_step(data, batch_size, device)
+        for _ in range(CAPTURE_STEPS if device.type == "cuda" else WARM_UP_STEPS):
             steps[name]()
-    for name, times in machine.in_turns(steps, rounds, device).items():
+    for name, times in machine.time_in_turns(steps, rounds, device).items():
         rate = int(name) / times["median_s"]
-        found[name] |= times | {
+        results[name] |= times | {
             "images_per_s": rate,
-            "flop_per_s": rate * found[name]["flop_per_image"],
+            "flop_per_s": rate * results[name]["flop_per_image"],
         }
-    return found
+    return results
 
 
-def table(found: Mapping[str, Mapping[str, Any]], ceilings: Mapping[str, float]) -> str:
-    """Lay out what `measure` found."""
+def table(results: Mapping[str, Mapping[str, Any]], ceilings: Mapping[str, float]) -> str:
+    """Format the results of `measure`."""
     lines = [
-        f"{'batch':>6}{'median ms':>12}{'min':>9}{'max':>9}{'images/s':>13}{'TFLOP/s':>10}{'of ceiling':>12}"
+        f"{'batch':>6}{'median ms':>12}{'min':>9}{'max':>9}{'images/s':>13}{'TFLOP/s':>10}"
+        f"{'of ceiling':>12}"
     ]
-    for batch, each in found.items():
+    for batch_size, result in results.items():
         times = "{:12.3f}{:9.3f}{:9.3f}".format(
-            *(1e3 * each[key] for key in ("median_s", "min_s", "max_s"))
+            *(1e3 * result[key] for key in ("median_s", "min_s", "max_s"))
         )
-        share = each["flop_per_s"] / ceilings[f"{each['precision']}_flop_per_s"]
+        share = result["flop_per_s"] / ceilings[f"{result['precision']}_flop_per_s"]
         lines.append(
-            f"{batch:>6}{times}{each['images_per_s']:13,.0f}{each['flop_per_s'] / 1e12:10.2f}{share:12.1%}"
+            f"{batch_size:>6}{times}{result['images_per_s']:13,.0f}"
+            f"{result['flop_per_s'] / 1e12:10.2f}{share:12.1%}"
         )
     return "\n".join(lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print, and write what is asked for."""
+    """Measure, print the table, and write the JSON file."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument(
-        "--data", default="mnist-sample", help="images to learn from (default: mnist-sample)"
+        "--data", default="mnist-sample", help="training images (default: mnist-sample)"
     )
     parser.add_argument(
         "--batch",
@@ -140,12 +124,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help="batch sizes (default: 128 512 2048)",
     )
     parser.add_argument(
-        "--rounds", type=int, default=9, help="how often the batch sizes take turns (default: 9)"
+        "--rounds", type=int, default=9, help="number of turns of each batch size (default: 9)"
     )
-    parser.add_argument("--json", type=Path, help="where to write the numbers")
+    parser.add_argument("--json", type=Path, help="file to write the numbers to")
     options = parser.parse_args(arguments)
-    device, data = loop.find_device(options.device), load(options.data)
-    if too_large := [batch for batch in options.batch if batch > len(data)]:
+    device, data = find_device(options.device), load(options.data)
+    if too_large := [size for size in options.batch if size > len(data)]:
         parser.error(
             f"--batch must be at most {len(data)}, the number of images, but is {too_large[0]}"
         )

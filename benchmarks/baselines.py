@@ -1,27 +1,34 @@
-"""What people use now, measured by the protocol that measures poecaps.
+"""Train common baselines and evaluate them with the protocol that evaluates poecaps.
 
-`python -m benchmarks.baselines --data mnist --path FOLDER --json FILE` trains each baseline and prints one table.
+`python -m benchmarks.baselines --data mnist --path FOLDER --json FILE` trains each baseline and
+prints one table.
 
-Every code has 320 numbers, as the 20 experts of 16 dimensions have, except where the name says otherwise. Every model
-that is trained by passes over the images makes as many as the preset `default` makes in all its stages; the seconds
-are recorded. Samples that use the whole code are called "joint" for all of them:
+Every code has 320 numbers, like the 20 experts of 16 dimensions, unless stated otherwise below.
+Every model that is trained by passes over the images makes as many passes as all stages of the
+preset `default` together; the training time is recorded. Samples from the whole code have the
+domain name "joint" for every model:
 
-pixels            the images themselves; the linear probe's starting point
-k-means           20 clusters of the images, as many as there are experts; code: which one, 20 numbers. No samples
-pca               the leading principal components; samples from the density that poecaps fits to its codes, a mixture
-                  of Gaussians of low rank
-bernoulli-rbm     scikit-learn's BernoulliRBM; code: P(h | v); samples by long Gibbs chains, started from coins, and
-                  once more from training images, which flatters a model whose chains do not mix
-gaussian-rbm      a Gaussian-Bernoulli RBM, centred, with persistent chains; code and samples likewise
-autoencoder       the convolutional autoencoder of poecaps without capsules; code: the leading principal components of
-                  its features; samples from the same density as for pca, decoded. What poecaps adds is measured
-                  against this: the same filters, as many numbers, the same density
-autoencoder-all   the same autoencoder; code: all its features, 4,608 for 28×28 pixels. No samples
-vae               a convolutional variational autoencoder; code: the mean of the posterior; samples from its prior, and
-                  once more, "density", from the same density as for pca, fitted to its codes
+pixels            the images themselves, the starting point of the linear probe
+k-means           20 clusters of the images, as many as experts; the code is the cluster as a
+                  one-hot vector of 20 numbers; no samples
+pca               the leading principal components; samples from the density that poecaps fits to
+                  its codes, a mixture of low-rank Gaussians
+bernoulli-rbm     scikit-learn's BernoulliRBM; the code is P(h | v); samples by long Gibbs chains
+                  that start from random hidden units, and a second time (domain "from images") from
+                  training images, which favours a model whose chains do not mix
+gaussian-rbm      a centred Gaussian-Bernoulli RBM with persistent chains; code and samples likewise
+autoencoder       the convolutional autoencoder of poecaps without capsules; the code is the leading
+                  principal components of its features; samples from the same density as for pca,
+                  decoded. This baseline shows what capsules add: it has the same filters, the same
+                  code size and the same density
+autoencoder-all   the same autoencoder; the code is all its features, 4,608 for 28×28 pixels; no
+                  samples
+vae               a convolutional variational autoencoder; the code is the posterior mean; samples
+                  from its prior, and a second time (domain "density") from the same density as for
+                  pca, fitted to its codes
 
-The hidden units of the RBMs fire or not, so they are asked for their specialisation too; with 320 units in place of 20
-experts that is not like for like, as it is with the clusters.
+The specialisation is also computed for the hidden units of the RBMs. With 320 units instead of 20
+experts it is not directly comparable, whereas that of the 20 clusters is.
 """
 
 from __future__ import annotations
@@ -41,10 +48,18 @@ import numpy as np
 import torch
 from torch import nn
 
+from benchmarks import machine
 from poecaps import Architecture, CapsuleNetwork, ConvAutoencoder
-from poecaps.code_density import PCAMixture
+from poecaps._modules import in_batches
 from poecaps.data import ImageSet, load
-from poecaps.evaluation import CLASSIFIERS, NetworkEncoder, evaluate, load_classifier, side_by_side
+from poecaps.evaluation import (
+    CLASSIFIERS,
+    NetworkEncoder,
+    comparison_table,
+    evaluate,
+    load_classifier,
+)
+from poecaps.network import MixtureOfCodes
 from poecaps.training import PRESETS
 
 if TYPE_CHECKING:
@@ -52,26 +67,26 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from poecaps.evaluation import Encoder, Evaluation
+    from poecaps.evaluation import Encoder, Evaluation, SampleMetrics
 
-SIZE = 320  # numbers in a code
-BATCH = 128
+CODE_SIZE = 320
+BATCH_SIZE = 128
 
 
 @dataclass(frozen=True)
 class Budget:
-    """What a baseline may spend."""
+    """Training effort, sampling effort, seed and device of a baseline."""
 
     epochs: int
     """Passes over the training images."""
     gibbs: int
-    """Steps of a Gibbs chain before its image is taken."""
+    """Steps of a Gibbs chain before its image is used."""
     seed: int
     device: torch.device
 
 
 def default_epochs() -> int:
-    """Count the passes that the preset `default` makes in all its stages."""
+    """Return the number of passes over the images in all stages of the preset `default`."""
     config = PRESETS["default"]()
     return sum(
         stage.epochs
@@ -79,8 +94,8 @@ def default_epochs() -> int:
     )
 
 
-class Draws:
-    """A model that draws images in one way, which uses the whole code."""
+class SingleDomainSampler:
+    """A model with a single domain of samples, that of whole codes."""
 
     domains = ("joint",)
 
@@ -88,12 +103,12 @@ class Draws:
         """Draw images: (count, C, H, W), from 0 to 1."""
         if domain != "joint":
             raise ValueError(
-                f"domain must be 'joint', the only one a baseline has, but is {domain!r}"
+                f"domain must be 'joint', the only domain of this baseline, but is {domain!r}"
             )
         return self.draw(count, generator)
 
     def draw(self, count: int, generator: torch.Generator) -> Tensor:
-        """Draw images in the way of the model."""
+        """Draw images: (count, C, H, W), from 0 to 1."""
         raise NotImplementedError
 
 
@@ -106,16 +121,16 @@ class Pixels:
     name = "pixels"
 
     def encode(self, images: Tensor) -> Tensor:
-        """Lay the pixels in a row."""
+        """Flatten the pixels: (B, C, H, W) → (B, V)."""
         return images.flatten(1)
 
     def reconstruct(self, images: Tensor) -> Tensor:
-        """Return what was given."""
+        """Return the images unchanged."""
         return images
 
 
-class Clusters:
-    """As many clusters of the images as there are experts; code: 1 for the nearest, 0 for the others."""
+class KMeansClusters:
+    """K-means clusters of the images, as many as experts; the code is one-hot."""
 
     name = "k-means"
     COUNT = 20
@@ -123,18 +138,18 @@ class Clusters:
     def __init__(self, data: ImageSet, budget: Budget) -> None:
         from sklearn.cluster import KMeans
 
-        found = KMeans(self.COUNT, n_init=1, random_state=budget.seed).fit(
+        clusters = KMeans(self.COUNT, n_init=1, random_state=budget.seed).fit(
             data.batch(slice(None)).flatten(1).numpy()
         )
-        self.centres = torch.from_numpy(found.cluster_centers_).float().to(budget.device)
+        self.centres = torch.from_numpy(clusters.cluster_centers_).float().to(budget.device)
 
     def encode(self, images: Tensor) -> Tensor:
-        """Find the nearest centre: (B, C, H, W) → (B, 20)."""
+        """Encode the nearest centre as a one-hot vector: (B, C, H, W) → (B, 20)."""
         nearest = torch.cdist(images.flatten(1), self.centres).argmin(1)
         return nn.functional.one_hot(nearest, self.COUNT).float()
 
     def firing(self, codes: Tensor) -> Tensor:
-        """Return the code, which says which cluster it is."""
+        """Return the codes: the cluster of an image is the only one that fires."""
         return codes
 
     def reconstruct(self, images: Tensor) -> Tensor:
@@ -143,9 +158,9 @@ class Clusters:
 
 
 class PrincipalComponents:
-    """The directions of largest variance of rows (N, V), at most `size` of them."""
+    """The directions of largest variance of rows (N, V), at most `size` directions."""
 
-    def __init__(self, batches: Callable[[], Iterator[Tensor]], size: int = SIZE) -> None:
+    def __init__(self, batches: Callable[[], Iterator[Tensor]], size: int = CODE_SIZE) -> None:
         count, first, second = 0, torch.zeros(()), torch.zeros(())
         for rows in batches():
             count += len(rows)
@@ -156,20 +171,22 @@ class PrincipalComponents:
             second = centred.T @ centred + second.to(rows.device)
         self.axes = torch.linalg.eigh(second / count)[1].flip(1)[:, :size].float()
 
-    def down(self, rows: Tensor) -> Tensor:
-        """(N, V) → (N, S)."""
+    def transform(self, rows: Tensor) -> Tensor:
+        """Project rows on the components: (N, V) → (N, S)."""
         return (rows - self.mean) @ self.axes
 
-    def up(self, codes: Tensor) -> Tensor:
-        """(N, S) → (N, V)."""
+    def inverse_transform(self, codes: Tensor) -> Tensor:
+        """Map codes back to rows: (N, S) → (N, V)."""
         return codes @ self.axes.T + self.mean
 
 
-class Density:
-    """The mixture that poecaps fits to whole codes, for codes (N, S) of any kind."""
+class CodeMixture:
+    """The mixture that poecaps fits to whole codes, fitted to codes (N, S) of any model."""
 
     def __init__(self, codes: Tensor, seed: int) -> None:
-        self.density = PCAMixture(codes.shape[1], Architecture().joint_components).to(codes.device)
+        self.density = MixtureOfCodes(codes.shape[1], Architecture().joint_components).to(
+            codes.device
+        )
         self.density.fit(codes, torch.Generator().manual_seed(seed))
 
     def sample(self, count: int, generator: torch.Generator) -> Tensor:
@@ -177,97 +194,98 @@ class Density:
         return self.density.sample(count, generator)
 
 
-class PCA(Draws):
-    """Principal components of the pixels, and a density of them."""
+class PCA(SingleDomainSampler):
+    """Principal components of the pixels, with a density."""
 
     name = "pca"
 
     def __init__(self, data: ImageSet, budget: Budget) -> None:
         self.shape = data.shape
         self.components = PrincipalComponents(
-            lambda: (part.flatten(1) for part in _batches(data, budget))
+            lambda: (batch.flatten(1) for batch in _batches(data, budget))
         )
-        self.density = Density(
-            torch.cat([self.encode(part) for part in _batches(data, budget)]), budget.seed
-        )
+        self.density = CodeMixture(in_batches(self.encode, _batches(data, budget)), budget.seed)
 
     def encode(self, images: Tensor) -> Tensor:
-        """Project: (B, C, H, W) → (B, S)."""
-        return self.components.down(images.flatten(1))
+        """Project the pixels: (B, C, H, W) → (B, S)."""
+        return self.components.transform(images.flatten(1))
 
     def reconstruct(self, images: Tensor) -> Tensor:
-        """Project and go back."""
-        return self._draw(self.encode(images))
+        """Project and map back."""
+        return self._decode(self.encode(images))
 
     def draw(self, count: int, generator: torch.Generator) -> Tensor:
-        """Draw codes from the density and go back."""
-        return self._draw(self.density.sample(count, generator))
+        """Draw codes from the density and map them to images."""
+        return self._decode(self.density.sample(count, generator))
 
-    def _draw(self, codes: Tensor) -> Tensor:
-        return self.components.up(codes).clamp(0, 1).view(-1, *self.shape)
+    def _decode(self, codes: Tensor) -> Tensor:
+        return self.components.inverse_transform(codes).clamp(0, 1).view(-1, *self.shape)
 
 
 # Restricted Boltzmann machines
 
 
-class Machine:
-    """A restricted Boltzmann machine: hidden units given visible ones, and back.
+class RBM:
+    """A restricted Boltzmann machine: P(h | v) and P(v | h).
 
-    Two kinds of chains draw images: those of the domain "joint" start from coins, and show what the model is; those of
-    "from images" start from training images, and flatter a model whose chains do not mix.
+    Two kinds of Gibbs chains draw images. Chains of the domain "joint" start from random hidden
+    units and sample the model; chains of the domain "from images" start from training images and
+    favour a model whose chains do not mix.
     """
 
     domains = ("joint", "from images")
 
     def __init__(self, data: ImageSet, budget: Budget) -> None:
-        self.data, self.gibbs, self.device = data, budget.gibbs, budget.device
+        self.data, self.gibbs_steps, self.device = data, budget.gibbs, budget.device
 
-    def up(self, v: Tensor) -> Tensor:
-        """P(h = 1 | v): (B, V) → (B, S)."""
+    def hidden_probability(self, v: Tensor) -> Tensor:
+        """Compute P(h = 1 | v): (B, V) → (B, S)."""
         raise NotImplementedError
 
-    def down(self, h: Tensor) -> Tensor:
-        """Mean of v given h: (B, S) → (B, V)."""
+    def visible_mean(self, h: Tensor) -> Tensor:
+        """Compute E[v | h]: (B, S) → (B, V)."""
         raise NotImplementedError
 
-    def draw_visible(self, h: Tensor, generator: torch.Generator) -> Tensor:
-        """Draw v given h: (B, S) → (B, V)."""
+    def sample_visible(self, h: Tensor, generator: torch.Generator) -> Tensor:
+        """Sample v given h: (B, S) → (B, V)."""
         raise NotImplementedError
 
-    def start(self, count: int, generator: torch.Generator) -> Tensor:
-        """Draw hidden units as independent coins: (count, S)."""
+    def random_hidden(self, count: int, generator: torch.Generator) -> Tensor:
+        """Sample independent hidden units: (count, S)."""
         raise NotImplementedError
 
     def encode(self, images: Tensor) -> Tensor:
-        """P(h = 1 | v): (B, C, H, W) → (B, S)."""
-        return self.up(images.flatten(1))
+        """Compute P(h = 1 | v): (B, C, H, W) → (B, S)."""
+        return self.hidden_probability(images.flatten(1))
 
     def firing(self, codes: Tensor) -> Tensor:
-        """Return the code, which is how likely each unit fires."""
+        """Return the codes, which are the firing probabilities of the units."""
         return codes
 
     def reconstruct(self, images: Tensor) -> Tensor:
-        """Go up and down by means."""
-        return self.down(self.encode(images)).clamp(0, 1).view_as(images)
+        """Compute E[v | P(h | v)]."""
+        return self.visible_mean(self.encode(images)).clamp(0, 1).view_as(images)
 
     def sample(self, count: int, domain: str, generator: torch.Generator) -> Tensor:
-        """Run Gibbs chains; return the mean of v at their ends."""
+        """Run Gibbs chains and return E[v | h] at their ends."""
         if domain == "joint":
-            h = self.start(count, generator)
+            h = self.random_hidden(count, generator)
         else:
             chosen = torch.randint(
                 len(self.data), (count,), generator=generator, device=self.device
             ).cpu()
             images = self.data.batch(chosen).to(self.device)
             h = torch.bernoulli(self.encode(images), generator=generator)
-        for _ in range(self.gibbs):
-            h = torch.bernoulli(self.up(self.draw_visible(h, generator)), generator=generator)
-        return self.down(h).clamp(0, 1).view(-1, *self.data.shape)
+        for _ in range(self.gibbs_steps):
+            h = torch.bernoulli(
+                self.hidden_probability(self.sample_visible(h, generator)), generator=generator
+            )
+        return self.visible_mean(h).clamp(0, 1).view(-1, *self.data.shape)
 
 
 @dataclass(frozen=True, eq=False)
-class FittedBernoulli:
-    """Result of `fit_bernoulli`."""
+class FittedRBM:
+    """Result of `fit_bernoulli_rbm`."""
 
     weight: np.ndarray
     visible: np.ndarray
@@ -275,71 +293,74 @@ class FittedBernoulli:
     seconds: float
 
 
-def fit_bernoulli(data: ImageSet, budget: Budget) -> FittedBernoulli:
-    """Train scikit-learn's BernoulliRBM, on one core: its products are too small to be shared."""
-    from sklearn.neural_network import BernoulliRBM
+def fit_bernoulli_rbm(data: ImageSet, budget: Budget) -> FittedRBM:
+    """Train scikit-learn's BernoulliRBM on one core; its products are too small for several."""
+    from sklearn.neural_network import BernoulliRBM as SklearnRBM
     from threadpoolctl import threadpool_limits
 
     started = time.perf_counter()
-    machine = BernoulliRBM(
-        SIZE, learning_rate=0.05, batch_size=50, n_iter=budget.epochs, random_state=budget.seed
+    rbm = SklearnRBM(
+        CODE_SIZE, learning_rate=0.05, batch_size=50, n_iter=budget.epochs, random_state=budget.seed
     )
     with threadpool_limits(1):
-        machine.fit(data.batch(slice(None)).flatten(1).numpy())
-    found = machine.components_, machine.intercept_visible_, machine.intercept_hidden_
-    return FittedBernoulli(*found, seconds=time.perf_counter() - started)
+        rbm.fit(data.batch(slice(None)).flatten(1).numpy())
+    fitted = rbm.components_, rbm.intercept_visible_, rbm.intercept_hidden_
+    return FittedRBM(*fitted, seconds=time.perf_counter() - started)
 
 
-class BernoulliMachine(Machine):
-    """scikit-learn's BernoulliRBM, trained on the CPU by its own persistent chains."""
+class BernoulliRBM(RBM):
+    """scikit-learn's BernoulliRBM, trained on the CPU with persistent chains."""
 
     name = "bernoulli-rbm"
 
-    def __init__(
-        self, data: ImageSet, budget: Budget, fitted: FittedBernoulli | None = None
-    ) -> None:
+    def __init__(self, data: ImageSet, budget: Budget, fitted: FittedRBM | None = None) -> None:
         super().__init__(data, budget)
-        fitted = fitted or fit_bernoulli(data, budget)
+        fitted = fitted or fit_bernoulli_rbm(data, budget)
         self.seconds = fitted.seconds
         self.weight, self.visible, self.hidden = (
-            torch.from_numpy(np.asarray(each, np.float32)).to(budget.device)
-            for each in (fitted.weight, fitted.visible, fitted.hidden)
+            torch.from_numpy(np.asarray(values, np.float32)).to(budget.device)
+            for values in (fitted.weight, fitted.visible, fitted.hidden)
         )
 
-    def up(self, v: Tensor) -> Tensor:
-        """P(h = 1 | v): (B, V) → (B, S)."""
+    def hidden_probability(self, v: Tensor) -> Tensor:
+        """Compute P(h = 1 | v): (B, V) → (B, S)."""
         return torch.sigmoid(v @ self.weight.T + self.hidden)
 
-    def down(self, h: Tensor) -> Tensor:
-        """P(v = 1 | h): (B, S) → (B, V)."""
+    def visible_mean(self, h: Tensor) -> Tensor:
+        """Compute P(v = 1 | h): (B, S) → (B, V)."""
         return torch.sigmoid(h @ self.weight + self.visible)
 
-    def draw_visible(self, h: Tensor, generator: torch.Generator) -> Tensor:
-        """Draw black or white pixels: (B, S) → (B, V)."""
-        return torch.bernoulli(self.down(h), generator=generator)
+    def sample_visible(self, h: Tensor, generator: torch.Generator) -> Tensor:
+        """Sample binary pixels: (B, S) → (B, V)."""
+        return torch.bernoulli(self.visible_mean(h), generator=generator)
 
-    def start(self, count: int, generator: torch.Generator) -> Tensor:
-        """Draw fair coins: (count, S)."""
-        return torch.rand(count, SIZE, generator=generator, device=self.device).round()
+    def random_hidden(self, count: int, generator: torch.Generator) -> Tensor:
+        """Sample hidden units with probability ½: (count, S)."""
+        return torch.rand(count, CODE_SIZE, generator=generator, device=self.device).round()
 
 
-class GaussianMachine(Machine):
-    """A Gaussian-Bernoulli RBM, centred, with a variance for each pixel, trained by persistent chains.
+class GaussianRBM(RBM):
+    """A centred Gaussian-Bernoulli RBM with one variance per pixel, trained with persistent chains.
 
-    E(v, h) = Σ_i (v_i − b_i)²/2σ_i² − Σ_ij (v_i − μ_i)/σ_i² W_ij (h_j − λ_j) − Σ_j c_j (h_j − λ_j), so that
-    P(h = 1 | v) = sigmoid(c + Wᵀ(v − μ)/σ²) and v | h ~ N(b + W(h − λ), σ²). μ is the mean training image, λ follows
-    the mean of the hidden units on data. Centring makes the gradient of W independent of the biases (Melchior, Fischer
-    and Wiskott 2016). The variances are learned with the rest, from a floor up: a pixel that is always black would
-    otherwise drive its variance to 0 and freeze the chains.
+    The energy is::
+
+        E(v, h) = Σ_i (v_i − b_i)²/2σ_i² − Σ_ij (v_i − μ_i)/σ_i² W_ij (h_j − λ_j)
+                  − Σ_j c_j (h_j − λ_j)
+
+    so that P(h = 1 | v) = sigmoid(c + Wᵀ(v − μ)/σ²) and v | h ~ N(b + W(h − λ), σ²). μ is the mean
+    training image; λ is a running mean of the hidden units on data. Centring makes the gradient of
+    W independent of the biases (Melchior, Fischer and Wiskott 2016). The variances are learned too,
+    with a lower bound: the variance of a pixel that is always black would otherwise go to 0 and
+    freeze the chains.
     """
 
     name = "gaussian-rbm"
     CHAINS = 512
-    STEPS = 5  # of each chain between two steps of learning
-    RATE = 5e-3
-    DECAY = 1e-4  # ℓ2 on W
-    FLOOR = 0.05  # of σ², for pixels from 0 to 1
-    FOLLOW = 0.01  # how fast λ follows
+    GIBBS_STEPS = 5  # Gibbs steps of each chain per learning step
+    LEARNING_RATE = 5e-3
+    WEIGHT_DECAY = 1e-4  # of W
+    MIN_VARIANCE = 0.05  # lower bound of σ², for pixels in [0, 1]
+    OFFSET_RATE = 0.01  # rate of the running mean λ
 
     @torch.no_grad()
     def __init__(self, data: ImageSet, budget: Budget) -> None:
@@ -353,78 +374,78 @@ class GaussianMachine(Machine):
         self.mean = (sums[0] / len(data)).float()
         variance = (sums[1] / len(data)).float() - self.mean.square()
         self.weight = nn.Parameter(
-            0.01 * torch.randn(pixels, SIZE, generator=generator, device=device)
+            0.01 * torch.randn(pixels, CODE_SIZE, generator=generator, device=device)
         )
         self.visible = nn.Parameter(self.mean.clone())
-        self.hidden = nn.Parameter(torch.zeros(SIZE, device=device))
-        self.log_variance = nn.Parameter(variance.clamp(min=self.FLOOR).log())
-        self.offset = torch.full((SIZE,), 0.5, device=device)
+        self.hidden = nn.Parameter(torch.zeros(CODE_SIZE, device=device))
+        self.log_variance = nn.Parameter(variance.clamp(min=self.MIN_VARIANCE).log())
+        self.offset = torch.full((CODE_SIZE,), 0.5, device=device)
 
         parameters = [self.weight, self.visible, self.hidden, self.log_variance]
         chains = torch.bernoulli(self.offset.expand(self.CHAINS, -1), generator=generator)
-        optimizer, schedule = _optimizer(parameters, self.RATE, _steps(data, budget))
+        optimizer, schedule = _optimizer(parameters, self.LEARNING_RATE, _steps(data, budget))
         for images in _shuffled(data, budget):
             v = images.flatten(1)
-            h = self.up(v)
-            self.follow(h.mean(0))
-            for _ in range(self.STEPS):
-                v_chain = self.draw_visible(chains, generator)
-                h_chain = self.up(v_chain)
+            h = self.hidden_probability(v)
+            self.update_offset(h.mean(0))
+            for _ in range(self.GIBBS_STEPS):
+                v_chain = self.sample_visible(chains, generator)
+                h_chain = self.hidden_probability(v_chain)
                 chains = torch.bernoulli(h_chain, generator=generator)
-            for parameter, up, down in zip(
-                parameters, self.push(v, h), self.push(v_chain, h_chain), strict=True
+            positive, negative = self.energy_gradient(v, h), self.energy_gradient(v_chain, h_chain)
+            for parameter, data_term, model_term in zip(
+                parameters, positive, negative, strict=True
             ):
-                parameter.grad = (
-                    down - up + (self.DECAY * parameter if parameter is self.weight else 0)
-                )
+                decay = self.WEIGHT_DECAY * parameter if parameter is self.weight else 0
+                parameter.grad = model_term - data_term + decay
             optimizer.step()
             schedule.step()
-            self.log_variance.clamp_(min=math.log(self.FLOOR), max=0)
+            self.log_variance.clamp_(min=math.log(self.MIN_VARIANCE), max=0)
 
-    def push(self, v: Tensor, h: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Mean of −∂E/∂(W, b, c, log σ²) over visible (B, V) and hidden (B, S) states."""
+    def energy_gradient(self, v: Tensor, h: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Compute the mean of −∂E/∂(W, b, c, log σ²) over states v (B, V) and h (B, S)."""
         precision = (-self.log_variance).exp()
         scaled, centred = (v - self.mean) * precision, h - self.offset
-        apart = v - self.visible
+        residual = v - self.visible
         return (
             scaled.T @ centred / len(v),
-            (apart * precision).mean(0),
+            (residual * precision).mean(0),
             centred.mean(0),
-            (apart.square() * precision / 2 - scaled * (centred @ self.weight.T)).mean(0),
+            (residual.square() * precision / 2 - scaled * (centred @ self.weight.T)).mean(0),
         )
 
-    def follow(self, mean: Tensor) -> None:
-        """Move λ towards the mean of the hidden units, without changing the model."""
-        step = self.FOLLOW * (mean - self.offset)
+    def update_offset(self, mean: Tensor) -> None:
+        """Move λ towards the mean of the hidden units; the distribution does not change."""
+        step = self.OFFSET_RATE * (mean - self.offset)
         self.offset += step
         self.visible.add_(self.weight @ step)
 
-    def up(self, v: Tensor) -> Tensor:
-        """P(h = 1 | v): (B, V) → (B, S)."""
+    def hidden_probability(self, v: Tensor) -> Tensor:
+        """Compute P(h = 1 | v): (B, V) → (B, S)."""
         return torch.sigmoid(
             (v - self.mean) * (-self.log_variance).exp() @ self.weight + self.hidden
         )
 
-    def down(self, h: Tensor) -> Tensor:
-        """Mean of v given h: (B, S) → (B, V)."""
+    def visible_mean(self, h: Tensor) -> Tensor:
+        """Compute E[v | h]: (B, S) → (B, V)."""
         return (h - self.offset) @ self.weight.T + self.visible
 
-    def draw_visible(self, h: Tensor, generator: torch.Generator) -> Tensor:
-        """Draw v ~ N(b + W(h − λ), σ²): (B, S) → (B, V)."""
-        mean = self.down(h)
+    def sample_visible(self, h: Tensor, generator: torch.Generator) -> Tensor:
+        """Sample v ~ N(b + W(h − λ), σ²): (B, S) → (B, V)."""
+        mean = self.visible_mean(h)
         noise = torch.randn(mean.shape, generator=generator, device=mean.device)
         return mean + noise * (self.log_variance / 2).exp()
 
-    def start(self, count: int, generator: torch.Generator) -> Tensor:
-        """Draw coins that fall as often as the units fire on data: (count, S)."""
+    def random_hidden(self, count: int, generator: torch.Generator) -> Tensor:
+        """Sample hidden units with their mean probability on data: (count, S)."""
         return torch.bernoulli(self.offset.clamp(0, 1).expand(count, -1), generator=generator)
 
 
 # Autoencoders
 
 
-class AllFeatures:
-    """The convolutional autoencoder of poecaps, without capsules; code: all its features."""
+class Autoencoder:
+    """The convolutional autoencoder of poecaps without capsules; the code is all its features."""
 
     name = "autoencoder-all"
 
@@ -435,7 +456,7 @@ class AllFeatures:
         self.model = ConvAutoencoder(
             data.shape[0],
             features=shape.features,
-            kernel_size=shape.kernel_size,
+            kernel=shape.kernel_size,
             dropout=shape.dropout,
             generator=generator,
         ).to(budget.device)
@@ -452,7 +473,7 @@ class AllFeatures:
         self.seconds = time.perf_counter() - started
 
     def encode(self, images: Tensor) -> Tensor:
-        """Lay the features in a row."""
+        """Flatten the features: (B, C, H, W) → (B, S)."""
         return self.model.encode(images).flatten(1)
 
     def reconstruct(self, images: Tensor) -> Tensor:
@@ -460,62 +481,61 @@ class AllFeatures:
         return self.model(images)
 
 
-class FeatureComponents(Draws):
-    """The same autoencoder; code: principal components of its features, with a density of them."""
+class AutoencoderPCA(SingleDomainSampler):
+    """The same autoencoder; the code is principal components of its features, with a density."""
 
     name = "autoencoder"
 
-    def __init__(self, data: ImageSet, budget: Budget, features: AllFeatures | None = None) -> None:
-        self.features = features or AllFeatures(data, budget)
+    def __init__(self, data: ImageSet, budget: Budget, features: Autoencoder | None = None) -> None:
+        self.features = features or Autoencoder(data, budget)
         started = time.perf_counter()
         with torch.no_grad():
             self.components = PrincipalComponents(
-                lambda: (self.features.encode(part) for part in _batches(data, budget))
+                lambda: (self.features.encode(batch) for batch in _batches(data, budget))
             )
-            self.density = Density(
-                torch.cat([self.encode(part) for part in _batches(data, budget)]), budget.seed
-            )
+            self.density = CodeMixture(in_batches(self.encode, _batches(data, budget)), budget.seed)
         self.seconds = self.features.seconds + time.perf_counter() - started
 
     def encode(self, images: Tensor) -> Tensor:
         """Project the features: (B, C, H, W) → (B, S)."""
-        return self.components.down(self.features.encode(images))
+        return self.components.transform(self.features.encode(images))
 
     def reconstruct(self, images: Tensor) -> Tensor:
-        """Project, go back and decode."""
-        return self._draw(self.encode(images))
+        """Project the features, map back and decode."""
+        return self._decode(self.encode(images))
 
     def draw(self, count: int, generator: torch.Generator) -> Tensor:
-        """Draw codes from the density, go back and decode."""
-        return self._draw(self.density.sample(count, generator))
+        """Draw codes from the density, map them to features and decode."""
+        return self._decode(self.density.sample(count, generator))
 
-    def _draw(self, codes: Tensor) -> Tensor:
+    def _decode(self, codes: Tensor) -> Tensor:
         height, width = self.features.size
         rows, columns = self.features.model.grid((height, width))
-        features = self.components.up(codes).view(len(codes), -1, rows, columns)
+        features = self.components.inverse_transform(codes).view(len(codes), -1, rows, columns)
         return self.features.model.decode(features, (height, width))
 
 
-class Variational(nn.Module):
-    """A convolutional variational autoencoder: standard normal prior, Bernoulli pixels (Kingma and Welling 2014).
+class VAE(nn.Module):
+    """A convolutional VAE: standard normal prior, Bernoulli pixels (Kingma and Welling 2014).
 
-    The divergence from the prior is phased in (Sønderby et al. 2016) and the posterior starts narrow; otherwise the
-    noise in 320 numbers teaches the decoder early on to ignore them all. Small batches make more of the same passes.
+    The weight of the divergence from the prior is increased gradually (Sønderby et al. 2016) and
+    the posterior starts narrow; otherwise the decoder learns early to ignore the code because of
+    the noise in its 320 numbers. A small batch size gives more steps for the same number of passes.
     """
 
     name = "vae"
     domains = ("joint", "density")
-    RATE = 2e-3
-    BATCH = 32
-    WARM_UP = 0.3  # share of the steps
-    NARROW = -4.0  # log-variance of the posterior at the start
+    LEARNING_RATE = 2e-3
+    BATCH_SIZE = 32
+    WARM_UP = 0.3  # share of the steps in which the weight of the divergence rises to 1
+    INITIAL_LOG_VARIANCE = -4.0  # of the posterior
 
     def __init__(self, data: ImageSet, budget: Budget) -> None:
         super().__init__()
         torch.manual_seed(budget.seed)
         channels, self.height, self.width = data.shape
         grid = math.ceil(self.height / 4), math.ceil(self.width / 4)
-        last = nn.Linear(512, 2 * SIZE)
+        last = nn.Linear(512, 2 * CODE_SIZE)
         self.encoder = nn.Sequential(
             nn.Conv2d(channels, 32, 3, stride=2, padding=1),
             nn.ReLU(),
@@ -527,7 +547,7 @@ class Variational(nn.Module):
             last,
         )
         self.decoder = nn.Sequential(
-            nn.Linear(SIZE, 512),
+            nn.Linear(CODE_SIZE, 512),
             nn.ReLU(),
             nn.Linear(512, 64 * grid[0] * grid[1]),
             nn.ReLU(),
@@ -537,40 +557,38 @@ class Variational(nn.Module):
             nn.ConvTranspose2d(32, channels, 4, stride=2, padding=1),
         )
         with torch.no_grad():
-            last.bias[SIZE:].fill_(self.NARROW)
+            last.bias[CODE_SIZE:].fill_(self.INITIAL_LOG_VARIANCE)
         self.to(budget.device)
-        steps = _steps(data, budget, self.BATCH)
-        optimizer, schedule = _optimizer(list(self.parameters()), self.RATE, steps)
-        for step, images in enumerate(_shuffled(data, budget, self.BATCH)):
+        steps = _steps(data, budget, self.BATCH_SIZE)
+        optimizer, schedule = _optimizer(list(self.parameters()), self.LEARNING_RATE, steps)
+        for step, images in enumerate(_shuffled(data, budget, self.BATCH_SIZE)):
             _step(self.loss(images, min(1.0, step / (self.WARM_UP * steps))), optimizer, schedule)
         self.eval()
         with torch.no_grad():
-            self.density = Density(
-                torch.cat([self.encode(part) for part in _batches(data, budget)]), budget.seed
-            )
+            self.density = CodeMixture(in_batches(self.encode, _batches(data, budget)), budget.seed)
 
-    def loss(self, images: Tensor, share: float = 1.0) -> Tensor:
-        """Compute the negative evidence lower bound, in nats per image, with a share of its divergence."""
+    def loss(self, images: Tensor, divergence_weight: float = 1.0) -> Tensor:
+        """Compute the negative ELBO in nats per image, with a weighted divergence."""
         mean, log_variance = self.encoder(images).chunk(2, dim=1)
         codes = mean + torch.randn_like(mean) * (log_variance / 2).exp()
         pixels = nn.functional.binary_cross_entropy_with_logits(
             self._logits(codes), images, reduction="sum"
         )
         divergence = (mean.square() + log_variance.exp() - log_variance - 1).sum() / 2
-        return (pixels + share * divergence) / len(images)
+        return (pixels + divergence_weight * divergence) / len(images)
 
     def encode(self, images: Tensor) -> Tensor:
-        """Mean of the posterior: (B, C, H, W) → (B, S)."""
+        """Compute the posterior mean: (B, C, H, W) → (B, S)."""
         return self.encoder(images).chunk(2, dim=1)[0]
 
     def reconstruct(self, images: Tensor) -> Tensor:
-        """Decode the mean of the posterior."""
+        """Decode the posterior mean."""
         return torch.sigmoid(self._logits(self.encode(images)))
 
     def sample(self, count: int, domain: str, generator: torch.Generator) -> Tensor:
-        """Decode draws from the prior, or from the density of the codes: (count, C, H, W), from 0 to 1."""
+        """Decode draws from the prior or from the density: (count, C, H, W), from 0 to 1."""
         if domain == "joint":
-            codes = torch.randn(count, SIZE, generator=generator, device=generator.device)
+            codes = torch.randn(count, CODE_SIZE, generator=generator, device=generator.device)
         else:
             codes = self.density.sample(count, generator)
         return torch.sigmoid(self._logits(codes))
@@ -579,31 +597,32 @@ class Variational(nn.Module):
         return self.decoder(codes)[:, :, : self.height, : self.width]
 
 
-# What they share
+# Shared by the baselines
 
 
 def _batches(data: ImageSet, budget: Budget) -> Iterator[Tensor]:
-    return (part.to(budget.device) for part in data.batches(500))
+    return (batch.to(budget.device) for batch in data.batches(500))
 
 
-def _shuffled(data: ImageSet, budget: Budget, batch: int = BATCH) -> Iterator[Tensor]:
-    """Batches of all epochs."""
+def _shuffled(data: ImageSet, budget: Budget, batch_size: int = BATCH_SIZE) -> Iterator[Tensor]:
+    """Yield the shuffled batches of all epochs."""
     generator = torch.Generator().manual_seed(budget.seed)
     for _ in range(budget.epochs):
-        for images in data.batches(min(batch, len(data)), generator=generator, drop_last=True):
+        for images in data.batches(min(batch_size, len(data)), generator=generator, drop_last=True):
             yield images.to(budget.device)
 
 
 def _optimizer(
-    parameters: list[nn.Parameter], rate: float, steps: int
+    parameters: list[nn.Parameter], learning_rate: float, steps: int
 ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
-    """Adam whose rate falls along a cosine to a hundredth, as in the training of poecaps."""
-    optimizer = torch.optim.Adam(parameters, lr=rate)
-    return optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps, rate / 100)
+    """Create Adam with a cosine schedule down to 1 % of the rate, as in training poecaps."""
+    optimizer = torch.optim.Adam(parameters, lr=learning_rate)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps, learning_rate / 100)
+    return optimizer, schedule
 
 
-def _steps(data: ImageSet, budget: Budget, batch: int = BATCH) -> int:
-    return budget.epochs * (len(data) // min(batch, len(data)))
+def _steps(data: ImageSet, budget: Budget, batch_size: int = BATCH_SIZE) -> int:
+    return budget.epochs * (len(data) // min(batch_size, len(data)))
 
 
 def _step(
@@ -617,13 +636,13 @@ def _step(
 
 BASELINES: dict[str, Callable[[ImageSet, Budget], Encoder]] = {
     "pixels": lambda *_: Pixels(),
-    "k-means": Clusters,
+    "k-means": KMeansClusters,
     "pca": PCA,
-    "gaussian-rbm": GaussianMachine,
-    "autoencoder": FeatureComponents,
-    "autoencoder-all": AllFeatures,
-    "vae": Variational,
-    "bernoulli-rbm": BernoulliMachine,
+    "gaussian-rbm": GaussianRBM,
+    "autoencoder": AutoencoderPCA,
+    "autoencoder-all": Autoencoder,
+    "vae": VAE,
+    "bernoulli-rbm": BernoulliRBM,
 }
 
 
@@ -635,32 +654,32 @@ def compare(
     budgets: Sequence[Budget],
     samples: int,
 ) -> Iterator[Evaluation]:
-    """Train and evaluate baselines, one after the other, each with every budget.
+    """Train and evaluate baselines one after the other, each with every budget.
 
-    scikit-learn's machines need minutes of one core, and are trained in processes of their own meanwhile.
+    scikit-learn's RBMs take minutes on one core; they are trained in parallel, in other processes.
     """
-    autoencoders: dict[Budget, AllFeatures] = {}
+    autoencoders: dict[Budget, Autoencoder] = {}
     with ProcessPoolExecutor(len(budgets), multiprocessing.get_context("spawn")) as pool:
-        machines = {
-            each: pool.submit(fit_bernoulli, train, each)
-            for each in budgets
+        fitted_rbms = {
+            budget: pool.submit(fit_bernoulli_rbm, train, budget)
+            for budget in budgets
             if "bernoulli-rbm" in names
         }
         for name, budget in itertools.product(names, budgets):
             if name == "pixels" and budget != budgets[0]:
-                continue  # nothing about them is random
+                continue  # pixels do not depend on the seed
             started = time.perf_counter()
             encoder: Encoder
             if name == "bernoulli-rbm":
-                encoder = BernoulliMachine(train, budget, machines[budget].result())
+                encoder = BernoulliRBM(train, budget, fitted_rbms[budget].result())
             elif name.startswith("autoencoder"):
-                features = autoencoders[budget] = autoencoders.get(budget) or AllFeatures(
+                features = autoencoders[budget] = autoencoders.get(budget) or Autoencoder(
                     train, budget
                 )
                 encoder = (
                     features
                     if name == "autoencoder-all"
-                    else FeatureComponents(train, budget, features)
+                    else AutoencoderPCA(train, budget, features)
                 )
             else:
                 encoder = BASELINES[name](train, budget)
@@ -674,86 +693,108 @@ def compare(
                 samples=samples,
                 device=budget.device,
             )
-            yield result.with_about(
+            yield result.with_metadata(
                 epochs=0 if name in ("pixels", "k-means", "pca") else budget.epochs,
                 training_seconds=round(getattr(encoder, "seconds", trained - started), 3),
                 evaluation_seconds=round(time.perf_counter() - trained, 1),
-                gibbs_steps=budget.gibbs if isinstance(encoder, Machine) else 0,
+                gibbs_steps=budget.gibbs if isinstance(encoder, RBM) else 0,
             )
 
 
-SPREAD: dict[str, Callable[[Any], Any]] = {
-    "probe": lambda of: of.probe and of.probe.test_accuracy,
-    "reconstruction": lambda of: of.reconstruction and of.reconstruction.relative,
-    "effective rank": lambda of: of.effective_rank,
+CODE_METRICS: dict[str, Callable[[Evaluation], float | None]] = {
+    "linear probe": lambda result: result.probe.test_accuracy if result.probe else None,
+    "relative reconstruction error": (
+        lambda result: result.reconstruction.relative if result.reconstruction else None
+    ),
+    "effective rank": lambda result: result.effective_rank,
 }
-SPREAD_OF_SAMPLES: dict[str, Callable[[Any], Any]] = {
-    "Fréchet": lambda of: of.frechet and of.frechet.distance,
-    "recognisable": lambda of: of.recognisability and of.recognisability.share,
-    "classes": lambda of: of.diversity and of.diversity.classes,
+SAMPLE_METRICS: dict[str, Callable[[SampleMetrics], float | None]] = {
+    "Fréchet distance": lambda samples: samples.frechet.distance if samples.frechet else None,
+    "recognisable": (
+        lambda samples: samples.recognisability.share if samples.recognisability else None
+    ),
+    "effective classes": (
+        lambda samples: samples.diversity.effective_classes if samples.diversity else None
+    ),
 }
 
 
-def spread(results: Sequence[Evaluation]) -> str:
-    """Lay out mean ± standard deviation over seeds as text, for each model that was measured with more than one."""
+def seed_statistics(results: Sequence[Evaluation]) -> str:
+    """Format mean ± standard deviation over seeds, for each model with several seeds."""
     lines = []
     for name in dict.fromkeys(result.name for result in results):
         same = [result for result in results if result.name == name]
         if len(same) == 1:
             continue
-        values = {label: [read(each) for each in same] for label, read in SPREAD.items()}
-        for domain, (label, read) in itertools.product(same[0].domains, SPREAD_OF_SAMPLES.items()):
-            values[f"{domain}: {label}"] = [read(each.domains[domain]) for each in same]
+        values = {
+            label: [metric(result) for result in same] for label, metric in CODE_METRICS.items()
+        }
+        for domain, (label, sample_metric) in itertools.product(
+            same[0].domains, SAMPLE_METRICS.items()
+        ):
+            values[f"{domain}: {label}"] = [sample_metric(each.domains[domain]) for each in same]
         lines.append(f"{name}, mean ± standard deviation over {len(same)} seeds")
-        lines += [
-            f"  {label:30}{np.mean(numbers):10.4g} ± {np.std(numbers, ddof=1):.2g}"
-            for label, numbers in values.items()
-            if None not in numbers
-        ]
+        for label, numbers in values.items():
+            known = [number for number in numbers if number is not None]
+            if len(known) == len(numbers):
+                lines.append(f"  {label:34}{np.mean(known):10.4g} ± {np.std(known, ddof=1):.2g}")
     return "\n".join(lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Train, evaluate, print the table, write the JSON."""
+    """Train, evaluate, print the table, and write the JSON file."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--data", default="mnist-sample", help="a set's name or a path (default: mnist-sample)"
+        "--data", default="mnist-sample", help="name or path of a dataset (default: mnist-sample)"
     )
-    parser.add_argument("--path", help="folder that holds a full set known by name")
+    parser.add_argument("--path", help="folder of the full mnist or fashion-mnist")
     parser.add_argument(
-        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(default: a GPU)"
-    )
-    parser.add_argument("--only", help=f"some of {','.join(BASELINES)} (default: all)")
-    parser.add_argument(
-        "--network", type=Path, action="append", default=[], help="a trained network to set beside"
+        "--device",
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="(default: a GPU if available)",
     )
     parser.add_argument(
-        "--epochs", type=int, help="passes over the images (default: as many as the preset default)"
+        "--only", help=f"baselines, comma-separated: {','.join(BASELINES)} (default: all)"
     )
     parser.add_argument(
-        "--gibbs", type=int, default=1000, help="steps of a Gibbs chain (default: 1000)"
+        "--network",
+        type=Path,
+        action="append",
+        default=[],
+        help="folder of a trained network to compare with; may be repeated",
     )
-    parser.add_argument("--samples", type=int, default=10_000, help="(default: 10000)")
     parser.add_argument(
-        "--limit", type=int, help="use so many training and at most so many test images"
+        "--epochs", type=int, help="passes over the images (default: those of the preset default)"
     )
-    parser.add_argument("--seeds", default="0", help="one or several, as in 0,1,2 (default: 0)")
-    parser.add_argument("--json", type=Path, help="file for all the numbers")
+    parser.add_argument(
+        "--gibbs",
+        type=int,
+        default=1000,
+        help="steps of a Gibbs chain before its image is used (default: 1000)",
+    )
+    parser.add_argument(
+        "--samples", type=int, default=10_000, help="samples from each domain (default: 10000)"
+    )
+    parser.add_argument(
+        "--limit", type=int, help="maximum number of training images, and of test images"
+    )
+    parser.add_argument("--seeds", default="0", help="seeds, comma-separated (default: 0)")
+    parser.add_argument("--json", type=Path, help="file to write the numbers to")
     options = parser.parse_args(arguments)
 
     names = options.only.split(",") if options.only else list(BASELINES)
     if unknown := [name for name in names if name not in BASELINES]:
         parser.error(
-            f"--only must name some of {', '.join(BASELINES)}, but names {', '.join(unknown)}"
+            f"--only must be a list of {', '.join(BASELINES)}, but contains {', '.join(unknown)}"
         )
     train, test = (
-        _limit(load(options.data, split=split, path=options.path), options.limit)
+        limit(load(options.data, split=split, path=options.path), options.limit)
         for split in ("train", "test")
     )
-    judged = options.data.removesuffix("-sample") in CLASSIFIERS
-    classifier = load_classifier(options.data, options.device) if judged else None
+    has_classifier = options.data.removesuffix("-sample") in CLASSIFIERS
+    classifier = load_classifier(options.data, options.device) if has_classifier else None
     epochs = options.epochs if options.epochs is not None else default_epochs()
     seeds = [int(seed) for seed in options.seeds.split(",")]
     budgets = [Budget(epochs, options.gibbs, seed, torch.device(options.device)) for seed in seeds]
@@ -775,27 +816,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for result in compare(names, train, test, classifier, budgets, options.samples):
         results.append(result)
         print(
-            f"{result.name}, seed {result.seed}: trained in {result.about['training_seconds']} s, "
-            f"evaluated in {result.about['evaluation_seconds']} s",
+            f"{result.name}, seed {result.seed}: "
+            f"trained in {result.metadata['training_seconds']} s, "
+            f"evaluated in {result.metadata['evaluation_seconds']} s",
             flush=True,
         )
-        if (
-            options.json is not None
-        ):  # after each, so that a run that is cut short leaves what it has
-            options.json.parent.mkdir(parents=True, exist_ok=True)
-            options.json.write_text(
-                json.dumps([json.loads(each.to_json()) for each in results], indent=2) + "\n"
-            )
-    print(
-        f"\n{side_by_side([result for result in results if result.seed == seeds[0]])}\n\n{spread(results)}".rstrip()
-    )
+        # After each model, so that an interrupted run keeps its results.
+        machine.write([json.loads(each.to_json()) for each in results], options.json)
+    of_first_seed = [result for result in results if result.seed == seeds[0]]
+    print(f"\n{comparison_table(of_first_seed)}\n\n{seed_statistics(results)}".rstrip())
 
 
-def _limit(data: ImageSet, most: int | None) -> ImageSet:
-    """Take evenly spaced images, because the order of a set may mean something."""
-    if most is None or most >= len(data):
+def limit(data: ImageSet, count: int | None) -> ImageSet:
+    """Return at most `count` images, evenly spaced because a dataset may be ordered."""
+    if count is None or count >= len(data):
         return data
-    chosen = np.linspace(0, len(data) - 1, most).round().astype(np.int64)
+    chosen = np.linspace(0, len(data) - 1, count).round().astype(np.int64)
     labels = None if data.labels is None else data.labels[chosen]
     return ImageSet(data.images[chosen], labels, label_names=data.label_names, source=data.source)
 

@@ -1,4 +1,4 @@
-"""Measure what persistent chains do to the experts of the README example: `python -m benchmarks.chains`."""
+"""Measure persistent chains on the README example: `python -m benchmarks.chains`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import torch
 from poecaps import CapsuleExperts, squash
 from poecaps.data import load
 
-STEPS, BATCH, NEVER = 200, 128, 10**9
-WAYS = (  # name, step at which the chain starts, share of it replaced with data before each step
+STEPS, BATCH_SIZE, NEVER = 200, 128, 10**9
+VARIANTS = (  # name, step at which the chain starts, share replaced with data before each step
     ("CD-1 from the data", NEVER, 0.0),
     ("chain from the first step on", 0, 0.0),
     ("chain from step 100 on", 100, 0.0),
@@ -18,18 +18,27 @@ WAYS = (  # name, step at which the chain starts, share of it replaced with data
 )
 
 
-def lost(x: torch.Tensor, start: int, replaced: float, steps: int = STEPS) -> float:
-    """Learn with Adam 0.1 and return the share of the variance that one reconstruction loses."""
+def lost_variance(x: torch.Tensor, start: int, replaced: float, steps: int = STEPS) -> float:
+    """Train with Adam at rate 0.1 and return the share of the variance that reconstruction loses.
+
+    Parameters
+    ----------
+    x : (N, I, K)
+    start
+        Step at which the persistent chain starts; before it, mixing starts from the data.
+    replaced
+        Share of the chain that is replaced with data before each step.
+    """
     torch.manual_seed(0)
     experts = CapsuleExperts(x.shape[1], x.shape[2], 20, 16)
     optimizer = torch.optim.Adam(experts.parameters(), lr=0.1)
     chain: torch.Tensor | None = None
-    for step, batch in enumerate(torch.randint(len(x), (steps, BATCH))):
+    for step, batch in enumerate(torch.randint(len(x), (steps, BATCH_SIZE))):
         if step == start:
             chain = x[batch].clone()
         if chain is not None and replaced:
-            anew = torch.rand(BATCH) < replaced
-            chain[anew] = x[batch][anew]
+            restarted = torch.rand(BATCH_SIZE) < replaced
+            chain[restarted] = x[batch][restarted]
         optimizer.zero_grad()
         experts.contrastive_divergence(x[batch], chain=chain).backward()
         optimizer.step()
@@ -42,8 +51,8 @@ def main() -> None:
     images = load("mnist-sample").batch(range(2000))
     x = squash((images - images.mean(0)).unfold(2, 4, 4).unfold(3, 4, 4).reshape(-1, 49, 16))
     print("| negative phase | lost |\n| --- | --- |")
-    for name, start, replaced in WAYS:
-        print(f"| {name} | {lost(x, start, replaced):.2f} |", flush=True)
+    for name, start, replaced in VARIANTS:
+        print(f"| {name} | {lost_variance(x, start, replaced):.2f} |", flush=True)
 
 
 if __name__ == "__main__":

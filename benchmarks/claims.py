@@ -1,9 +1,11 @@
-"""The claims of the paper, one number each, measured on a trained run; and its Figure 2, not picked.
+"""Measure the claims of the paper on a trained run, and draw its Figure 2 without selection.
 
 `poecaps train --preset paper --data mnist --data-path FOLDER --out RUN`, then
-`python -m benchmarks.claims RUN --path FOLDER --json FILE --figures PICTURES`, which adds the run to FILE.
+`python -m benchmarks.claims RUN --path FOLDER --json FILE --figures FIGURES`, which adds the run to
+FILE.
 
-Figure 2 is 20 columns (experts) of 4 draws, in the complete domain (2a, 2c) and in the restricted one (2b, 2d).
+Figure 2 has 20 columns (experts) of 4 draws, in the complete domain (2a, 2c) and in the restricted
+domain (2b, 2d).
 """
 
 from __future__ import annotations
@@ -17,12 +19,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from benchmarks import machine
 from poecaps import CapsuleNetwork, plotting
 from poecaps import functional as F
-from poecaps._files import atomic_write
+from poecaps._modules import BATCH_SIZE, device_of
 from poecaps.data import load
 from poecaps.evaluation import Background, background, load_classifier, measures
-from poecaps.evaluation.protocol import without_nan
+from poecaps.evaluation.protocol import nan_to_none
 from poecaps.training import record
 
 if TYPE_CHECKING:
@@ -30,102 +33,107 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from poecaps.code_density import Domain
     from poecaps.evaluation import Classifier
+    from poecaps.network import Domain
 
 ROWS = 4
-DRAWS = 500  # of each expert
+DRAWS = 500  # draws of each expert
+DOMAINS: tuple[Domain, ...] = ("complete", "restricted", "learned")
 
 
 @dataclass(frozen=True)
-class Flips:
-    """What happens to draws x of the complete domain when x is replaced by −x."""
+class SignFlips:
+    """Effect of replacing draws x of the complete domain by −x."""
 
     negatives: float
-    """Share of the draws that are negatives."""
-    of_opposites: float
-    """Share of their opposites that are."""
-    cured: float | None
-    """Share of the negatives whose opposite is none; None if there are none."""
-    flipped: float | None
-    """Share of the others whose opposite is a negative; None if there are none."""
+    """Share of the draws x that are negatives."""
+    negatives_of_opposites: float
+    """Share of the opposites −x that are negatives."""
+    negatives_removed: float | None
+    """Share of the negatives whose opposite is not a negative; None without negatives."""
+    negatives_created: float | None
+    """Share of the other draws whose opposite is a negative; None if all are negatives."""
 
 
 @dataclass(frozen=True)
-class Objects:
-    """How much experts draw objects, in one domain."""
+class DrawMetrics:
+    """Metrics of draws from every expert, in one domain."""
 
     recognisable: float
-    """Share of the draws that the classifier is sure of."""
+    """Share of the draws with a confident prediction of the classifier."""
     purity: float
-    """Share of an expert's most frequent verdict, mean over experts."""
-    classes: float
-    """Effective number of classes among all draws."""
+    """Share of the most frequent predicted class of an expert, mean over experts."""
+    effective_classes: float
+    """Effective number of predicted classes among all draws."""
     negatives: float | None
     """Share of the draws that are negatives."""
     variation: dict[str, float]
-    """Spread of each property within an expert's most frequent verdict, as a share of that within the class."""
+    """Standard deviation of each property over an expert's main class, relative to the class."""
 
 
 @torch.no_grad()
-def flips(network: CapsuleNetwork, of: Background, draws: int, generator: torch.Generator) -> Flips:
-    """Draw from every expert in the complete domain, and from the opposite point."""
+def sign_flips(
+    network: CapsuleNetwork, reference: Background, draws: int, generator: torch.Generator
+) -> SignFlips:
+    """Draw from every expert in the complete domain, and decode each draw and its opposite."""
     experts, _ = network.architecture.experts[-1]
-    here, there = [], []
+    negative, opposite_negative = [], []
     for expert in range(experts):
-        for count in _parts(draws):
+        for count in _batch_sizes(draws):
             z = network.code_density.sample(count, "complete", expert, generator)
-            here.append(measures.are_negatives(network.decode(F.squash(z)), of))
-            there.append(measures.are_negatives(network.decode(F.squash(-z)), of))
-    first, second = torch.cat(here), torch.cat(there)
+            negative.append(measures.are_negatives(network.decode(F.squash(z)), reference))
+            opposite_negative.append(
+                measures.are_negatives(network.decode(F.squash(-z)), reference)
+            )
+    first, second = torch.cat(negative), torch.cat(opposite_negative)
 
-    def share(truth: Tensor) -> float | None:
-        return truth.double().mean().item() if len(truth) else None
+    def share(values: Tensor) -> float | None:
+        return values.double().mean().item() if len(values) else None
 
-    return Flips(
+    return SignFlips(
         negatives=share(first) or 0.0,
-        of_opposites=share(second) or 0.0,
-        cured=share(~second[first]),
-        flipped=share(second[~first]),
+        negatives_of_opposites=share(second) or 0.0,
+        negatives_removed=share(~second[first]),
+        negatives_created=share(second[~first]),
     )
 
 
 @torch.no_grad()
-def objects(
+def draw_metrics(
     network: CapsuleNetwork,
     domain: Domain,
-    judge: Classifier,
-    of: Background,
+    classifier: Classifier,
+    reference: Background,
     test: tuple[Tensor, Tensor],
     draws: int,
     generator: torch.Generator,
-) -> Objects:
-    """Draw equally often from every expert, and judge."""
+) -> DrawMetrics:
+    """Draw the same number of images from every expert, and measure them."""
     experts, _ = network.architecture.experts[-1]
     drawn = [
         torch.cat(
             [
                 network.generate(count, domain, expert=expert, generator=generator)
-                for count in _parts(draws)
+                for count in _batch_sizes(draws)
             ]
         )
         for expert in range(experts)
     ]
-    everything = torch.cat(drawn)
-    judged = judge.judge(everything)
-    verdicts = judged.verdicts.view(experts, draws)
-    return Objects(
-        recognisable=measures.recognisability(judged.probabilities).share,
-        purity=measures.purity(verdicts).mean,
-        classes=measures.diversity(judged.verdicts).classes,
-        negatives=measures.negatives(everything, of).share,
-        variation=asdict(measures.variation(drawn, verdicts, *test)),
+    images = torch.cat(drawn)
+    predictions = classifier.predict(images)
+    predicted = predictions.labels.view(experts, draws)
+    return DrawMetrics(
+        recognisable=measures.recognisability(predictions.probabilities).share,
+        purity=measures.purity(predicted).mean,
+        effective_classes=measures.diversity(predictions.labels).effective_classes,
+        negatives=measures.negatives(images, reference).share,
+        variation=asdict(measures.variation(drawn, predicted, *test)),
     )
 
 
 def figure(network: CapsuleNetwork, domain: Domain, path: Path, seed: int = 0) -> Path:
     """Draw one panel of Figure 2."""
-    generator = torch.Generator(next(network.parameters()).device).manual_seed(seed)
+    generator = torch.Generator(device_of(network)).manual_seed(seed)
     experts, _ = network.architecture.experts[-1]
     with torch.no_grad():
         draws = [
@@ -138,41 +146,45 @@ def figure(network: CapsuleNetwork, domain: Domain, path: Path, seed: int = 0) -
 
 
 def training_seconds(run: Path) -> float | None:
-    """Tell how long a run took from its start to its end, if it did so in one go."""
-    about = record.read(run)
-    if len(about["starts"]) != 1 or not about.get("finished"):
+    """Return the seconds from start to end of a run; None if it was interrupted or unfinished."""
+    history = record.read(run)
+    if len(history["starts"]) != 1 or not history.get("finished"):
         return None
-    begin, end = (
-        datetime.fromisoformat(time) for time in (about["starts"][0]["time"], about["finished"])
+    start, end = (
+        datetime.fromisoformat(time) for time in (history["starts"][0]["time"], history["finished"])
     )
-    return (end - begin).total_seconds()
+    return (end - start).total_seconds()
 
 
-def _parts(count: int) -> list[int]:
-    return [min(250, count - start) for start in range(0, count, 250)]
+def _batch_sizes(count: int) -> list[int]:
+    return [min(BATCH_SIZE, count - start) for start in range(0, count, BATCH_SIZE)]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, draw, print and write."""
+    """Measure, print, and write the numbers and figures."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "run", type=Path, help="folder of a trained run on mnist or fashion-mnist, or their samples"
+        "run",
+        type=Path,
+        help="folder of a run trained on mnist or fashion-mnist, or on their samples",
     )
-    parser.add_argument("--path", help="folder that holds the full set (default: as in the run)")
+    parser.add_argument("--path", help="folder of the full dataset (default: that of the run)")
     parser.add_argument(
-        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(default: a GPU)"
+        "--device",
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="(default: a GPU if available)",
     )
     parser.add_argument(
-        "--draws", type=int, default=DRAWS, help=f"of each expert (default: {DRAWS})"
+        "--draws", type=int, default=DRAWS, help=f"draws of each expert (default: {DRAWS})"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the draws (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the draws (default: 0)")
     parser.add_argument(
-        "--name", help="what the run is called in the file (default: as its folder)"
+        "--name", help="name of the run in the file (default: the name of its folder)"
     )
-    parser.add_argument("--json", type=Path, help="file that the numbers are added to")
-    parser.add_argument("--figures", type=Path, help="folder for the two panels of Figure 2")
+    parser.add_argument("--json", type=Path, help="file to add the numbers to")
+    parser.add_argument("--figures", type=Path, help="folder for the panels of Figure 2")
     options = parser.parse_args(arguments)
 
     config = record.read(options.run)["config"]
@@ -183,42 +195,37 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     if test.labels is None:
         parser.error(f"the test images of {config['data']} have no labels")
-    of = background(training.batches(1000))
-    judge = load_classifier(config["data"], options.device)
+    reference = background(training.batches(1000))
+    classifier = load_classifier(config["data"], options.device)
     images = torch.cat(list(test.batches(1000))).to(options.device)
     labelled = (images, torch.from_numpy(test.labels))
     generator = torch.Generator(options.device).manual_seed(options.seed)
-    domains: tuple[Domain, ...] = ("complete", "restricted", "learned")
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "run": options.name or options.run.name,
         "data": config["data"],
-        "draws": options.draws,
+        "draws_per_expert": options.draws,
         "seed": options.seed,
         "training_seconds": training_seconds(options.run),
         "device": record.read(options.run)["starts"][-1].get("device"),
-        "flips": asdict(flips(network, of, options.draws, generator)),
-        "objects": {
-            domain: asdict(objects(network, domain, judge, of, labelled, options.draws, generator))
-            for domain in domains
-        },
-    }
-    text = json.dumps(without_nan(found), indent=2)
-    print(text)
-    if options.json is not None:
-        others = json.loads(options.json.read_text()) if options.json.is_file() else []
-        others = [each for each in others if each["run"] != found["run"]]
-        with atomic_write(options.json) as file:
-            file.write((json.dumps([*others, without_nan(found)], indent=1) + "\n").encode())
-    if options.figures is not None:
-        for domain in domains:
-            print(
-                figure(
-                    network,
-                    domain,
-                    options.figures / f"{options.run.name}-{domain}.png",
-                    options.seed,
+        "sign_flips": asdict(sign_flips(network, reference, options.draws, generator)),
+        "domains": {
+            domain: asdict(
+                draw_metrics(
+                    network, domain, classifier, reference, labelled, options.draws, generator
                 )
             )
+            for domain in DOMAINS
+        },
+    }
+    print(json.dumps(nan_to_none(result), indent=2))
+    if options.json is not None:
+        others = json.loads(options.json.read_text()) if options.json.is_file() else []
+        others = [other for other in others if other["run"] != result["run"]]
+        machine.write([*others, nan_to_none(result)], options.json)
+    if options.figures is not None:
+        for domain in DOMAINS:
+            path = options.figures / f"{options.run.name}-{domain}.png"
+            print(figure(network, domain, path, options.seed))
 
 
 if __name__ == "__main__":

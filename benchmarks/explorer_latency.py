@@ -1,8 +1,9 @@
-"""How long after a slider moves the image is there: ``python -m benchmarks.explorer_latency RUN``.
+"""Measure the latency of the explorer: ``python -m benchmarks.explorer_latency RUN``.
 
-Starts `poecaps explore`, opens the page in headless Chromium, moves sliders one after the other and waits each time for
-the canvas to be painted anew. The time runs in the page, from the event of the slider to the new pixels on the canvas:
-the request, the model, the answer and the drawing are all in it.
+Starts `poecaps explore`, opens the page in headless Chromium, moves sliders one after the other and
+waits each time until the canvas shows the new image. The time is measured in the page, from the
+slider event to the new pixels on the canvas, and includes the request, the model, the response and
+the drawing.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy as np
 import tyro
 from playwright.sync_api import sync_playwright
 
-from benchmarks.explorer_load import started
+from benchmarks.explorer_load import running_explorer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,13 +37,16 @@ MOVE = """async ([moves, pause]) => {
     for (let i = 0; i < moves; i += 1) {
         const slider = rows[i % rows.length];
         const painted = new Promise((done) => {
-            const seen = new MutationObserver(() => { seen.disconnect(); done(performance.now()); });
-            seen.observe(image, { attributeFilter: ["data-number"] });
+            const observer = new MutationObserver(() => {
+                observer.disconnect();
+                done(performance.now());
+            });
+            observer.observe(image, { attributeFilter: ["data-number"] });
         });
         slider.value = 6 * Math.random() - 3;
-        const began = performance.now();
+        const start = performance.now();
         slider.dispatchEvent(new Event("input", { bubbles: true }));
-        times.push(await painted - began);
+        times.push(await painted - start);
         await new Promise((done) => setTimeout(done, pause));
     }
     return times;
@@ -51,14 +55,14 @@ MOVE = """async ([moves, pause]) => {
 
 @contextmanager
 def opened(address: str) -> Iterator[Page]:
-    """Open the page in headless Chromium, on a wide screen."""
+    """Open the page in headless Chromium with a large viewport."""
     chromium = (
         shutil.which("chromium")
         or shutil.which("chromium-browser")
         or shutil.which("google-chrome")
     )
     if chromium is None:
-        raise FileNotFoundError("there is no chromium to open the page in")
+        raise FileNotFoundError("cannot open the page: Chromium is not installed")
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=FLAGS)
         page = browser.new_page(viewport={"width": 1440, "height": 1300})
@@ -69,14 +73,14 @@ def opened(address: str) -> Iterator[Page]:
 
 
 def measure(address: str, moves: int, pause: float) -> list[float]:
-    """Milliseconds from a move of a slider to the new image, of so many moves."""
+    """Return the milliseconds from slider event to new image, for each move."""
     with opened(address) as page:
-        page.evaluate(MOVE, [20, pause])  # the first few warm everything up
+        page.evaluate(MOVE, [20, pause])  # warm-up
         return cast("list[float]", page.evaluate(MOVE, [moves, pause]))
 
 
-def take_picture(address: str, path: Path) -> None:
-    """Take the picture of the page that the documentation shows."""
+def take_screenshot(address: str, path: Path) -> None:
+    """Take the screenshot of the documentation."""
     with opened(address) as page:
         page.locator("#test-index").fill("17")
         page.locator("#test-take").click()
@@ -101,29 +105,32 @@ def main(
     rounds: int = 3,
     picture: Path | None = None,
 ) -> None:
-    """Measure one run.
+    """Measure the latency with one model.
 
     Parameters
     ----------
     run
         Folder or name of a trained model.
     moves
-        How often a slider moves in a round.
+        Slider moves per round.
     pause
         Milliseconds between an image and the next move.
     rounds
-        How often all is measured.
+        Number of rounds.
     picture
-        PNG to write instead, of the page: docs/images/explorer.png.
+        Only write a screenshot of the page to this PNG file: docs/images/explorer.png.
     """
-    with started(run) as address:
+    with running_explorer(run) as address:
         if picture is not None:
-            take_picture(address, picture)
+            take_screenshot(address, picture)
             return
         for _ in range(rounds):
-            times = np.percentile(measure(address, moves, pause), [5, 50, 95, 99])
+            low, median, high, highest = np.percentile(
+                measure(address, moves, pause), [5, 50, 95, 99]
+            )
             print(
-                "milliseconds: 5 % {:.1f}, median {:.1f}, 95 % {:.1f}, 99 % {:.1f}".format(*times),
+                f"milliseconds: 5th percentile {low:.1f}, median {median:.1f}, "
+                f"95th {high:.1f}, 99th {highest:.1f}",
                 flush=True,
             )
 

@@ -1,8 +1,9 @@
-"""Fifty people at once on the explorer, on loopback: ``python -m benchmarks.explorer_load RUN``.
+"""Load test of the explorer with fifty local clients: ``python -m benchmarks.explorer_load RUN``.
 
-Starts `poecaps explore` in a process of its own and lets clients ask it without pause: mostly decoding, as sliders do,
-some draws, encodings and traversals. Prints how often each status was answered and how long answers took. Anything
-but 200 and 429, or a request without an answer, counts as a fault.
+Starts `poecaps explore` in a separate process and sends requests from all clients without pause:
+mostly decoding, as sliders do, and some draws, encodings and traversals. Prints the count of each
+status code and the response times. A status other than 200 or 429, or a request without a response,
+counts as a fault.
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def started(run: str) -> Iterator[str]:
-    """Start the explorer in a process of its own, and give its address."""
+def running_explorer(run: str) -> Iterator[str]:
+    """Start the explorer in a separate process and yield its address."""
     command = [sys.executable, "-m", "poecaps", "explore", run, "--no-browser"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:  # noqa: S603 (our own program)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:  # noqa: S603 (a fixed program)
         assert server.stdout is not None  # noqa: S101 (it is a pipe)
         found = re.search(r"http://127\.0\.0\.1:\d+", server.stdout.readline())
         try:
             if found is None:
-                raise RuntimeError("the explorer has not started")
+                raise RuntimeError("the explorer did not start")
             yield found[0]
         finally:
             server.send_signal(signal.SIGINT)
@@ -46,33 +47,37 @@ def started(run: str) -> Iterator[str]:
 
 @dataclass
 class Load:
-    """What clients have seen."""
+    """The responses that clients received."""
 
     statuses: Counter[int] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
 
     def summary(self) -> str:
-        """Describe it in three lines."""
+        """Summarise the responses in three lines."""
         took = np.percentile(1000 * np.array(self.seconds or [np.nan]), [50, 95, 99])
         return (
-            f"answers {sum(self.statuses.values()):,}: {dict(sorted(self.statuses.items()))}\n"
+            f"responses {sum(self.statuses.values()):,}: {dict(sorted(self.statuses.items()))}\n"
             f"faults {len(self.faults)} {self.faults[:3]}\n"
-            f"milliseconds of a 200: median {took[0]:.0f}, 95 % {took[1]:.0f}, 99 % {took[2]:.0f}"
+            f"milliseconds of status 200: median {took[0]:.0f}, 95th percentile {took[1]:.0f}, "
+            f"99th {took[2]:.0f}"
         )
 
 
 def load(
     address: str, clients: int, *, seconds: float | None = None, requests: int | None = None
 ) -> Load:
-    """Let clients ask until the time is over, or each has asked so often; only on this machine."""
+    """Send requests from several clients, for some seconds or a number of requests per client.
+
+    The address must be on this machine.
+    """
     if urlsplit(address).hostname != "127.0.0.1":
         raise ValueError(f"address must be on this machine, but is {address}")
     seen, lock = Load(), threading.Lock()
     end = None if seconds is None else time.monotonic() + seconds
 
-    def ask(number: int) -> None:
-        choose, count = random.Random(number), 0  # noqa: S311 (no secret)
+    def send_requests(number: int) -> None:
+        choose, count = random.Random(number), 0  # noqa: S311 (not for security)
         with httpx.Client(base_url=address, timeout=60, trust_env=False) as client:
             models = client.get("/api/models")
             name = models.json()[0] if models.status_code == 200 else None
@@ -80,13 +85,13 @@ def load(
                 requests is None or count < requests
             ):
                 count += 1
-                began = time.monotonic()
+                start = time.monotonic()
                 try:
                     if name is None:
                         answer = client.get("/api/models")
                         name = answer.json()[0] if answer.status_code == 200 else None
                     else:
-                        answer = _question(client, f"/api/models/{name}", choose)
+                        answer = _random_request(client, f"/api/models/{name}", choose)
                 except httpx.HTTPError as error:
                     with lock:
                         seen.faults.append(repr(error))
@@ -94,13 +99,13 @@ def load(
                 with lock:
                     seen.statuses[answer.status_code] += 1
                     if answer.status_code == 200:
-                        seen.seconds.append(time.monotonic() - began)
+                        seen.seconds.append(time.monotonic() - start)
                     elif answer.status_code != 429:
                         seen.faults.append(f"{answer.status_code} {answer.text[:100]}")
                 if answer.status_code == 429:
                     time.sleep(0.1 * choose.random())
 
-    threads = [threading.Thread(target=ask, args=(number,)) for number in range(clients)]
+    threads = [threading.Thread(target=send_requests, args=(number,)) for number in range(clients)]
     for each in threads:
         each.start()
     for each in threads:
@@ -108,7 +113,7 @@ def load(
     return seen
 
 
-def _question(client: httpx.Client, model: str, choose: random.Random) -> httpx.Response:
+def _random_request(client: httpx.Client, model: str, choose: random.Random) -> httpx.Response:
     picture = {
         "experts": [
             {"expert": choose.randrange(3), "offsets": [choose.uniform(-3, 3) for _ in range(4)]}
@@ -132,18 +137,18 @@ def _question(client: httpx.Client, model: str, choose: random.Random) -> httpx.
 
 
 def main(run: str, /, *, clients: int = 50, seconds: float = 30) -> None:
-    """Measure one run.
+    """Measure the response times with one model.
 
     Parameters
     ----------
     run
         Folder or name of a trained model.
     clients
-        How many ask at once.
+        Number of concurrent clients.
     seconds
-        For how long.
+        Duration of the test.
     """
-    with started(run) as address:
+    with running_explorer(run) as address:
         print(json.dumps({"run": run, "clients": clients, "seconds": seconds}))
         print(load(address, clients, seconds=seconds).summary())
 

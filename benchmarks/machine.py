@@ -1,4 +1,4 @@
-"""What the benchmarks of speed share: the machine, how long a step takes, and what the device can do at best."""
+"""Shared by the speed benchmarks: description of the machine, times, memory and peak rates."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 import poecaps
-from poecaps import kernels
-from poecaps.kernels import lanes
+from benchmarks import internals
+from poecaps._files import atomic_write
 
 if TYPE_CHECKING:
     import argparse
@@ -26,18 +26,16 @@ if TYPE_CHECKING:
 
     Step = Callable[[], Any]
 
-MEMORY, FORGET = (
-    Path("/proc/self/status"),
-    Path("/proc/self/clear_refs"),
-)  # what Linux tells of a process
-FILES = ("json", "plot", "read", "keep")  # options that change nothing that is measured
-ENOUGH = 0.1  # seconds a turn lasts at least
+# Linux: memory of this process, and the file that resets its peak
+MEMORY_STATUS, RESET_PEAK = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+FILE_OPTIONS = ("json", "plot", "read", "keep")  # options without effect on the measurement
+MIN_TURN_SECONDS = 0.1  # a step is repeated for at least this long in each turn
 
 
 def describe(device: torch.device) -> dict[str, str]:
-    """Name device and versions that a time depends on."""
+    """Return the name of the device and the versions that a time depends on."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
-    found = {
+    description = {
         "device": name,
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -46,28 +44,31 @@ def describe(device: torch.device) -> dict[str, str]:
     if device.type == "cuda":
         import triton
 
-        found |= {"cuda": str(torch.version.cuda), "triton": triton.__version__}
-    elif (compiler := lanes.compiler()) is not None:
-        found["compiler"] = compiler
-    return found | {"poecaps": poecaps.__version__, "routing": kernels.describe(device)}
+        description |= {"cuda": str(torch.version.cuda), "triton": triton.__version__}
+    elif (compiler := internals.compiler()) is not None:
+        description["compiler"] = compiler
+    return description | {
+        "poecaps": poecaps.__version__,
+        "backend": internals.describe_backend(device),
+    }
 
 
 def _processor() -> str:
-    """Name the processor and the threads that torch uses of it."""
+    """Return the name of the processor and the number of threads that torch uses."""
     threads, name = torch.get_num_threads(), platform.processor() or platform.machine()
-    about = Path("/proc/cpuinfo")
-    if about.is_file() and (
-        found := re.search(r"^model name\s*:\s*(.+)$", about.read_text(), re.M)
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file() and (
+        match := re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), re.M)
     ):
-        name = found[1]
+        name = match[1]
     return f"{name}, {threads} thread{'s' * (threads > 1)}"
 
 
 def command(module: str, parser: argparse.ArgumentParser, options: argparse.Namespace) -> str:
-    """Return the command that measures the same; a folder of images is called FOLDER, and files are left out."""
+    """Return the command of this measurement, without output files and with FOLDER for --path."""
     words = ["python", "-m", module]
     for name, value in vars(options).items():
-        if name in FILES or (value == parser.get_default(name) and name != "device"):
+        if name in FILE_OPTIONS or (value == parser.get_default(name) and name != "device"):
             continue
         words.append(f"--{name.replace('_', '-')}")
         if name == "path":
@@ -77,18 +78,19 @@ def command(module: str, parser: argparse.ArgumentParser, options: argparse.Name
     return shlex.join(words)
 
 
-def write(report: dict[str, Any], file: Path | None) -> None:
-    """Write what was measured, if a file is named."""
+def write(report: Any, file: Path | None) -> None:
+    """Write a report as JSON, if a file is given."""
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        with atomic_write(file) as opened:
+            opened.write((json.dumps(report, indent=1, ensure_ascii=False) + "\n").encode())
 
 
 # Time
 
 
 def seconds(step: Step, repeats: int, device: torch.device) -> float:
-    """Time a step, as the mean of so many in a row."""
+    """Return the mean time of a step over several repeats."""
     if device.type == "cpu":
         start = time.perf_counter()
         for _ in range(repeats):
@@ -103,50 +105,52 @@ def seconds(step: Step, repeats: int, device: torch.device) -> float:
     return before.elapsed_time(after) / 1e3 / repeats
 
 
-def in_turns(
+def time_in_turns(
     steps: dict[str, Step], rounds: int, device: torch.device
 ) -> dict[str, dict[str, float]]:
-    """Time steps in turns: median, least and most of what the rounds gave, and how many there were.
+    """Time steps in turns; see `summary` for the result of each.
 
-    A step of more than a second sits out every other round, and one of more than two takes part in every third.
+    A step of more than a second takes part in every second round only, and a step of more than two
+    seconds in every third round.
     """
-    repeats, every = {}, {}
+    repeats, period = {}, {}
     for name, step in steps.items():
         step()
         once = seconds(step, 1, device)
-        once = seconds(step, 5, device) if once < ENOUGH else once
-        repeats[name] = max(1, min(200, int(ENOUGH / once)))
-        every[name] = max(1, min(1 + int(once), rounds // 3))
+        once = seconds(step, 5, device) if once < MIN_TURN_SECONDS else once
+        repeats[name] = max(1, min(200, int(MIN_TURN_SECONDS / once)))
+        period[name] = max(1, min(1 + int(once), rounds // 3))
     times: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(rounds):
         for name, step in steps.items():
-            if number % every[name] == 0:
+            if number % period[name] == 0:
                 times[name].append(seconds(step, repeats[name], device))
-    return {name: spread(values) for name, values in times.items()}
+    return {name: summary(values) for name, values in times.items()}
 
 
-def spread(values: Sequence[float]) -> dict[str, float]:
-    """Tell the median of some times, the least and the most, and how many they are."""
+def summary(times: Sequence[float]) -> dict[str, float]:
+    """Return the median, minimum and maximum of times, and their number."""
     return {
-        "median_s": statistics.median(values),
-        "min_s": min(values),
-        "max_s": max(values),
-        "rounds": len(values),
+        "median_s": statistics.median(times),
+        "min_s": min(times),
+        "max_s": max(times),
+        "rounds": len(times),
     }
 
 
 # Memory
 
 
-def tells_memory() -> bool:
-    """Tell whether the system says, of this process, what it held at most since it was last asked to forget."""
-    return MEMORY.exists() and os.access(FORGET, os.W_OK)
+def can_measure_memory() -> bool:
+    """Return whether the system reports the peak memory of this process and can reset it."""
+    return MEMORY_STATUS.exists() and os.access(RESET_PEAK, os.W_OK)
 
 
 def extra_memory(step: Step, device: torch.device) -> int | None:
-    """Measure the memory that a step takes at its peak beyond what is there before; None where the system is silent.
+    """Return the peak memory of a step beyond the memory in use before it, in bytes.
 
-    The step must have been taken before, so that what libraries keep for good does not count.
+    The result is None if the system does not report memory. The step must have run before, so that
+    memory that libraries allocate once does not count.
     """
     if device.type == "cuda":
         torch.cuda.synchronize()
@@ -155,40 +159,40 @@ def extra_memory(step: Step, device: torch.device) -> int | None:
         step()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated(device) - before
-    if not tells_memory():
+    if not can_measure_memory():
         return None
-    _give_back()
-    FORGET.write_text("5")
-    before = _held("VmRSS")
+    _release_memory()
+    RESET_PEAK.write_text("5")
+    before = _memory("VmRSS")
     step()
-    return max(0, _held("VmHWM") - before)
+    return max(0, _memory("VmHWM") - before)
 
 
-def _give_back() -> None:
-    """Give memory that was freed, and what is kept for the next call, back to the system, so that taking it shows."""
-    lanes.forget()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+def _release_memory() -> None:
+    """Return freed memory and kept buffers to the system, so that using them again is visible."""
+    internals.release_buffers()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has it
     if trim is not None:
         trim(0)
 
 
-def _held(what: str) -> int:
-    (kilobytes,) = re.findall(rf"{what}:\s+(\d+) kB", MEMORY.read_text())
+def _memory(field: str) -> int:
+    (kilobytes,) = re.findall(rf"{field}:\s+(\d+) kB", MEMORY_STATUS.read_text())
     return 1024 * int(kilobytes)
 
 
-# What the device can do
+# Peak rates of the device
 
 
 def ceilings(device: torch.device, *, large: bool = True) -> dict[str, float]:
-    """Measure the best rates of a large copy and of a large product, in each precision that training may use."""
+    """Measure the rates of a large copy and of a large product in each precision of training."""
     on_gpu = device.type == "cuda"
-    many, side = (2**30, 8192) if on_gpu else (2**26, 2048)
+    count, side = (2**30, 8192) if on_gpu else (2**26, 2048)
     if not large:
-        many, side = 2**12, 32
-    source = torch.rand(many, device=device)
+        count, side = 2**12, 32
+    source = torch.rand(count, device=device)
     target = source.clone()
-    found = {"copy_bytes_per_s": 2 * 4 * many / _best(lambda: target.copy_(source), device)}
+    rates = {"copy_bytes_per_s": 2 * 4 * count / _best(lambda: target.copy_(source), device)}
     kinds = {
         "float32": (torch.float32, "highest"),
         "tf32": (torch.float32, "high"),
@@ -199,24 +203,27 @@ def ceilings(device: torch.device, *, large: bool = True) -> dict[str, float]:
             continue
         left, right = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
         product = with_precision(precision, lambda left=left, right=right: left @ right)  # type: ignore[misc]
-        found[f"{name}_flop_per_s"] = 2 * side**3 / _best(product, device)
-    return found
+        rates[f"{name}_flop_per_s"] = 2 * side**3 / _best(product, device)
+    return rates
 
 
 def with_precision(precision: str, step: Step) -> Step:
-    """Take a step with products of float32 made so: "highest", or "high", which is tf32 on a GPU; "": as it is."""
+    """Return a step that runs with a precision of float32 matrix products.
+
+    "highest" is float32, "high" is tf32 on a GPU; an empty string leaves the precision unchanged.
+    """
     if not precision:
         return step
 
-    def taken() -> Any:
-        usual = torch.get_float32_matmul_precision()
+    def precise_step() -> Any:
+        previous = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision(precision)
         try:
             return step()
         finally:
-            torch.set_float32_matmul_precision(usual)
+            torch.set_float32_matmul_precision(previous)
 
-    return taken
+    return precise_step
 
 
 def _best(step: Step, device: torch.device) -> float:

@@ -1,16 +1,18 @@
-"""Time the whole way: raw files of images → trained model on disk → Figure 2, with the preset `default`.
+"""Time the whole pipeline: image files → trained model on disk → Figure 2, preset `default`.
 
-`python -m benchmarks.pipeline --device cuda --path FOLDER` (FOLDER holds MNIST's four files) goes that way once for
-each seed, in one process, and prints what each part took. What a process pays once is told apart: the start of the
-interpreter with all imports, the context of the GPU, and a first small run, the same way with the same batch size on as
-few images as it takes to record a step of each stage, in which kernels are compiled (on a GPU into an empty folder, so
-that none is found from before) and libraries set themselves up.
+`python -m benchmarks.pipeline --device cuda --path FOLDER` (FOLDER has the four files of MNIST)
+runs the pipeline once for each seed, in one process, and prints the time of each part. Costs that
+occur once per process are listed separately: the start of the interpreter with all imports, the GPU
+context, and a small first run. This first run uses the same batch size and just enough images to
+capture a step of each stage; kernels are compiled in it (on a GPU into an empty cache folder, so
+that nothing is reused) and libraries are initialised.
 
-`--evaluate` measures each model afterwards by the protocol of `poecaps evaluate`, so that it is seen to be as good as
-those of docs/results.md. `--keep FOLDER` keeps models and pictures, `--json FILE` the numbers.
+`--evaluate` measures each model with the protocol of `poecaps evaluate`, to show that it is as good
+as the models of docs/results.md. `--keep FOLDER` keeps models and figures, `--json FILE` writes the
+numbers to a file.
 
-Figure 2 is 20 columns (experts) of 4 draws, in the complete domain (2a) and in the restricted one (2b); the domain
-`learned`, which the paper does not have, is drawn as well.
+Figure 2 has 20 columns (experts) of 4 draws, in the complete domain (2a) and in the restricted
+domain (2b). The domain `learned`, which is not in the paper, is drawn as well.
 """
 
 from __future__ import annotations
@@ -20,32 +22,32 @@ import json
 import os
 import tempfile
 import time
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
 
 from benchmarks import machine
 from benchmarks.claims import figure
-from benchmarks.study import find
-from poecaps.code_density import CodeDensity
+from benchmarks.internals import CAPTURE_STEPS
+from benchmarks.study import lookup
 from poecaps.data import ImageSet, load
 from poecaps.evaluation import CLASSIFIERS, evaluate, load_classifier
-from poecaps.network import CapsuleNetwork
+from poecaps.network import CapsuleNetwork, CodeDensity
 from poecaps.training import PRESETS, train
-from poecaps.training.graphs import MIN_REPLAYS, WARMUP_STEPS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
-    from poecaps.code_density import Domain
+    from poecaps.network import Domain
     from poecaps.training import Config, Progress
 
 PANELS: tuple[Domain, ...] = ("complete", "restricted", "learned")
 STAGES = ("autoencoder", "encoder", "decoder", "pixel_decoder")
-QUALITY = (  # places in an evaluation
+QUALITY = (  # paths in an evaluation
     "probe.test_accuracy",
     "domains.joint.frechet.distance",
     "domains.joint.recognisability.share",
@@ -56,158 +58,160 @@ QUALITY = (  # places in an evaluation
 )
 
 
-def age() -> float | None:
-    """Tell for how many seconds this process has run, where Linux says so."""
+def process_age() -> float | None:
+    """Return the seconds since this process started; None except on Linux."""
     stat = Path("/proc/self/stat")
     if not stat.exists():
         return None
-    began = int(stat.read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - began
+    start = int(stat.read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - start
 
 
-STARTED = age()  # interpreter and imports are done
+IMPORT_SECONDS = process_age()  # interpreter start and imports
 
 
 class Clock:
-    """Where the time goes: each part lasts from its mark to the next."""
+    """Times of the parts of a run: each part lasts from its start to the start of the next."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.marks: list[tuple[str, float]] = []
+        self.starts: list[tuple[str, float]] = []
 
-    def mark(self, part: str) -> None:
-        """Begin a part; marking the one that is going on changes nothing."""
-        if not self.marks or self.marks[-1][0] != part:
+    def start(self, part: str) -> None:
+        """Start a part; starting the current part again has no effect."""
+        if not self.starts or self.starts[-1][0] != part:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
-            self.marks.append((part, time.perf_counter()))
+            self.starts.append((part, time.perf_counter()))
 
     def parts(self) -> dict[str, float]:
-        """Tell how long each part took, until the last mark, which is no part."""
-        found: dict[str, float] = {}
-        for (part, start), (_, end) in zip(self.marks, self.marks[1:], strict=False):
-            found[part] = found.get(part, 0.0) + end - start
-        return found
+        """Return the seconds of each part; the last start only ends the part before it."""
+        seconds: dict[str, float] = {}
+        for (part, start), (_, end) in zip(self.starts, self.starts[1:], strict=False):
+            seconds[part] = seconds.get(part, 0.0) + end - start
+        return seconds
 
 
-def go(
+def run_pipeline(
     config: Config, folder: Path, data: ImageSet | None = None
 ) -> tuple[CapsuleNetwork, dict[str, float]]:
-    """Go the way once: the network, and the seconds of each part."""
+    """Run the pipeline once; return the network and the seconds of each part."""
     clock = Clock(torch.device(config.device))
 
     def report(progress: Progress) -> None:
         if progress.step == 0:
-            clock.mark(progress.stage)
+            clock.start(progress.stage)
 
     with ExitStack() as patches:
-        patches.enter_context(_marked(CodeDensity, "fit", clock, "density"))
-        patches.enter_context(_marked(CapsuleNetwork, "save", clock, "saving"))
-        clock.mark("reading files")
+        for owner, method, part in (
+            (CodeDensity, CodeDensity.fit, "code density"),
+            (CapsuleNetwork, CapsuleNetwork.save, "saving"),
+        ):
+            timed = _starting(method, clock, part)
+            patches.enter_context(mock.patch.object(owner, method.__name__, timed))
+        clock.start("reading files")
         network = train(
-            config, folder, data=data, report=report, found=lambda _: clock.mark("preparation")
+            config, folder, data=data, report=report, found=lambda _: clock.start("preparation")
         )
-        clock.mark("Figure 2")
+        clock.start("Figure 2")
         for domain in PANELS:
             figure(network, domain, folder / f"{domain}.png", config.seed)
-        clock.mark("end")
+        clock.start("end")
     return network, clock.parts()
 
 
-@contextmanager
-def _marked(owner: type, name: str, clock: Clock, part: str) -> Iterator[None]:
-    """Mark a part whenever a method is called."""
-    method = getattr(owner, name)
+def _starting(method: Callable[..., Any], clock: Clock, part: str) -> Callable[..., Any]:
+    """Return a method that starts a part of the clock before it runs."""
 
-    def marked(*given: Any, **options: Any) -> Any:
-        clock.mark(part)
-        return method(*given, **options)
+    def started(*arguments: Any, **options: Any) -> Any:
+        clock.start(part)
+        return method(*arguments, **options)
 
-    setattr(owner, name, marked)
-    try:
-        yield
-    finally:
-        setattr(owner, name, method)
+    return started
 
 
 def first_run(config: Config, data: ImageSet, folder: Path) -> float:
-    """Go the way with few images and one epoch, and return the seconds."""
-    few = data.images[: (WARMUP_STEPS + MIN_REPLAYS) * config.batch_size]
+    """Run the pipeline with few images and one epoch per stage, and return the seconds."""
+    few = data.images[: CAPTURE_STEPS * config.batch_size]
     stages = {
         name: replace(getattr(config, name), epochs=min(1, getattr(config, name).epochs))
         for name in STAGES
     }
-    began = time.perf_counter()
-    go(replace(config, **stages), folder, ImageSet(few, source="few images"))
-    return time.perf_counter() - began
+    start = time.perf_counter()
+    run_pipeline(replace(config, **stages), folder, ImageSet(few, source="few images"))
+    return time.perf_counter() - start
 
 
 def quality(network: CapsuleNetwork, options: argparse.Namespace) -> dict[str, float | None]:
-    """Measure a network as docs/results.md does."""
+    """Measure a network with the protocol of docs/results.md."""
     training, test = (
         load(options.data, split=split, path=options.path) for split in ("train", "test")
     )
-    judge = (
+    classifier = (
         load_classifier(options.data)
         if options.data.removesuffix("-sample") in CLASSIFIERS
         else None
     )
     result = evaluate(
-        network, training, test, judge, samples=options.samples, device=options.device
+        network, training, test, classifier, samples=options.samples, device=options.device
     )
-    whole = json.loads(result.to_json())
-    return {where: find(whole, where) for where in QUALITY}
+    evaluation = json.loads(result.to_json())
+    return {path: lookup(evaluation, path) for path in QUALITY}
 
 
 def summarise(rounds: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-    """Tell the median and the spread of each part, and of the total."""
-    parts = {name: [each["parts"][name] for each in rounds] for name in rounds[0]["parts"]}
-    parts["total"] = [each["total_s"] for each in rounds]
-    return {name: machine.spread(values) for name, values in parts.items()}
+    """Summarise the times of each part and of the total over the seeds."""
+    parts = {name: [run["parts"][name] for run in rounds] for name in rounds[0]["parts"]}
+    parts["total"] = [run["total_s"] for run in rounds]
+    return {name: machine.summary(values) for name, values in parts.items()}
 
 
 def table(report: Mapping[str, Any]) -> str:
-    """Lay out what was measured."""
-    lines = [f"{'once in a process':<34}{'s':>9}"]
+    """Format the measured times."""
+    lines = [f"{'once per process':<34}{'s':>9}"]
     lines += [
-        f"  {name:<32}{value:9.3f}" for name, value in report["once"].items() if value is not None
+        f"  {name:<32}{value:9.3f}" for name, value in report["setup"].items() if value is not None
     ]
-    lines.append(f"{'each time':<34}{'median':>9}{'min':>9}{'max':>9}")
-    for name, found in report["summary"].items():
+    lines.append(f"{'each run':<34}{'median':>9}{'min':>9}{'max':>9}")
+    for name, times in report["summary"].items():
         lines.append(
-            f"  {name:<32}{found['median_s']:9.3f}{found['min_s']:9.3f}{found['max_s']:9.3f}"
+            f"  {name:<32}{times['median_s']:9.3f}{times['min_s']:9.3f}{times['max_s']:9.3f}"
         )
-    for each in report["rounds"]:
-        shown = {
-            where: f"{value:.4g}"
-            for where, value in (each["quality"] or {}).items()
+    for run in report["rounds"]:
+        values = [
+            f"{path} {value:.4g}"
+            for path, value in (run["quality"] or {}).items()
             if value is not None
-        }
-        if shown:
-            lines.append(
-                f"seed {each['seed']}: "
-                + ", ".join(f"{where} {value}" for where, value in shown.items())
-            )
+        ]
+        if values:
+            lines.append(f"seed {run['seed']}: {', '.join(values)}")
     return "\n".join(lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print, and write what is asked for."""
+    """Measure, print the table, and write the JSON file."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--data", default="mnist", help="images to learn from (default: mnist)")
-    parser.add_argument("--path", help="folder that holds the set")
+    parser.add_argument("--data", default="mnist", help="training images (default: mnist)")
+    parser.add_argument("--path", help="folder of the dataset")
     parser.add_argument(
-        "--seeds", type=int, nargs="+", default=[0, 1, 2], help="one run for each (default: 0 1 2)"
+        "--seeds",
+        type=int,
+        nargs="+",
+        default=[0, 1, 2],
+        help="seeds, one run for each (default: 0 1 2)",
     )
-    parser.add_argument("--evaluate", action="store_true", help="measure how good the models are")
+    parser.add_argument("--evaluate", action="store_true", help="evaluate the models")
     parser.add_argument(
-        "--samples", type=int, default=10_000, help="drawn for that (default: 10000)"
+        "--samples",
+        type=int,
+        default=10_000,
+        help="samples from each domain for --evaluate (default: 10000)",
     )
-    parser.add_argument("--keep", type=Path, help="folder for models and pictures")
-    parser.add_argument("--json", type=Path, help="where to write the numbers")
+    parser.add_argument("--keep", type=Path, help="folder to keep models and figures in")
+    parser.add_argument("--json", type=Path, help="file to write the numbers to")
     options = parser.parse_args(arguments)
     device = torch.device(options.device)
     config = replace(
@@ -216,30 +220,30 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         if device.type == "cuda":
             os.environ["TRITON_CACHE_DIR"] = str(Path(scratch) / "kernels")
-        once: dict[str, float | None] = {"interpreter and imports": STARTED}
-        began = time.perf_counter()
+        setup: dict[str, float | None] = {"interpreter and imports": IMPORT_SECONDS}
+        start = time.perf_counter()
         if device.type == "cuda":
             torch.zeros(1, device=device).item()
-            once["context of the GPU"] = time.perf_counter() - began
-        small = load(options.data, path=options.path)
-        once["first small run, with compilation"] = first_run(
-            config, small, Path(scratch) / "first"
+            setup["GPU context"] = time.perf_counter() - start
+        data = load(options.data, path=options.path)
+        setup["first small run, with compilation"] = first_run(
+            config, data, Path(scratch) / "first"
         )
         report: dict[str, Any] = {
             "command": machine.command("benchmarks.pipeline", parser, options),
             "machine": machine.describe(device),
-            "data": {"images": len(small), "shape": list(small.shape)},
-            "once": once,
+            "data": {"images": len(data), "shape": list(data.shape)},
+            "setup": setup,
             "rounds": [],
         }
         print(json.dumps(report, indent=1, ensure_ascii=False), flush=True)
         for seed in options.seeds:
             folder = (options.keep or Path(scratch)) / f"seed-{seed}"
-            network, parts = go(replace(config, seed=seed), folder)
-            each = {"seed": seed, "total_s": sum(parts.values()), "parts": parts}
-            print(f"seed {seed}: {each['total_s']:.3f} s", flush=True)
-            each["quality"] = quality(network, options) if options.evaluate else None
-            report["rounds"].append(each)
+            network, parts = run_pipeline(replace(config, seed=seed), folder)
+            run = {"seed": seed, "total_s": sum(parts.values()), "parts": parts}
+            print(f"seed {seed}: {run['total_s']:.3f} s", flush=True)
+            run["quality"] = quality(network, options) if options.evaluate else None
+            report["rounds"].append(run)
     report["summary"] = summarise(report["rounds"])
     print(table(report))
     machine.write(report, options.json)

@@ -1,7 +1,9 @@
-"""The tables of README.md, docs/results.md and docs/benchmarks.md, made of the numbers in docs/results.
+"""Generate the tables of the documentation from the numbers in docs/results.
 
-`python -m benchmarks.report README.md docs/results.md docs/benchmarks.md` puts each table anew after the comment that
-names it, such as `<!-- table: peers mnist -->`, up to the next empty line. So no number in them is typed by hand.
+`python -m benchmarks.report PAGE [PAGE ...]` replaces each table after a comment with its name,
+such as `<!-- table: peers mnist -->`, up to the next empty line. Without arguments, it fills
+README.md and every page in docs/ that has such a comment. No number in these tables is typed by
+hand.
 """
 
 from __future__ import annotations
@@ -12,32 +14,32 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from benchmarks.routing import NAMES, OF_COPY, OF_PRODUCT, ORDERS, share
-from benchmarks.study import cell, find
+from benchmarks.routing import COPY_RATES, ORDERS, PLAIN_TORCH, PRODUCT_RATES, SIZE_NAMES, share
+from benchmarks.study import cell, lookup
 from benchmarks.study import table as study_table
 from poecaps.code_density import DOMAINS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    Columns = Mapping[
-        str, tuple[str, str]
-    ]  # heading: where an evaluation has the number, how to write it
+    # Heading of a column: path of the number in an evaluation, format
+    Columns = Mapping[str, tuple[str, str]]
 
-NUMBERS = Path(__file__).parents[1] / "docs" / "results"
-SETS = {"mnist": "MNIST", "fashion-mnist": "Fashion-MNIST"}
+ROOT = Path(__file__).parents[1]
+NUMBERS = ROOT / "docs" / "results"
+DATASETS = {"mnist": "MNIST", "fashion-mnist": "Fashion-MNIST"}
 MARK = re.compile(r"(<!-- table: ([a-z-]+(?: [a-z-]+)*) -->\n)(?:[^\n]+\n)*")
 
-TARGETS = {  # what: (place in an evaluation, how to write it, target of MNIST, of Fashion-MNIST)
+TARGETS = {  # row: (path in an evaluation, format, target on MNIST, target on Fashion-MNIST)
     "linear probe on codes": ("probe.test_accuracy", ".4f", "≥ 0.960 (0.985)", "≥ 0.850 (0.900)"),
-    "Fréchet distance, joint": ("domains.joint.frechet.distance", ".1f", None, None),
-    "recognisable, joint": (
+    "Fréchet distance, all experts together": ("domains.joint.frechet.distance", ".1f", None, None),
+    "recognisable draws, all experts together": (
         "domains.joint.recognisability.share",
         ".1%",
         "≥ 80 % (95 %)",
         "≥ 65 % (85 %)",
     ),
-    "recognisable, one expert at a time, learned": (
+    "recognisable draws, one expert at a time": (
         "experts.recognisability.share",
         ".1%",
         "≥ 80 % (95 %)",
@@ -50,536 +52,603 @@ TARGETS = {  # what: (place in an evaluation, how to write it, target of MNIST, 
         "≥ 0.45 (0.65)",
     ),
     "effective rank of the code": ("effective_rank", ".1f", "≥ 15 (30)", "≥ 15 (30)"),
-    "negatives, restricted": ("domains.restricted.negatives.share", ".1%", "0 %", "0 %"),
+    "negatives, restricted domain": ("domains.restricted.negatives.share", ".1%", "0 %", "0 %"),
 }
-OF_CODES = {
-    "numbers": ("code_size", ".0f"),
-    "probe": ("probe.test_accuracy", ".4f"),
+CODE_COLUMNS = {
+    "code size": ("code_size", ".0f"),
+    "linear probe": ("probe.test_accuracy", ".4f"),
     "NMI": ("specialisation.normalised", ".3f"),
-    "rank": ("effective_rank", ".1f"),
+    "effective rank": ("effective_rank", ".1f"),
     "reconstruction error": ("reconstruction.relative", ".1%"),
 }
-OF_SAMPLES = {
+SAMPLE_COLUMNS = {
     "Fréchet distance": ("frechet.distance", ".1f"),
     "recognisable": ("recognisability.share", ".1%"),
-    "classes": ("diversity.classes", ".2f"),
+    "effective classes": ("diversity.effective_classes", ".2f"),
 }
-_CHAINS = {"joint": "chains from coins", "from images": "chains from images"}
+_CHAINS = {"joint": "chains from random units", "from images": "chains from images"}
 _MIXTURE = {"joint": "mixture of Gaussians"}
-PEERS: dict[
-    str, tuple[str, dict[str, str]]
-] = {  # name in the numbers: (what it is called here, how its samples of each domain are called)
+# Name of a baseline in the numbers: (name in tables, {domain: source of its samples in tables})
+BASELINES: dict[str, tuple[str, dict[str, str]]] = {
     "pixels": ("pixels", {}),
     "k-means": ("k-means of pixels, 20 clusters", {}),
     "pca": ("PCA", _MIXTURE),
     "bernoulli-rbm": ("BernoulliRBM (scikit-learn)", _CHAINS),
     "gaussian-rbm": ("Gaussian–Bernoulli RBM", _CHAINS),
     "vae": ("VAE", {"joint": "prior", "density": "mixture of Gaussians"}),
-    "autoencoder": ("autoencoder alone, PCA", _MIXTURE),
-    "autoencoder-all": ("autoencoder alone, all features", {}),
+    "autoencoder": ("autoencoder without capsules, PCA", _MIXTURE),
+    "autoencoder-all": ("autoencoder without capsules, all features", {}),
 }
 RBMS = ("bernoulli-rbm", "gaussian-rbm")
 
 
-def numbers(data: str, what: str) -> Any:
-    """Read docs/results/DATA-WHAT.json."""
-    return json.loads((NUMBERS / f"{data}-{what}.json").read_text(encoding="utf-8"))
+def numbers(data: str, kind: str) -> Any:
+    """Read docs/results/DATA-KIND.json."""
+    return json.loads((NUMBERS / f"{data}-{kind}.json").read_text(encoding="utf-8"))
 
 
-def defaults(data: str) -> list[Mapping[str, Any]]:
+def default_evaluations(data: str) -> list[Mapping[str, Any]]:
     """Return the evaluations of the preset `default`, one for each seed."""
     return [row["evaluation"] for row in numbers(data, "study") if row["variant"] == "default"]
 
 
-def peers_named(data: str, name: str) -> list[Mapping[str, Any]]:
+def baseline_evaluations(data: str, name: str) -> list[Mapping[str, Any]]:
     """Return the evaluations of one baseline, one for each seed."""
-    return [each for each in numbers(data, "baselines") if each["name"] == name]
+    return [result for result in numbers(data, "baselines") if result["name"] == name]
 
 
-def lay_out(head: Sequence[str], rows: Sequence[Sequence[str]], texts: int = 1) -> str:
-    """Write a Markdown table whose first columns are texts and whose others are numbers."""
+def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]], texts: int = 1) -> str:
+    """Format a Markdown table; the first `texts` columns are left-aligned, the others right."""
     rule = ["---"] * texts + ["---:"] * (len(head) - texts)
     return "\n".join(f"| {' | '.join(row)} |" for row in (head, rule, *rows))
 
 
-def targets() -> str:
-    """Set the default of both sets against what was wanted."""
-    rows = []
-    for what, (where, form, *wanted) in TARGETS.items():
-        row = [what]
-        for data, target in zip(SETS, wanted, strict=True):
-            row.append(cell([find(each, where) for each in defaults(data)], form))
-            row.append(target if target is not None else _distances_to_beat(data, where))
-        rows.append(row)
-    return lay_out(["", "MNIST", "target (stretch)", "Fashion-MNIST", "target (stretch)"], rows)
+def mean_cell(results: Sequence[Mapping[str, Any]], path: str, form: str) -> str:
+    """Format mean and standard deviation of a number over results."""
+    return cell([lookup(result, path) for result in results], form)
 
 
-def _distances_to_beat(data: str, where: str) -> str:
-    """Write the Fréchet distance of the best RBM, whatever its chains start from, and in brackets the VAE's."""
-    chains = ((name, where.replace("joint", domain)) for name in RBMS for domain in PEERS[name][1])
-    machines = (
-        cell([find(each, at) for each in peers_named(data, name)], ".0f") for name, at in chains
-    )
-    rbm = min(machines, key=lambda text: float(text.split()[0]))
-    return f"< {rbm}, RBM ({cell([find(each, where) for each in peers_named(data, 'vae')], '.0f')}, VAE)"
-
-
-def mean_of(
-    results: Sequence[Mapping[str, Any]], columns: Mapping[str, tuple[str, str]], within: str = ""
+def mean_cells(
+    results: Sequence[Mapping[str, Any]], columns: Columns, prefix: str = ""
 ) -> list[str]:
-    """Write a cell for each column: mean and spread of a number over results."""
-    return [
-        cell([find(each, within + where) for each in results], form)
-        for where, form in columns.values()
-    ]
+    """Format mean and standard deviation for each column; the prefix is put before its path."""
+    return [mean_cell(results, prefix + path, form) for path, form in columns.values()]
 
 
-def peers(data: str) -> str:
-    """Set the default beside its baselines."""
+def without_deviation(text: str) -> str:
+    """Remove the standard deviation from a cell."""
+    return text.split(" ± ")[0]
+
+
+def targets() -> str:
+    """Compare the preset `default` with the targets, on both datasets."""
     rows = []
-    models = [("poecaps, `default`", _MIXTURE, defaults(data))]
-    models += [(called, ways, peers_named(data, name)) for name, (called, ways) in PEERS.items()]
-    for called, ways, results in models:
-        code = mean_of(results, OF_CODES)
-        code[0] = code[0].split(" ± ")[0]  # the size of a code has no spread
-        for domain, way in ways.items() or [("none", "–")]:
-            rows.append([called, way, *code, *mean_of(results, OF_SAMPLES, f"domains.{domain}.")])
-            called, code = "", [""] * len(code)
-    real = mean_of(defaults(data)[:1], OF_SAMPLES, "training.")
-    rows.append(["*training images*", "", *[""] * len(OF_CODES), *real])
-    return lay_out(["", "samples from", *OF_CODES, *OF_SAMPLES], rows, texts=2)
+    for name, (path, form, *wanted) in TARGETS.items():
+        row = [name]
+        for data, target in zip(DATASETS, wanted, strict=True):
+            row.append(mean_cell(default_evaluations(data), path, form))
+            row.append(target if target is not None else _distances_to_beat(data, path))
+        rows.append(row)
+    return markdown_table(
+        ["measure", "MNIST", "target (stretch)", "Fashion-MNIST", "target (stretch)"], rows
+    )
 
 
-def short() -> str:
-    """Set means of the default beside those of its peers, on both sets in one table."""
-    ways = [("poecaps", "default", "joint")]
-    ways += [
-        (f"{called}, {way}", name, domain)
-        for name, (called, of) in PEERS.items()
-        for domain, way in of.items()
+def _distances_to_beat(data: str, path: str) -> str:
+    """Format the Fréchet distance of the best RBM, over all starts of chains, and of the VAE."""
+    chains = (
+        (name, path.replace("joint", domain)) for name in RBMS for domain in BASELINES[name][1]
+    )
+    distances = (mean_cell(baseline_evaluations(data, name), at, ".0f") for name, at in chains)
+    rbm = min(distances, key=lambda text: float(without_deviation(text)))
+    vae = mean_cell(baseline_evaluations(data, "vae"), path, ".0f")
+    return f"< {rbm}, RBM ({vae}, VAE)"
+
+
+def baseline_comparison(data: str) -> str:
+    """Compare the preset `default` with the baselines."""
+    rows = []
+    models = [("poecaps, `default`", _MIXTURE, default_evaluations(data))]
+    models += [
+        (label, domains, baseline_evaluations(data, name))
+        for name, (label, domains) in BASELINES.items()
+    ]
+    for label, domains, results in models:
+        code = mean_cells(results, CODE_COLUMNS)
+        code[0] = without_deviation(code[0])  # the size of a code is constant
+        first_cells = [label, *code]
+        for domain, source in domains.items() or [("none", "–")]:
+            name, *code_cells = first_cells
+            samples = mean_cells(results, SAMPLE_COLUMNS, f"domains.{domain}.")
+            rows.append([name, source, *code_cells, *samples])
+            first_cells = [""] * len(first_cells)
+    training = mean_cells(default_evaluations(data)[:1], SAMPLE_COLUMNS, "training_samples.")
+    rows.append(["*training images*", "", *[""] * len(CODE_COLUMNS), *training])
+    return markdown_table(["model", "samples from", *CODE_COLUMNS, *SAMPLE_COLUMNS], rows, texts=2)
+
+
+def short_comparison() -> str:
+    """Compare the means of the preset `default` and the baselines, both datasets in one table."""
+    models = [("poecaps", "default", "joint")]
+    models += [
+        (f"{label}, {source}", name, domain)
+        for name, (label, domains) in BASELINES.items()
+        for domain, source in domains.items()
     ]
     rows = []
-    for called, name, domain in ways:
-        row = [called]
-        for data in SETS:
-            results = defaults(data) if name == "default" else peers_named(data, name)
-            for where, form in (
+    for label, name, domain in models:
+        row = [label]
+        for data in DATASETS:
+            results = (
+                default_evaluations(data) if name == "default" else baseline_evaluations(data, name)
+            )
+            for path, form in (
                 ("probe.test_accuracy", ".3f"),
                 (f"domains.{domain}.frechet.distance", ".0f"),
             ):
-                row.append(cell([find(each, where) for each in results], form).split(" ± ")[0])
+                row.append(without_deviation(mean_cell(results, path, form)))
         rows.append(row)
-    return lay_out(
+    return markdown_table(
         [
-            "",
-            "linear probe, MNIST",
+            "model, samples from",
+            "MNIST: linear probe",
             "Fréchet distance",
-            "linear probe, Fashion-MNIST",
+            "Fashion-MNIST: linear probe",
             "Fréchet distance",
         ],
         rows,
     )
 
 
-def domains(data: str) -> str:
-    """Tell what the default draws in each domain."""
-    columns = {**OF_SAMPLES, "negatives": ("negatives.share", ".1%")}
-    rows = [[domain, *mean_of(defaults(data), columns, f"domains.{domain}.")] for domain in DOMAINS]
-    return lay_out(["domain", *columns], rows)
+DOMAIN_ROWS = {
+    "complete": "complete (one expert, Gaussian)",
+    "restricted": "restricted (one expert, half of the Gaussian)",
+    "learned": "learned (one expert, fitted mixture)",
+    "joint": "joint (all experts together, fitted mixture)",
+}
 
 
-def experts() -> str:
-    """Tell how pure and how various the draws of one expert are, on both sets."""
+def domain_comparison(data: str) -> str:
+    """List the measures of samples of the preset `default` from each domain."""
+    columns = {**SAMPLE_COLUMNS, "negatives": ("negatives.share", ".1%")}
+    rows = [
+        [DOMAIN_ROWS[domain], *mean_cells(default_evaluations(data), columns, f"domains.{domain}.")]
+        for domain in DOMAINS
+    ]
+    return markdown_table(["domain", *columns], rows)
+
+
+def expert_draws() -> str:
+    """List purity, variety and variation of the draws of one expert, on both datasets."""
     columns = {"purity": ("purity.mean", ".1%"), "variety": ("variety.mean", ".1%")}
     columns |= {
         name: (f"variation.{name}", ".0%") for name in ("thickness", "slant", "width", "height")
     }
     rows = [
-        [called, *mean_of(defaults(data), columns, "experts.")] for data, called in SETS.items()
+        [label, *mean_cells(default_evaluations(data), columns, "experts.")]
+        for data, label in DATASETS.items()
     ]
-    return lay_out(["", *columns], rows)
+    return markdown_table(["dataset", *columns], rows)
 
 
-def study(data: str) -> str:
-    """Set the default beside what was changed of it."""
-    return study_table(
-        [row for row in numbers(data, "study") if not row["variant"].startswith("paper")]
-    )
+def default_study(data: str) -> str:
+    """List the variants of the preset `default`."""
+    rows = [row for row in numbers(data, "study") if not row["variant"].startswith("paper")]
+    return study_table(rows, "change to the preset `default`")
 
 
-def steps(data: str) -> str:
-    """Tell what the paper's recipe gives, and what each step from there on."""
-    return study_table(
-        [row for row in numbers(data, "study") if row["variant"].startswith("paper")]
-    )
+def paper_study(data: str) -> str:
+    """List the variants of the preset `paper`."""
+    rows = [row for row in numbers(data, "study") if row["variant"].startswith("paper")]
+    return study_table(rows, "variant of the preset `paper`")
 
 
-def claims(data: str) -> str:
-    """Tell what the sign does, and what experts draw, for each model that was asked."""
+def paper_claims(data: str) -> str:
+    """List the effect of the sign and the measures of expert draws, for each measured run."""
     columns: dict[str, Callable[[Any], float | None]] = {
-        "negatives, complete": lambda of: of["flips"]["negatives"],
-        "of these, none at −x": lambda of: of["flips"]["cured"],
-        "of the others, negative at −x": lambda of: of["flips"]["flipped"],
-        "negatives, restricted": lambda of: of["objects"]["restricted"]["negatives"],
-        "recognisable, complete": lambda of: of["objects"]["complete"]["recognisable"],
-        "restricted": lambda of: of["objects"]["restricted"]["recognisable"],
-        "learned": lambda of: of["objects"]["learned"]["recognisable"],
-        "purity, learned": lambda of: of["objects"]["learned"]["purity"],
+        "negatives at x": lambda run: run["sign_flips"]["negatives"],
+        "removed at −x": lambda run: run["sign_flips"]["negatives_removed"],
+        "created at −x": lambda run: run["sign_flips"]["negatives_created"],
+        "negatives, restricted": lambda run: run["domains"]["restricted"]["negatives"],
+        "recognisable, complete": lambda run: run["domains"]["complete"]["recognisable"],
+        "recognisable, restricted": lambda run: run["domains"]["restricted"]["recognisable"],
+        "recognisable, learned": lambda run: run["domains"]["learned"]["recognisable"],
+        "purity, learned": lambda run: run["domains"]["learned"]["purity"],
     }
     rows = [
-        [each["run"], *(cell([read(each)], ".1%") for read in columns.values())]
-        for each in numbers(data, "claims")
+        [run["run"], *(cell([read(run)], ".1%") for read in columns.values())]
+        for run in numbers(data, "claims")
     ]
-    return lay_out(["variant", *columns], rows)
+    return markdown_table(["variant", *columns], rows)
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Speed
 
-OF_TF32 = ("flop_per_s", "tf32_flop_per_s")
+TF32_RATES = ("flop_per_s", "tf32_flop_per_s")
+POECAPS = {"cpu": "poecaps, compiled C", "cuda": "poecaps, Triton"}  # fastest version by device
 
 
-class Pace(NamedTuple):
-    """A target of speed, and what was measured."""
+class SpeedTarget(NamedTuple):
+    """A target of speed and the measured value."""
 
-    what: str
+    name: str
     target: float
     value: float | None
     unit: str = ""
-    most: bool = False
-    """Whether the target is the most it may be, rather than the least."""
+    maximum: bool = False
+    """Whether the target is an upper bound; otherwise it is a lower bound."""
 
     def row(self) -> list[str]:
-        """Write it as a row of a table."""
-        assert self.value is not None  # noqa: S101 (asked before)
-        met = self.value <= self.target if self.most else self.value >= self.target
+        """Format the row of the table."""
+        assert self.value is not None  # noqa: S101 (checked by the caller)
+        met = self.value <= self.target if self.maximum else self.value >= self.target
         texts = [
-            f"1/{1 / each:.0f}" if self.target < 1 else _brief(each)
-            for each in (self.target, self.value)
+            f"1/{1 / value:.0f}" if self.target < 1 else _three_digits(value)
+            for value in (self.target, self.value)
         ]
-        wanted, found = (f"{text} {self.unit}".strip() for text in texts)
+        target, measured = (f"{text} {self.unit}".strip() for text in texts)
         return [
-            self.what,
-            f"{'≤' if self.most else '≥'} {wanted}",
-            found,
+            self.name,
+            f"{'≤' if self.maximum else '≥'} {target}",
+            measured,
             "met" if met else "**missed**",
         ]
 
 
-def paces() -> Iterator[Pace]:
-    """List the targets of speed."""
-    yield Pace("eager einsum, two CPU cores, B 256", 8, _ratio("cpu", 256, "eager"), "× ours")
-    yield Pace("the same, ours in plain PyTorch", 8, _plain_ratio(256), "× ours")
+def speed_targets() -> Iterator[SpeedTarget]:
+    """List the targets of speed with their measured values."""
+    yield SpeedTarget(
+        "eager einsum, two CPU cores, B 256, against compiled C",
+        8,
+        _times_poecaps("cpu", 256, "einsum, eager"),
+        "× poecaps",
+    )
+    yield SpeedTarget("the same, against plain PyTorch", 8, _plain_torch_ratio(256), "× poecaps")
     for batch in (256, 1024):
-        for way, target in (("eager", 10), ("compiled", 6)):
-            for called, graph in (("launched", ""), ("replayed", ", CUDA graph")):
-                value = _ratio("cuda", batch, way + graph)
-                yield Pace(f"{way} einsum, H200, B {batch}, both {called}", target, value, "× ours")
-    yield Pace(
+        for mode, target in (("eager", 10), ("compiled", 6)):
+            for label, graph in (("both launched", ""), ("both CUDA graphs", ", CUDA graph")):
+                yield SpeedTarget(
+                    f"{mode} einsum, H200, B {batch}, {label}",
+                    target,
+                    _times_poecaps("cuda", batch, f"einsum, {mode}{graph}"),
+                    "× poecaps",
+                )
+    yield SpeedTarget(
         "extra memory, H200, B 1024",
         1 / 20,
         _memory_ratio("cuda", 1024),
         "of eager einsum's",
-        most=True,
+        maximum=True,
     )
-    for name in ("SGD", "Adam"):
-        yield Pace(
-            f"largest I that trains, H200, J 64, B 256, {name}", 100_000, _largest(f"ours, {name}")
+    for optimizer in ("SGD", "Adam"):
+        yield SpeedTarget(
+            f"largest I that trains, H200, J 64, B 256, {optimizer}",
+            100_000,
+            _largest(f"{POECAPS['cuda']}, {optimizer}"),
         )
-    yield Pace("autoencoder, H200, batch 128", 200, _teraflops("128"), "TFLOP/s")
-    yield Pace("autoencoder, H200, best batch", 200, _teraflops(None), "TFLOP/s")
-    yield Pace("raw files to Figure 2, H200, median", 10, _pipeline_seconds(), "s", most=True)
-
-
-def measured(what: str, on: str) -> Any:
-    """Read docs/results/WHAT-ON.json; None if it is not there."""
-    return numbers(what, on) if (NUMBERS / f"{what}-{on}.json").is_file() else None
-
-
-def _ratio(on: str, batch: int, way: str) -> float | None:
-    return _times_ours(on, batch, f"einsum, {way}")
-
-
-def _plain_ratio(batch: int) -> float | None:
-    theirs, plain = (
-        _times_ours("cpu", batch, name) for name in ("einsum, eager", "ours, plain PyTorch")
+    yield SpeedTarget("autoencoder, H200, batch size 128", 200, _teraflops("128"), "TFLOP/s")
+    yield SpeedTarget("autoencoder, H200, best batch size", 200, _teraflops(None), "TFLOP/s")
+    yield SpeedTarget(
+        "image files to Figure 2, H200, median", 10, _pipeline_seconds(), "s", maximum=True
     )
-    return theirs / plain if theirs and plain else None
 
 
-def _times_ours(on: str, batch: int, version: str) -> float | None:
-    steps = (measured("routing", on) or {}).get("steps", {})
-    ratio: float | None = steps.get(str(batch), {}).get(version, {}).get("times_ours")
+def measured(kind: str, device: str) -> Any:
+    """Read docs/results/KIND-DEVICE.json; None if the file does not exist."""
+    return numbers(kind, device) if (NUMBERS / f"{kind}-{device}.json").is_file() else None
+
+
+def _plain_torch_ratio(batch: int) -> float | None:
+    einsum, plain = (
+        _times_poecaps("cpu", batch, version) for version in ("einsum, eager", PLAIN_TORCH)
+    )
+    return einsum / plain if einsum and plain else None
+
+
+def _times_poecaps(device: str, batch: int, version: str) -> float | None:
+    steps = (measured("routing", device) or {}).get("steps", {})
+    ratio: float | None = steps.get(str(batch), {}).get(version, {}).get("times_poecaps")
     return ratio
 
 
-def _memory_ratio(on: str, batch: int) -> float | None:
-    found = measured("routing", on)
-    if not found or str(batch) not in found["steps"]:
+def _memory_ratio(device: str, batch: int) -> float | None:
+    report = measured("routing", device)
+    if not report or str(batch) not in report["steps"]:
         return None
-    ours, theirs = (
-        found["steps"][str(batch)][each]["extra_bytes"] for each in ("ours", "einsum, eager")
+    poecaps, einsum = (
+        report["steps"][str(batch)][version]["extra_bytes"]
+        for version in (POECAPS[device], "einsum, eager")
     )
-    return ours / theirs if ours and theirs else None
+    return poecaps / einsum if poecaps and einsum else None
 
 
 def _largest(version: str) -> float | None:
-    rungs = (measured("routing", "cuda") or {}).get("largest", {}).get(version, {})
+    results = (measured("routing", "cuda") or {}).get("largest", {}).get(version, {})
     return max(
-        (int(inputs) for inputs, each in rungs.items() if each and each["finite"]), default=None
+        (int(inputs) for inputs, result in results.items() if result and result["finite"]),
+        default=None,
     )
 
 
 def _teraflops(batch: str | None) -> float | None:
-    found = (measured("autoencoder", "cuda") or {}).get("batches", {})
-    rates = [each["flop_per_s"] / 1e12 for name, each in found.items() if batch in (None, name)]
+    batches = (measured("autoencoder", "cuda") or {}).get("batches", {})
+    rates = [
+        result["flop_per_s"] / 1e12 for name, result in batches.items() if batch in (None, name)
+    ]
     return max(rates, default=None)
 
 
 def _pipeline_seconds() -> float | None:
-    found = measured("pipeline", "cuda")
-    return found and found["summary"]["total"]["median_s"]
+    report = measured("pipeline", "cuda")
+    return report and report["summary"]["total"]["median_s"]
 
 
-def pace() -> str:
-    """Set the speed against what was wanted, as far as it was measured."""
-    rows = [each.row() for each in paces() if each.value is not None]
-    return lay_out(["", "target", "measured", ""], rows) if rows else ""
+def speed_target_table() -> str:
+    """Compare the measured speed with the targets."""
+    rows = [target.row() for target in speed_targets() if target.value is not None]
+    return markdown_table(["measurement", "target", "measured", "result"], rows) if rows else ""
 
 
-def machine(what: str, on: str) -> str:
-    """Tell where, with what and by which command something was measured, and what the machine can do at best."""
-    found = measured(what, on)
-    if found is None:
+def machine_description(kind: str, device: str) -> str:
+    """Describe machine, versions, command and peak rates of a measurement."""
+    report = measured(kind, device)
+    if report is None:
         return ""
-    about = found["machine"]
-    names = {"python": "Python", "cuda": "CUDA", "compiler": "C by"}
+    machine = report["machine"]
+    labels = {"python": "Python", "cuda": "CUDA", "compiler": "C compiler"}
     order = ("python", "torch", "cuda", "triton", "numpy", "compiler", "poecaps")
-    versions = [f"{names.get(name, name)} {about[name]}" for name in order if name in about]
-    line = f"{about['device']}; {', '.join(versions)}. Command: `{found['command']}`."
+    versions = [f"{labels.get(name, name)} {machine[name]}" for name in order if name in machine]
+    lines = [
+        f"Machine: {machine['device']}; {', '.join(versions)}.",
+        f"Command: `{report['command']}`.",
+    ]
     rates = {
-        name.removesuffix("_flop_per_s"): rate for name, rate in found.get("ceilings", {}).items()
+        name.removesuffix("_flop_per_s"): rate for name, rate in report.get("ceilings", {}).items()
     }
     if rates:
         copy = rates.pop("copy_bytes_per_s")
         products = ", ".join(
-            f"{_brief(rate / 1e12)} TFLOP/s in {name}" for name, rate in rates.items()
+            f"{_three_digits(rate / 1e12)} TFLOP/s in {name}" for name, rate in rates.items()
         )
-        line += f" Best rates of the machine in the same run: a copy {_brief(copy / 1e9)} GB/s, a product {products}."
-    return line
+        lines.append(
+            f"Peak rates of the machine in the same run: copy {_three_digits(copy / 1e9)} GB/s; "
+            f"matrix product {products}."
+        )
+    return "\n".join(lines)
 
 
-def speed(on: str) -> str:
-    """Set the versions of the encoder's step side by side."""
-    found = measured("routing", on)
-    if found is None:
+STEP_HEAD = ["B", "version", "median ms", "min–max", "× poecaps", "extra MB"]
+
+
+def encoder_steps(device: str) -> str:
+    """Compare the versions of the encoder's step."""
+    report = measured("routing", device)
+    if report is None:
         return ""
-    ceilings = found["ceilings"]
-    shares = {"of a product": OF_PRODUCT, "of a tf32 product": OF_TF32, "of a copy": OF_COPY}
-    shares = {name: which for name, which in shares.items() if which[1] in ceilings}
+    ceilings = report["ceilings"]
+    shares = {
+        "of product": PRODUCT_RATES,
+        "of tf32 product": TF32_RATES,
+        "of copy": COPY_RATES,
+    }
+    shares = {name: rates for name, rates in shares.items() if rates[1] in ceilings}
     rows = []
-    for batch, versions in found["steps"].items():
-        for name, each in versions.items():
-            order = f" ({each['order']})" if each["order"] else ""
-            parts = [_percent(share(each, ceilings, *which)) for which in shares.values()]
-            rows.append([batch, f"{name}{order}", *_times(each), _megabytes(each), *parts])
-    return lay_out(
-        ["B", "version", "median ms", "least–most", "× ours", "extra MB", *shares], rows, 2
-    )
+    for batch, versions in report["steps"].items():
+        for name, result in versions.items():
+            order = f" ({result['order']})" if result["order"] else ""
+            cells = [_percent(share(result, ceilings, *rates)) for rates in shares.values()]
+            rows.append([batch, f"{name}{order}", *_times(result), _megabytes(result), *cells])
+    return markdown_table([*STEP_HEAD, *shares], rows, 2)
 
 
-def orders(on: str) -> str:
-    """Tell how fast einsum is in each order of contractions."""
-    found = measured("routing", on)
-    if found is None:
+def contraction_orders(device: str) -> str:
+    """Compare einsum in each order of contractions."""
+    report = measured("routing", device)
+    if report is None:
         return ""
     rows = []
-    for batch, ways in found["orders"].items():
+    for batch, modes in report["orders"].items():
         for order in ORDERS:
             cells: list[str] = []
-            for way in ways.values():
-                median, _, ratio = _times(way[order])
-                cells += [median, ratio, _megabytes(way[order])]
+            for results in modes.values():
+                median, _, ratio = _times(results[order])
+                cells += [median, ratio, _megabytes(results[order])]
             rows.append([batch, order, *cells])
-    ways = next(iter(found["orders"].values()))
-    head = [f"{way}, {what}" for way in ways for what in ("ms", "× ours", "extra MB")]
-    return lay_out(["B", "order", *head], rows, 2)
+    modes = next(iter(report["orders"].values()))
+    head = [f"{mode}, {unit}" for mode in modes for unit in ("ms", "× poecaps", "extra MB")]
+    return markdown_table(["B", "order", *head], rows, 2)
 
 
-def decoder(on: str) -> str:
-    """Set the decoder's step beside the reference."""
-    found = measured("routing", on)
-    if found is None:
+def decoder_steps(device: str) -> str:
+    """Compare the decoder's step with the reference."""
+    report = measured("routing", device)
+    if report is None:
         return ""
     rows = [
-        [batch, name, *_times(each), _megabytes(each)]
-        for batch, versions in found["decoder"].items()
-        for name, each in versions.items()
+        [batch, name, *_times(result), _megabytes(result)]
+        for batch, versions in report["decoder"].items()
+        for name, result in versions.items()
     ]
-    return lay_out(["B", "version", "median ms", "least–most", "× ours", "extra MB"], rows, 2)
+    return markdown_table(STEP_HEAD, rows, 2)
 
 
-def growth(on: str) -> str:
-    """Tell how time and memory grow with each size."""
-    found = measured("routing", on)
-    if found is None or "growth" not in found:
+def growth(device: str) -> str:
+    """List time and memory for several values of each size."""
+    report = measured("routing", device)
+    if report is None or "growth" not in report:
         return ""
-    versions = list(next(iter(next(iter(found["growth"].values())).values())))
+    versions = list(next(iter(next(iter(report["growth"].values())).values())))
+    with_memory = [version for version in versions if "graph" not in version]
     rows = []
-    for size, values in found["growth"].items():
-        for value, each in values.items():
-            times = [_times(each[version])[0] for version in versions]
-            memory = [_megabytes(each[version]) for version in versions if "graph" not in version]
-            rows.append([f"{NAMES[size]} = {value}", *times, *memory])
-    head = [*(f"{version}, ms" for version in versions)]
-    head += [f"{version}, extra MB" for version in versions if "graph" not in version]
-    return lay_out(["", *head], rows)
+    for size, values in report["growth"].items():
+        for value, results in values.items():
+            times = [_times(results[version])[0] for version in versions]
+            memory = [_megabytes(results[version]) for version in with_memory]
+            rows.append([f"{SIZE_NAMES[size]} = {value}", *times, *memory])
+    head = [f"{version}, ms" for version in versions]
+    head += [f"{version}, extra MB" for version in with_memory]
+    return markdown_table(["size", *head], rows)
 
 
-def plot(on: str) -> str:
-    """Show how time and memory grow with each size."""
-    found = measured("routing", on)
-    device = "" if found is None else found["machine"]["device"]
-    return (
-        device
-        and f"![time and memory of a step against each size, {device}](images/routing-{on}.png)"
-    )
+def growth_plot(device: str) -> str:
+    """Show the plot of time and memory against each size."""
+    report = measured("routing", device)
+    if report is None:
+        return ""
+    name = report["machine"]["device"]
+    return f"![time and memory of a step against each size, {name}](images/routing-{device}.png)"
 
 
-def largest(on: str) -> str:
-    """Tell how long a step takes and how much memory, up to the largest layer that trains."""
-    found = (measured("routing", on) or {}).get("largest")
-    if not found:
+def largest_layer(device: str) -> str:
+    """List time and memory of a step up to the largest layer that can be trained."""
+    largest = (measured("routing", device) or {}).get("largest")
+    if not largest:
         return ""
     rows = []
-    for inputs in max(found.values(), key=len):
+    for inputs in max(largest.values(), key=len):
         cells = []
-        for rungs in found.values():
-            each = rungs.get(inputs)
-            if each is None:
-                cells.append("out of memory" if inputs in rungs else "–")
+        for results in largest.values():
+            result = results.get(inputs)
+            if result is None:
+                cells.append("out of memory" if inputs in results else "–")
             else:
-                broken = "" if each["finite"] else ", not finite"
-                cells.append(
-                    f"{_brief(each['seconds'])} s, {_brief(each['peak_bytes'] / 2**30)} GiB{broken}"
-                )
+                finite = "" if result["finite"] else ", not finite"
+                seconds, peak = result["seconds"], result["peak_bytes"] / 2**30
+                cells.append(f"{_three_digits(seconds)} s, {_three_digits(peak)} GiB{finite}")
         rows.append([f"{int(inputs):,}", *cells])
-    return lay_out(["I", *found], rows)
+    return markdown_table(["I", *largest], rows)
 
 
-def autoencoder(on: str) -> str:
-    """Tell how fast the autoencoder learns."""
-    found = measured("autoencoder", on)
-    if found is None:
+def autoencoder_steps(device: str) -> str:
+    """List the speed of the autoencoder's steps."""
+    report = measured("autoencoder", device)
+    if report is None:
         return ""
     rows = []
-    for batch, each in found["batches"].items():
-        part = each["flop_per_s"] / found["ceilings"][f"{each['precision']}_flop_per_s"]
-        rates = [f"{each['images_per_s']:,.0f}", _brief(each["flop_per_s"] / 1e12), _percent(part)]
-        rows.append([batch, each["precision"], *_times(each)[:2], *rates])
-    head = ["batch", "precision", "median ms", "least–most", "images/s", "TFLOP/s", "of a product"]
-    return lay_out(head, rows, 2)
+    for batch, result in report["batches"].items():
+        peak = report["ceilings"][f"{result['precision']}_flop_per_s"]
+        rates = [
+            f"{result['images_per_s']:,.0f}",
+            _three_digits(result["flop_per_s"] / 1e12),
+            _percent(result["flop_per_s"] / peak),
+        ]
+        rows.append([batch, result["precision"], *_times(result)[:2], *rates])
+    head = ["batch size", "precision", "median ms", "min–max", "images/s", "TFLOP/s", "of product"]
+    return markdown_table(head, rows, 2)
 
 
-def pipeline(on: str) -> str:
-    """Tell how long each part of the way from files to Figure 2 takes."""
-    found = measured("pipeline", on)
-    if found is None:
+def pipeline_parts(device: str) -> str:
+    """List the times of the parts of the pipeline from files to Figure 2."""
+    report = measured("pipeline", device)
+    if report is None:
         return ""
-    once = [
-        [f"*once:* {name}", _brief(value), ""]
-        for name, value in found["once"].items()
+    setup = [
+        [f"*once per process:* {name}", _three_digits(value), ""]
+        for name, value in report["setup"].items()
         if value is not None
     ]
     rows = [
-        [name, _brief(each["median_s"]), _range(each, 1)] for name, each in found["summary"].items()
+        [name, _three_digits(times["median_s"]), _range(times, 1)]
+        for name, times in report["summary"].items()
     ]
     rows[-1] = [f"**{text}**" for text in rows[-1]]
-    return lay_out(["", "median s", "least–most"], once + rows)
+    return markdown_table(["part", "median s", "min–max"], setup + rows)
 
 
-def quality(on: str) -> str:
-    """Set the models that were timed beside those of docs/results.md."""
-    found = measured("pipeline", on)
-    if found is None or not all(each["quality"] for each in found["rounds"]):
+def pipeline_quality(device: str) -> str:
+    """Compare the models of the pipeline with those of docs/results.md."""
+    report = measured("pipeline", device)
+    if report is None or not all(run["quality"] for run in report["rounds"]):
         return ""
     rows = []
-    for what, (where, form, *_) in TARGETS.items():
-        timed = cell([each["quality"].get(where) for each in found["rounds"]], form)
-        rows.append([what, timed, cell([find(each, where) for each in defaults("mnist")], form)])
-    return lay_out(["", "models timed here", "models of results.md"], rows)
+    for name, (path, form, *_) in TARGETS.items():
+        timed = cell([run["quality"].get(path) for run in report["rounds"]], form)
+        rows.append([name, timed, mean_cell(default_evaluations("mnist"), path, form)])
+    return markdown_table(["measure", "models timed here", "models of results.md"], rows)
 
 
-def _times(each: Mapping[str, Any]) -> list[str]:
-    """Write the median, the spread and the ratio to ours; why, where there is none."""
-    if "failed" in each:
-        return ["failed", each["failed"], ""]
-    ratio = each.get("times_ours")
+def _times(result: Mapping[str, Any]) -> list[str]:
+    """Format median, range and ratio to poecaps, or the reason of a failure."""
+    if "failed" in result:
+        return ["failed", result["failed"], ""]
+    ratio = result.get("times_poecaps")
     return [
-        _brief(1e3 * each["median_s"]),
-        _range(each, 1e3),
+        _three_digits(1e3 * result["median_s"]),
+        _range(result, 1e3),
         "" if ratio is None else f"{ratio:.2f}",
     ]
 
 
-def _range(each: Mapping[str, Any], factor: float) -> str:
-    return f"{_brief(factor * each['min_s'])}–{_brief(factor * each['max_s'])}"
+def _range(times: Mapping[str, Any], factor: float) -> str:
+    return f"{_three_digits(factor * times['min_s'])}–{_three_digits(factor * times['max_s'])}"
 
 
-def _megabytes(each: Mapping[str, Any]) -> str:
-    return "" if each.get("extra_bytes") is None else _brief(each["extra_bytes"] / 1e6)
+def _megabytes(result: Mapping[str, Any]) -> str:
+    return "" if result.get("extra_bytes") is None else _three_digits(result["extra_bytes"] / 1e6)
 
 
-def _percent(part: float | None) -> str:
-    return "" if part is None else f"{_brief(100 * part)} %"
+def _percent(value: float | None) -> str:
+    return "" if value is None else f"{_three_digits(100 * value)} %"
 
 
-def _brief(number: float) -> str:
-    """Write three digits, or all before the point."""
+def _three_digits(number: float) -> str:
+    """Format three significant digits, or all digits before the decimal point."""
     return f"{number:,.0f}" if abs(number) >= 100 else f"{number:.3g}"
 
 
-TABLES: dict[str, Callable[..., str]] = {
-    "short": short,
+TABLES: dict[str, Callable[..., str]] = {  # name in the comment of a page: table
+    "short": short_comparison,
     "targets": targets,
-    "peers": peers,
-    "domains": domains,
-    "experts": experts,
-    "study": study,
-    "steps": steps,
-    "claims": claims,
-    "pace": pace,
-    "machine": machine,
-    "speed": speed,
-    "orders": orders,
-    "decoder": decoder,
+    "peers": baseline_comparison,
+    "domains": domain_comparison,
+    "experts": expert_draws,
+    "study": default_study,
+    "steps": paper_study,
+    "claims": paper_claims,
+    "pace": speed_target_table,
+    "machine": machine_description,
+    "speed": encoder_steps,
+    "orders": contraction_orders,
+    "decoder": decoder_steps,
     "growth": growth,
-    "plot": plot,
-    "largest": largest,
-    "autoencoder": autoencoder,
-    "pipeline": pipeline,
-    "quality": quality,
+    "plot": growth_plot,
+    "largest": largest_layer,
+    "autoencoder": autoencoder_steps,
+    "pipeline": pipeline_parts,
+    "quality": pipeline_quality,
 }
 
 
+def pages() -> list[Path]:
+    """Return README.md and the pages of docs/ that have tables."""
+    files = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    return [file for file in files if MARK.search(file.read_text(encoding="utf-8"))]
+
+
 def fill(page: str) -> str:
-    """Put every table of a page anew; what was not measured has none."""
+    """Replace every table of a page; a table without numbers becomes empty."""
 
     def table(mark: re.Match[str]) -> str:
-        name, *of = mark[2].split()
-        text = TABLES[name](*of)
+        name, *arguments = mark[2].split()
+        text = TABLES[name](*arguments)
         return f"{mark[1]}{text}\n" if text else mark[1]
 
     return MARK.sub(table, page)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Fill pages."""
+    """Fill the tables of pages."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("pages", nargs="+", type=Path, help="Markdown files to fill")
-    for page in parser.parse_args(arguments).pages:
+    parser.add_argument(
+        "pages",
+        nargs="*",
+        type=Path,
+        help="Markdown files to fill (default: README.md and the pages of docs/ with tables)",
+    )
+    for page in parser.parse_args(arguments).pages or pages():
         page.write_text(fill(page.read_text(encoding="utf-8")), encoding="utf-8")
 
 

@@ -1,16 +1,18 @@
-"""Time one learning step of the capsule encoder: ours against einsum, eager and compiled, in one run.
+"""Compare one learning step of the capsule encoder with einsum, eager and compiled, in one run.
 
-`python -m benchmarks --device cuda` (or cpu; `make bench` is the latter) prints tables: median time and spread of each
-version, ratios to ours, memory beyond weight and data, shares of what the device can do, the decoder's step against the
-reference, how time and memory grow with each size, and the largest number of inputs that trains. Versions take turns in
-every round, so that a change of the machine's speed meets all of them. `--json FILE` keeps the numbers, `--plot FILE`
-draws how they grow; `--read FILE` measures nothing and draws what a file holds.
+`python -m benchmarks --device cuda` (or cpu; `make bench` runs the latter) prints tables: median
+time and range of each version, ratios to poecaps, memory beyond weight and data, shares of the
+device's peak rates, the decoder's step compared with the reference, how time and memory grow with
+each size, and the largest number of input capsules that can be trained. The versions take turns in
+every round, so that a change of the machine's speed affects all of them. `--json FILE` writes the
+numbers to a file, `--plot FILE` plots the growth; `--read FILE` only plots the numbers of a file.
 
-The opponents are written as well as einsum allows: every contraction has two operands, the gradient is the closed form
-of Algorithm 1 rather than autograd's, nothing is kept longer than it is needed, and the order of contractions is the
-fastest of three on the device, found anew in each run for every batch size and for eager and compiled einsum each
-(`ORDERS`). `reference` is `poecaps.functional` under autograd; `ours, plain PyTorch` is what stands in on a CPU where
-nothing can be compiled.
+The einsum versions are as fast as einsum allows: every contraction has two operands, the gradient
+is the closed form of Algorithm 1 instead of autograd, intermediate tensors are freed as soon as
+possible, and the order of contractions is the fastest of three on the device, determined in each
+run for every batch size, separately for eager and compiled einsum (`ORDERS`). `reference` is
+`poecaps.functional` under autograd; `poecaps, plain PyTorch` is the version for CPUs without
+AVX-512 or without a C compiler.
 """
 
 from __future__ import annotations
@@ -25,10 +27,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from benchmarks import machine
+from benchmarks.internals import backend_name, plain_torch_loss, simd_available
 from poecaps import CapsuleExperts, squash
 from poecaps import functional as F
-from poecaps.kernels import lanes, votefree
-from poecaps.kernels.common import Options
 from poecaps.layer import CapsuleDecoder
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of one step; the paper's unless told otherwise."""
+    """Sizes of one step; the defaults are those of the paper."""
 
     batch: int = 256
     inputs: int = 576
@@ -61,13 +62,19 @@ GROWTH: dict[str, tuple[int, ...]] = {
     "experts": (5, 20, 80),
     "iterations": (1, 3, 8),
 }
-LADDER = (10_000, 30_000, 100_000, 300_000, 1_000_000)
-LAYER = (8, 64, 16, 256)  # K, J, D and B of the ladder
-FEW = 3  # rounds, where many sizes are measured
+INPUT_COUNTS = (10_000, 30_000, 100_000, 300_000, 1_000_000)  # tried for the largest layer
+LARGE_LAYER = (8, 64, 16, 256)  # K, J, D and B of the largest layer
+FEW_ROUNDS = 3  # where many sizes are measured
+PLAIN_TORCH = "poecaps, plain PyTorch"
+
+
+def poecaps_name(device: torch.device, *, graph: bool = False) -> str:
+    """Return the name of the fastest poecaps version on a device, in tables and JSON files."""
+    return f"poecaps, {backend_name(device)}{', CUDA graph' if graph else ''}"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print, and write what is asked for."""
+    """Measure, print the tables, and write the requested files."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -76,40 +83,44 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--batch", type=int, nargs="+", default=[256, 1024], help="batch sizes (default: 256 1024)"
     )
     parser.add_argument(
-        "--rounds", type=int, default=9, help="how often the versions take turns (default: 9)"
+        "--rounds", type=int, default=9, help="number of turns of each version (default: 9)"
     )
     parser.add_argument("--normalize", default="inputs", choices=F.AXES)
-    parser.add_argument("--no-compile", action="store_true", help="leave out the compiled opponent")
+    parser.add_argument("--no-compile", action="store_true", help="skip compiled einsum")
     parser.add_argument(
-        "--autotune", action="store_true", help="compile it in mode max-autotune-no-cudagraphs"
+        "--autotune", action="store_true", help="compile einsum in mode max-autotune-no-cudagraphs"
     )
     parser.add_argument(
-        "--no-growth", action="store_true", help="leave out how time and memory grow with each size"
+        "--no-growth", action="store_true", help="skip the growth of time and memory with each size"
     )
     parser.add_argument(
-        "--no-ladder", action="store_true", help="leave out the search for the largest I (GPU only)"
+        "--no-largest",
+        action="store_true",
+        help="skip the search for the largest number of input capsules (GPU only)",
     )
-    parser.add_argument("--json", type=Path, help="where to write the numbers")
-    parser.add_argument("--plot", type=Path, help="where to draw how time and memory grow")
-    parser.add_argument("--read", type=Path, help="measure nothing; draw the numbers of this file")
+    parser.add_argument("--json", type=Path, help="file to write the numbers to")
+    parser.add_argument("--plot", type=Path, help="file to plot the growth of time and memory to")
+    parser.add_argument("--read", type=Path, help="do not measure; plot the numbers of this file")
     options = parser.parse_args(arguments)
     if options.read is not None:
         report = json.loads(options.read.read_text(encoding="utf-8"))
     else:
         report = {}
         for report in measure(options, {"command": machine.command("benchmarks", parser, options)}):
-            machine.write(report, options.json)  # after every part, for a run may be cut
+            machine.write(
+                report, options.json
+            )  # after every part, so that an interrupted run keeps it
     if options.plot is not None and "growth" in report:
-        draw(report, options.plot)
+        plot(report, options.plot)
 
 
 def measure(options: argparse.Namespace, report: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Measure everything that the options ask for, and yield the report whenever something was added to it."""
-    device, usual = torch.device(options.device), Sizes(normalize=options.normalize)
-    report |= {"machine": machine.describe(device), "sizes": asdict(usual)}
+    """Measure everything that the options request, and yield the report after every part."""
+    device, base = torch.device(options.device), Sizes(normalize=options.normalize)
+    report |= {"machine": machine.describe(device), "sizes": asdict(base)}
     report["ceilings"] = machine.ceilings(device)
     print(json.dumps(report, indent=1, ensure_ascii=False), flush=True)
-    ways = (
+    compile_modes = (
         {}
         if options.no_compile
         else {"compiled": "max-autotune-no-cudagraphs" if options.autotune else "default"}
@@ -117,165 +128,189 @@ def measure(options: argparse.Namespace, report: dict[str, Any]) -> Iterator[dic
     report["orders"], report["steps"], known = {}, {}, {}
     fastest: dict[Sizes, dict[str, str]] = {}
     for batch in options.batch:
-        sizes = replace(usual, batch=batch)
-        report["orders"][str(batch)] = tried = try_orders(sizes, device, options.rounds, ways)
-        fastest[sizes] = {way: _fastest(found) for way, found in tried.items()}
+        sizes = replace(base, batch=batch)
+        tried = try_orders(sizes, device, options.rounds, compile_modes)
+        report["orders"][str(batch)] = tried
+        fastest[sizes] = {mode: _fastest(results) for mode, results in tried.items()}
         known[sizes] = compare(
-            sizes, device, options.rounds, _versions(device, fastest[sizes], ways)
+            sizes, device, options.rounds, _versions(device, fastest[sizes], compile_modes)
         )
         report["steps"][str(batch)] = known[sizes]
         print(table(sizes, known[sizes], report["ceilings"]), flush=True)
         yield report
     report["decoder"] = {}
     for batch in options.batch if device.type == "cuda" else options.batch[:1]:
-        sizes = replace(usual, batch=batch)
-        found = compare(sizes, device, min(options.rounds, 2 * FEW), _decoder_versions(device))
-        report["decoder"][str(batch)] = found
-        print(table(sizes, found, {}, "decoder"), flush=True)
+        sizes = replace(base, batch=batch)
+        versions = _decoder_versions(device)
+        results = compare(sizes, device, min(options.rounds, 2 * FEW_ROUNDS), versions)
+        report["decoder"][str(batch)] = results
+        print(table(sizes, results, {}, "decoder"), flush=True)
         yield report
     if not options.no_growth:
         order = next(iter(fastest.values()))["eager"]
-        report["growth"] = grow(usual, device, min(options.rounds, FEW), order, known)
+        report["growth"] = measure_growth(
+            base, device, min(options.rounds, FEW_ROUNDS), order, known
+        )
         yield report
-    if device.type == "cuda" and not options.no_ladder:
-        report["largest"] = climb(device)
+    if device.type == "cuda" and not options.no_largest:
+        report["largest"] = measure_largest(device)
         yield report
 
 
-# ---------------------------------------------------------------------------------------------------------
-# What is done with the versions
+# --------------------------------------------------------------------------------------------------
+# Measurements
 
 
 def compare(
     sizes: Sizes, device: torch.device, rounds: int, versions: Mapping[str, Version]
 ) -> Results:
-    """Time the versions of one step, in turns, and measure the memory that each takes.
+    """Time the versions of one step in turns, and measure the memory of each.
 
-    A replay of a CUDA graph is set against our replay, anything else against our plain step.
+    Times are compared with those of poecaps: replays of a CUDA graph with the replay of poecaps,
+    all others with the ordinary step of poecaps.
     """
     steps: dict[str, Step] = {}
-    result: Results = {}
+    results: Results = {}
     for name, version in versions.items():
-        result[name] = {"order": version.order}
+        results[name] = {"order": version.order}
         try:
             steps[name] = version.make(sizes, device)
-        except RuntimeError as error:  # a capture may fail, and memory run out
-            result[name]["failed"] = str(error).splitlines()[0]
-    for name, found in machine.in_turns(steps, rounds, device).items():
-        result[name] |= found
+        except RuntimeError as error:  # the capture can fail, and memory can run out
+            results[name]["failed"] = str(error).splitlines()[0]
+    for name, times in machine.time_in_turns(steps, rounds, device).items():
+        results[name] |= times
     for name in steps:
-        own = result[name]["median_s"]
-        ours = result["ours, CUDA graph" if versions[name].graph else "ours"].get("median_s")
-        result[name] |= {"times_ours": own / ours if ours else None} | versions[name].rates(
-            sizes, own
+        version, seconds = versions[name], results[name]["median_s"]
+        baseline = next(
+            other
+            for other, candidate in versions.items()
+            if candidate.is_poecaps and candidate.graph == version.graph
         )
-        result[name]["extra_bytes"] = (
-            None if versions[name].graph else machine.extra_memory(steps[name], device)
+        poecaps_seconds = results[baseline].get("median_s")
+        ratio = seconds / poecaps_seconds if poecaps_seconds else None
+        results[name] |= {"times_poecaps": ratio} | version.rates(sizes, seconds)
+        results[name]["extra_bytes"] = (
+            None if version.graph else machine.extra_memory(steps[name], device)
         )
     steps.clear()
     gc.collect()
-    return result
+    return results
 
 
-def table(sizes: Sizes, result: Results, ceilings: Mapping[str, float], what: str = "step") -> str:
-    """Lay out what `compare` found."""
-    head = f"{'median ms':>12}{'min':>9}{'max':>9}{'× ours':>9}{'extra MB':>11}{'% product':>11}{'% copy':>8}"
-    lines = [f"\nB = {sizes.batch:>4}: {what:<34}{head}"]
-    for name, found in result.items():
-        if "failed" in found:
-            lines.append(f"{'':<10}{name:<34}  {found['failed']}")
+def table(sizes: Sizes, results: Results, ceilings: Mapping[str, float], part: str = "step") -> str:
+    """Format the results of `compare`."""
+    head = (
+        f"{'median ms':>12}{'min':>9}{'max':>9}{'× poecaps':>11}{'extra MB':>11}"
+        f"{'% product':>11}{'% copy':>8}"
+    )
+    lines = [f"\nB = {sizes.batch:>4}: {part:<34}{head}"]
+    for name, result in results.items():
+        if "failed" in result:
+            lines.append(f"{'':<10}{name:<34}  {result['failed']}")
             continue
         numbers = "{:12.3f}{:9.3f}{:9.3f}".format(
-            *(1e3 * found[key] for key in ("median_s", "min_s", "max_s"))
+            *(1e3 * result[key] for key in ("median_s", "min_s", "max_s"))
         )
-        memory = "" if found["extra_bytes"] is None else f"{found['extra_bytes'] / 1e6:.1f}"
-        shares = [share(found, ceilings, *which) for which in (OF_PRODUCT, OF_COPY)]
-        cells = ["" if each is None else f"{each:.1%}" for each in shares]
-        ratio = "" if found["times_ours"] is None else f"{found['times_ours']:.2f}"
+        memory = "" if result["extra_bytes"] is None else f"{result['extra_bytes'] / 1e6:.1f}"
+        shares = [share(result, ceilings, *rates) for rates in (PRODUCT_RATES, COPY_RATES)]
+        cells = ["" if value is None else f"{value:.1%}" for value in shares]
+        ratio = "" if result["times_poecaps"] is None else f"{result['times_poecaps']:.2f}"
         lines.append(
-            f"{'':<10}{name:<34}{numbers}{ratio:>9}{memory:>11}{cells[0]:>11}{cells[1]:>8}"
+            f"{'':<10}{name:<34}{numbers}{ratio:>11}{memory:>11}{cells[0]:>11}{cells[1]:>8}"
         )
     return "\n".join(lines)
 
 
-OF_PRODUCT, OF_COPY = ("flop_per_s", "float32_flop_per_s"), ("bytes_per_s", "copy_bytes_per_s")
+# Pairs: the rate of a version, and the peak rate of the device that it is compared with
+PRODUCT_RATES = ("flop_per_s", "float32_flop_per_s")
+COPY_RATES = ("bytes_per_s", "copy_bytes_per_s")
 
 
 def share(
-    found: Mapping[str, Any], ceilings: Mapping[str, float], rate: str, ceiling: str
+    result: Mapping[str, Any], ceilings: Mapping[str, float], rate: str, ceiling: str
 ) -> float | None:
-    """Tell which part of the device's own rate a version reaches, if both are known."""
-    if found.get(rate) is None or ceiling not in ceilings:
+    """Return the share of the device's peak rate that a version reaches, if both are known."""
+    if result.get(rate) is None or ceiling not in ceilings:
         return None
-    return float(found[rate] / ceilings[ceiling])
+    return float(result[rate] / ceilings[ceiling])
 
 
 def try_orders(
-    sizes: Sizes, device: torch.device, rounds: int, ways: Mapping[str, str]
+    sizes: Sizes, device: torch.device, rounds: int, compile_modes: Mapping[str, str]
 ) -> dict[str, Results]:
-    """Time the opponents in each order of contractions; on a GPU replays of them, so that the host does not count."""
-    found: dict[str, Results] = {}
+    """Time einsum in each order of contractions.
+
+    On a GPU, replays of CUDA graphs are timed, so that the host does not affect the choice.
+    """
+    results: dict[str, Results] = {}
     graph = device.type == "cuda"
-    for way, mode in {"eager": "", **ways}.items():
+    for name, mode in {"eager": "", **compile_modes}.items():
         versions = {order: Version("einsum", order, mode=mode, graph=graph) for order in ORDERS}
-        ours = {"ours, CUDA graph" if graph else "ours": Version("ours", graph=graph)}
-        found[way] = compare(sizes, device, min(rounds, FEW), {**ours, **versions})
-        for order in ORDERS if graph else ():  # a replay takes no memory of its own
+        baseline = {poecaps_name(device, graph=graph): Version("poecaps", graph=graph)}
+        results[name] = compare(sizes, device, min(rounds, FEW_ROUNDS), {**baseline, **versions})
+        for order in ORDERS if graph else ():  # the memory of a replay cannot be measured
             step = replace(versions[order], graph=False).make(sizes, device)
             step()
-            found[way][order]["extra_bytes"] = machine.extra_memory(step, device)
+            results[name][order]["extra_bytes"] = machine.extra_memory(step, device)
         for order in ORDERS:
-            each = found[way][order]
-            said = (
-                each.get("failed")
-                or f"{1e3 * each['median_s']:9.3f} ms, {each['times_ours']:6.2f} × ours"
+            result = results[name][order]
+            text = (
+                result.get("failed")
+                or f"{1e3 * result['median_s']:9.3f} ms, {result['times_poecaps']:6.2f} × poecaps"
             )
-            print(f"{way:>10}, {order:<24} {said}", flush=True)
-    return found
+            print(f"{name:>10}, {order:<24} {text}", flush=True)
+    return results
 
 
-def _fastest(found: Results) -> str:
+def _fastest(results: Results) -> str:
     return min(
-        (each for each in ORDERS if "median_s" in found[each]),
-        key=lambda each: found[each]["median_s"],
+        (order for order in ORDERS if "median_s" in results[order]),
+        key=lambda order: results[order]["median_s"],
     )
 
 
-def grow(
-    usual: Sizes, device: torch.device, rounds: int, order: str, known: Mapping[Sizes, Results]
+def measure_growth(
+    base: Sizes, device: torch.device, rounds: int, order: str, known: Mapping[Sizes, Results]
 ) -> dict[str, dict[str, Any]]:
-    """Measure ours and eager einsum while one size at a time changes; what is known already is not measured again."""
+    """Measure poecaps and eager einsum for several values of one size at a time.
+
+    Sizes with known results are not measured again.
+    """
     versions = _versions(device, {"eager": order}, {}, others=False)
     all_known = dict(known)
-    found: dict[str, dict[str, Any]] = {}
+    growth: dict[str, dict[str, Any]] = {}
     for name, values in GROWTH.items():
-        found[name] = {}
+        growth[name] = {}
         for value in values:
-            sizes = replace(usual, **{name: value})  # type: ignore[arg-type]
+            sizes = replace(base, **{name: value})  # type: ignore[arg-type]
             if sizes not in all_known:
                 all_known[sizes] = compare(sizes, device, rounds, versions)
-            found[name][str(value)] = {each: all_known[sizes][each] for each in versions}
-            ours, theirs = (
-                found[name][str(value)][each].get("median_s") for each in ("ours", "einsum, eager")
-            )
-            said = [f"{1e3 * each:9.3f} ms" if each else "failed" for each in (ours, theirs)]
-            print(f"{name:>10} = {value:>5}: ours {said[0]}, eager einsum {said[1]}", flush=True)
-    return found
+            results = {version: all_known[sizes][version] for version in versions}
+            growth[name][str(value)] = results
+            texts = [
+                f"{version} {1e3 * results[version]['median_s']:9.3f} ms"
+                if "median_s" in results[version]
+                else f"{version} failed"
+                for version in (poecaps_name(device), "einsum, eager")
+            ]
+            print(f"{name:>10} = {value:>5}: {', '.join(texts)}", flush=True)
+    return growth
 
 
-def draw(report: dict[str, Any], path: Path) -> None:
-    """Draw time and memory against each size, both axes logarithmic."""
-    from matplotlib.figure import Figure  # an extra
+def plot(report: dict[str, Any], path: Path) -> None:
+    """Plot time and memory against each size, on logarithmic axes."""
+    from matplotlib.figure import Figure  # an optional dependency
 
     growth = report["growth"]
     figure = Figure(figsize=(13, 5.5), layout="constrained")
     panels = figure.subplots(2, len(growth), sharey="row", squeeze=False)
-    for column, (name, found) in enumerate(growth.items()):
-        for version, style in STYLES.items():
+    for column, (name, results) in enumerate(growth.items()):
+        for version in next(iter(results.values())):
+            style = line_style(version)
             runs = {
-                int(value): of[version]
-                for value, of in found.items()
-                if "median_s" in of.get(version, {})
+                int(value): versions[version]
+                for value, versions in results.items()
+                if "median_s" in versions.get(version, {})
             }
             if not runs:
                 continue
@@ -287,12 +322,12 @@ def draw(report: dict[str, Any], path: Path) -> None:
             }
             if memory:
                 panels[1, column].loglog(list(memory), list(memory.values()), style, label=version)
-        panels[1, column].set_xlabel(NAMES.get(name, name))
+        panels[1, column].set_xlabel(SIZE_NAMES.get(name, name))
         for panel in panels[:, column]:
-            panel.set_xticks([int(value) for value in found], list(found))
+            panel.set_xticks([int(value) for value in results], list(results))
             panel.minorticks_off()
             panel.grid(alpha=0.3)
-    panels[0, 0].set_ylabel("ms a step")
+    panels[0, 0].set_ylabel("ms per step")
     panels[1, 0].set_ylabel("MB beyond weight and data")
     lines, labels = panels[0, 0].get_legend_handles_labels()
     figure.legend(lines, labels, loc="outside lower center", ncols=len(labels), frameon=False)
@@ -301,42 +336,52 @@ def draw(report: dict[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-STYLES = {
-    "ours": "C0o-",
-    "ours, CUDA graph": "C0^:",
-    "einsum, eager": "C1s--",
-    "einsum, eager, CUDA graph": "C1v:",
-}
-NAMES = {
+SIZE_NAMES = {
     "batch": "images B",
-    "inputs": "capsules I",
+    "inputs": "input capsules I",
     "experts": "experts J",
     "iterations": "iterations R",
 }
 
 
-def climb(device: torch.device) -> dict[str, dict[str, Any]]:
-    """Find how many inputs train: whole steps, optimiser and all, ours with SGD and Adam, and those of eager einsum."""
-    found: dict[str, dict[str, Any]] = {}
-    for name in ("ours, SGD", "ours, Adam", "einsum (votes once), SGD", "einsum (no votes), SGD"):
-        found[name] = {}
-        for inputs in LADDER:
-            found[name][str(inputs)] = reached = _rung(name, inputs, device)
+def line_style(version: str) -> str:
+    """Return the matplotlib format of a version: poecaps blue, einsum orange, graphs dotted."""
+    graph = version.endswith("CUDA graph")
+    if version.startswith("poecaps"):
+        return "C0^:" if graph else "C0o-"
+    return "C1v:" if graph else "C1s--"
+
+
+def measure_largest(device: torch.device) -> dict[str, dict[str, Any]]:
+    """Find the largest number of input capsules that trains, with complete steps of an optimizer.
+
+    The versions are poecaps with SGD and with Adam, and eager einsum with SGD.
+    """
+    results: dict[str, dict[str, Any]] = {}
+    for name in (
+        f"{poecaps_name(device)}, SGD",
+        f"{poecaps_name(device)}, Adam",
+        "einsum (votes once), SGD",
+        "einsum (no votes), SGD",
+    ):
+        results[name] = {}
+        for inputs in INPUT_COUNTS:
+            results[name][str(inputs)] = result = _try_inputs(name, inputs, device)
             gc.collect()
             torch.cuda.empty_cache()
-            if reached is None:
+            if result is None:
                 print(f"{name}, I = {inputs:>9,}: out of memory", flush=True)
                 break
             print(
-                f"{name}, I = {inputs:>9,}: {reached['seconds']:8.3f} s a step, "
-                f"peak {reached['peak_bytes'] / 2**30:6.1f} GiB, finite: {reached['finite']}",
+                f"{name}, I = {inputs:>9,}: {result['seconds']:8.3f} s per step, "
+                f"peak {result['peak_bytes'] / 2**30:6.1f} GiB, finite: {result['finite']}",
                 flush=True,
             )
-    return found
+    return results
 
 
-def _rung(name: str, inputs: int, device: torch.device) -> dict[str, Any] | None:
-    """Take two whole steps with so many inputs, if there is room for them."""
+def _try_inputs(name: str, inputs: int, device: torch.device) -> dict[str, Any] | None:
+    """Take two steps with this number of input capsules; None if memory runs out."""
     try:
         return _two_steps(name, inputs, device)
     except torch.cuda.OutOfMemoryError:
@@ -344,8 +389,8 @@ def _rung(name: str, inputs: int, device: torch.device) -> dict[str, Any] | None
 
 
 def _two_steps(name: str, inputs: int, device: torch.device) -> dict[str, Any]:
-    """Take two whole steps, and time the second."""
-    in_dim, experts, out_dim, batch = LAYER
+    """Take two complete steps, and time the second."""
+    in_dim, experts, out_dim, batch = LARGE_LAYER
     torch.cuda.reset_peak_memory_stats(device)
     layer = CapsuleExperts(inputs, in_dim, experts, out_dim, sharpness=5.0, device=device)
     x = torch.rand(batch, inputs, in_dim, device=device).mul_(0.3)
@@ -357,7 +402,7 @@ def _two_steps(name: str, inputs: int, device: torch.device) -> dict[str, Any]:
     order = "votes once" if "votes once" in name else "no votes"
 
     def step() -> None:
-        if name.startswith("ours"):
+        if name.startswith("poecaps"):
             layer.contrastive_divergence(x).backward()
         else:
             layer.weight.grad = einsum_step(x, layer.weight.detach(), sizes, order)
@@ -365,37 +410,42 @@ def _two_steps(name: str, inputs: int, device: torch.device) -> dict[str, Any]:
         optimizer.zero_grad(set_to_none=True)
 
     step()
-    taken = machine.seconds(step, 1, device)
-    some = layer.weight.detach()[:: max(1, inputs // 100)]
+    seconds = machine.seconds(step, 1, device)
+    some_weights = layer.weight.detach()[:: max(1, inputs // 100)]
     return {
-        "seconds": taken,
+        "seconds": seconds,
         "peak_bytes": torch.cuda.max_memory_allocated(device),
-        "finite": bool(some.isfinite().all()),
+        "finite": bool(some_weights.isfinite().all()),
     }
 
 
-# ---------------------------------------------------------------------------------------------------------
-# The versions
+# --------------------------------------------------------------------------------------------------
+# Versions
 
-Kind = Literal["ours", "plain", "reference", "einsum", "decoder", "decoder reference"]
+Kind = Literal["poecaps", "plain", "reference", "einsum", "decoder", "decoder reference"]
 
 
 @dataclass(frozen=True)
 class Version:
-    """One way to take a step."""
+    """One implementation of the step."""
 
     kind: Kind
     order: str | None = None
-    """Of einsum's contractions."""
+    """Order of einsum's contractions."""
     mode: str = ""
-    """Of torch.compile; not compiled if empty."""
+    """Mode of torch.compile; empty: not compiled."""
     graph: bool = False
-    """Whether the step is recorded as a CUDA graph, and replays of it are timed."""
+    """Whether the step is captured as a CUDA graph and its replays are timed."""
     tf32: bool = False
-    """Whether products of float32 may round their operands to 10 bits."""
+    """Whether float32 products may round their operands to tf32."""
+
+    @property
+    def is_poecaps(self) -> bool:
+        """Whether this is the fastest version of poecaps, which others are compared with."""
+        return self.kind in ("poecaps", "decoder")
 
     def make(self, sizes: Sizes, device: torch.device) -> Step:
-        """Make the problem, and return a function that takes the step and returns the gradient."""
+        """Create the data, and return a function that takes the step and returns the gradient."""
         if self.kind == "einsum":
             step = _einsum(sizes, device, self.order or "", self.mode)
         elif self.kind.startswith("decoder"):
@@ -408,41 +458,51 @@ class Version:
         return _captured(step) if self.graph else step
 
     def rates(self, sizes: Sizes, seconds: float) -> dict[str, float]:
-        """Turn the seconds of a step of the encoder into operations and, where they are known, bytes a second."""
+        """Convert the time of an encoder step to operations and, if known, bytes per second."""
         if self.kind.startswith("decoder"):
             return {}
-        found = {"flop_per_s": flops(sizes) / seconds}
-        if self.kind in ("ours", "plain"):
-            found["bytes_per_s"] = least_bytes(sizes) / seconds
+        rates = {"flop_per_s": flops(sizes) / seconds}
+        if self.kind in ("poecaps", "plain"):
+            rates["bytes_per_s"] = minimum_bytes(sizes) / seconds
         elif self.order is not None and not self.mode:
-            found["bytes_per_s"] = traffic(sizes, self.order) / seconds
-        return found
+            rates["bytes_per_s"] = einsum_bytes(sizes, self.order) / seconds
+        return rates
 
 
 def _versions(
-    device: torch.device, orders: Mapping[str, str], ways: Mapping[str, str], *, others: bool = True
+    device: torch.device,
+    orders: Mapping[str, str],
+    compile_modes: Mapping[str, str],
+    *,
+    others: bool = True,
 ) -> dict[str, Version]:
-    found = {"ours": Version("ours")}
-    for way, order in orders.items():
-        found[f"einsum, {way}"] = Version("einsum", order, mode=ways.get(way, ""))
+    versions = {poecaps_name(device): Version("poecaps")}
+    for name, order in orders.items():
+        versions[f"einsum, {name}"] = Version("einsum", order, mode=compile_modes.get(name, ""))
     if device.type == "cuda":
-        found |= {
-            f"{name}, CUDA graph": replace(version, graph=True) for name, version in found.items()
+        versions |= {
+            f"{name}, CUDA graph": replace(version, graph=True)
+            for name, version in versions.items()
         }
-        for name in [each for each in ("einsum, compiled, CUDA graph",) if each in found]:
-            found["einsum, compiled, tf32, CUDA graph"] = replace(found[name], tf32=True)
-    if others and device.type == "cpu" and lanes.obstacle() is None:
-        found["ours, plain PyTorch"] = Version("plain")
+        compiled = versions.get("einsum, compiled, CUDA graph")
+        if compiled is not None:
+            versions["einsum, compiled, tf32, CUDA graph"] = replace(compiled, tf32=True)
+    if others and device.type == "cpu" and simd_available():
+        versions[PLAIN_TORCH] = Version("plain")
     if others:
-        found["reference"] = Version("reference")
-    return found
+        versions["reference"] = Version("reference")
+    return versions
 
 
 def _decoder_versions(device: torch.device) -> dict[str, Version]:
-    found = {"ours": Version("decoder")}
     if device.type == "cuda":
-        found["ours, CUDA graph"] = Version("decoder", graph=True)
-    return found | {"reference": Version("decoder reference")}
+        versions = {
+            poecaps_name(device): Version("decoder"),
+            poecaps_name(device, graph=True): Version("decoder", graph=True),
+        }
+    else:  # on a CPU, compiled C does the routing and PyTorch the gradient
+        versions = {"poecaps": Version("decoder")}
+    return versions | {"reference": Version("decoder reference")}
 
 
 def _problem(
@@ -469,16 +529,13 @@ def _step(layer: CapsuleExperts, x: Tensor) -> Step:
 
 
 def _plain_step(sizes: Sizes, device: torch.device) -> Step:
-    """Return the step that is taken where nothing can be compiled."""
+    """Return the step of the plain PyTorch backend."""
     layer, x = _problem(sizes, device)
-    options = Options(sizes.iterations, sizes.sharpness, sizes.normalize)
-    return lambda: _gradient(
-        layer, votefree.contrastive_divergence(x, layer.weight, 1, options, lambda _: None)[0]
-    )
+    return lambda: _gradient(layer, plain_torch_loss(layer, x))
 
 
 def _decoder_step(sizes: Sizes, device: torch.device, *, reference: bool) -> Step:
-    """Return a learning step of the decoder, from the experts down to the capsules."""
+    """Return a learning step of the decoder, from the experts to the capsules."""
     generator = torch.Generator().manual_seed(0)
     layer = CapsuleDecoder(
         sizes.experts,
@@ -497,21 +554,21 @@ def _decoder_step(sizes: Sizes, device: torch.device, *, reference: bool) -> Ste
     return lambda: _gradient(layer, layer.contrastive_divergence(y, x))
 
 
-def _gradient(layer: CapsuleExperts, loss: Tensor) -> Tensor | None:
-    """Hand the gradient over, so that it is memory of the step for all versions alike."""
+def _gradient(layer: CapsuleExperts | CapsuleDecoder, loss: Tensor) -> Tensor | None:
+    """Return the gradient and remove it from the layer, so that it counts as memory of the step."""
     loss.backward()
     gradient, layer.weight.grad = layer.weight.grad, None
     return gradient
 
 
 def _captured(step: Step) -> Step:
-    """Record the step once; what is timed is its replay."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
+    """Capture the step as a CUDA graph, and return its replay."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
         for _ in range(3):
             step()
-    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -533,8 +590,8 @@ def _einsum(sizes: Sizes, device: torch.device, order: str, mode: str) -> Step:
     return lambda: step(x, weight, sizes)
 
 
-# ---------------------------------------------------------------------------------------------------------
-# The opponents
+# --------------------------------------------------------------------------------------------------
+# Einsum
 
 
 def einsum_step(x: Tensor, weight: Tensor, sizes: Sizes, order: str = "votes once") -> Tensor:
@@ -543,47 +600,49 @@ def einsum_step(x: Tensor, weight: Tensor, sizes: Sizes, order: str = "votes onc
 
 
 def _as_written(x: Tensor, weight: Tensor, sizes: Sizes) -> Tensor:
-    """Follow the equations one by one: votes (B, I, J, D) up and again from what the model sees, D numbers down."""
+    """Follow the equations literally: votes (B, I, J, D) from data and from the reconstruction."""
     u = torch.einsum("bik,ijdk->bijd", x, weight)
     c, z = _route(u, sizes)
     del u
-    sent = torch.einsum("bij,bjd->bijd", c, F.squash(z))
-    model = F.squash(torch.einsum("bijd,ijdk->bik", sent, weight))
-    del sent
-    z_model = torch.einsum("bij,bijd->bjd", c, torch.einsum("bik,ijdk->bijd", model, weight))
-    away = torch.einsum("bijd,bik->ijdk", torch.einsum("bij,bjd->bijd", c, _pull(z_model)), model)
-    toward = torch.einsum("bijd,bik->ijdk", torch.einsum("bij,bjd->bijd", c, _pull(z)), x)
-    return (away - toward) * (2 / len(x))
+    weighted = torch.einsum("bij,bjd->bijd", c, F.squash(z))
+    x_model = F.squash(torch.einsum("bijd,ijdk->bik", weighted, weight))
+    del weighted
+    z_model = torch.einsum("bij,bijd->bjd", c, torch.einsum("bik,ijdk->bijd", x_model, weight))
+    model_term = torch.einsum(
+        "bijd,bik->ijdk", torch.einsum("bij,bjd->bijd", c, _grad_z(z_model)), x_model
+    )
+    data_term = torch.einsum("bijd,bik->ijdk", torch.einsum("bij,bjd->bijd", c, _grad_z(z)), x)
+    return (model_term - data_term) * (2 / len(x))
 
 
 def _votes_once(x: Tensor, weight: Tensor, sizes: Sizes) -> Tensor:
-    """Keep votes for the routing; afterwards mix the K numbers below, which are fewer, before the product with W."""
+    """Keep votes for the routing only; later weight the inputs (K < D) before products with W."""
     u = torch.einsum("bik,ijdk->bijd", x, weight)
     c, z = _route(u, sizes)
     del u
-    return _learn(x, weight, c, z)
+    return _weight_gradient(x, weight, c, z)
 
 
 def _no_votes(x: Tensor, weight: Tensor, sizes: Sizes) -> Tensor:
-    """Mix the K numbers below before every product with W; norms of votes come from WᵀW, and votes are never made."""
+    """Weight the inputs before every product with W; norms of votes from WᵀW, no votes."""
     axis = 1 if sizes.normalize == "inputs" else 2
     gram = torch.einsum("ijdk,ijdl->ijkl", weight, weight)
     square = torch.einsum("bijk,bik->bij", torch.einsum("bil,ijkl->bijk", x, gram), x)
     scale = sizes.sharpness * torch.where(square > 0, square.clamp(min=1e-30).rsqrt(), 0)
     b = torch.zeros_like(square)
     c = torch.softmax(b, axis)
-    z = _up(c, x, weight)
+    z = _preactivation(c, x, weight)
     for _ in range(sizes.iterations - 1):
-        along = torch.einsum("bjd,ijdk->bijk", F.direction(z), weight)
-        b = b + scale * torch.einsum("bijk,bik->bij", along, x)
-        del along
+        projected = torch.einsum("bjd,ijdk->bijk", F.direction(z), weight)
+        b = b + scale * torch.einsum("bijk,bik->bij", projected, x)
+        del projected
         c = torch.softmax(b, axis)
-        z = _up(c, x, weight)
-    return _learn(x, weight, c, z)
+        z = _preactivation(c, x, weight)
+    return _weight_gradient(x, weight, c, z)
 
 
 def _route(u: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor]:
-    """Route votes (B, I, J, D) by the cosine: c (B, I, J) and z (B, J, D)."""
+    """Route votes (B, I, J, D) by cosine agreement; return c (B, I, J) and z (B, J, D)."""
     axis = 1 if sizes.normalize == "inputs" else 2
     norm = torch.linalg.vector_norm(u, dim=-1)
     scale = sizes.sharpness * torch.where(norm > 0, 1 / norm, 0)
@@ -597,28 +656,29 @@ def _route(u: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor]:
     return c, z
 
 
-def _learn(x: Tensor, weight: Tensor, c: Tensor, z: Tensor) -> Tensor:
-    """Go down and up, and compute the gradient, with nothing larger than (B, I, J, K)."""
-    model = F.squash(
+def _weight_gradient(x: Tensor, weight: Tensor, c: Tensor, z: Tensor) -> Tensor:
+    """Reconstruct, and compute the gradient without any tensor larger than (B, I, J, K)."""
+    x_model = F.squash(
         torch.einsum("bij,bijk->bik", c, torch.einsum("bjd,ijdk->bijk", F.squash(z), weight))
     )
-    mixed = torch.einsum("bij,bik->bijk", c, model)
-    z_model = torch.einsum("bijk,ijdk->bjd", mixed, weight)
-    gradient = torch.einsum("bjd,bijk->ijdk", _pull(z_model), mixed)
-    del mixed
+    weighted = torch.einsum("bij,bik->bijk", c, x_model)
+    z_model = torch.einsum("bijk,ijdk->bjd", weighted, weight)
+    gradient = torch.einsum("bjd,bijk->ijdk", _grad_z(z_model), weighted)
+    del weighted
     gradient = gradient - torch.einsum(
-        "bjd,bijk->ijdk", _pull(z), torch.einsum("bij,bik->bijk", c, x)
+        "bjd,bijk->ijdk", _grad_z(z), torch.einsum("bij,bik->bijk", c, x)
     )
     return gradient * (2 / len(x))
 
 
-def _up(c: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+def _preactivation(c: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     return torch.einsum("bijk,ijdk->bjd", torch.einsum("bij,bik->bijk", c, x), weight)
 
 
-def _pull(z: Tensor) -> Tensor:
-    pull: Tensor = z / (1 + z.square().sum(-1, keepdim=True))
-    return pull
+def _grad_z(z: Tensor) -> Tensor:
+    """Compute g(z) = z/(1+‖z‖²), half the negative gradient of the free energy in z."""
+    grad_z: Tensor = z / (1 + z.square().sum(-1, keepdim=True))
+    return grad_z
 
 
 ORDERS: dict[str, Callable[[Tensor, Tensor, Sizes], Tensor]] = {
@@ -628,36 +688,41 @@ ORDERS: dict[str, Callable[[Tensor, Tensor, Sizes], Tensor]] = {
 }
 
 
-# ---------------------------------------------------------------------------------------------------------
-# What a step has to do
+# --------------------------------------------------------------------------------------------------
+# Operations and bytes of a step
 
 
 def flops(sizes: Sizes) -> float:
-    """Count the operations that a step needs, whoever takes it: what is done twice to save memory counts once.
+    """Count the operations of a step, the same for all versions: recomputation is not counted.
 
-    Five products of votes or of their like with W (up, down, up again, twice for the gradient), and for each vote its
-    norm, R mixings and R − 1 agreements.
+    These are five products of the size of the votes with W (preactivation of the data,
+    reconstruction, preactivation of the reconstruction, two for the gradient), and for each vote
+    its norm, R weighted sums and R − 1 agreements.
     """
     pairs = sizes.batch * sizes.inputs * sizes.experts
     return float(2 * pairs * sizes.out_dim * (5 * sizes.in_dim + 2 * sizes.iterations))
 
 
-def least_bytes(sizes: Sizes) -> float:
-    """Count the bytes a step must move at least: W and x in, ΔW out."""
+def minimum_bytes(sizes: Sizes) -> float:
+    """Count the bytes that a step must move at least: read W and x, write ΔW."""
     weight = sizes.inputs * sizes.experts * sizes.out_dim * sizes.in_dim
     return 4.0 * (2 * weight + sizes.batch * sizes.inputs * sizes.in_dim)
 
 
-def traffic(sizes: Sizes, order: str) -> float:
-    """Count the bytes that eager einsum writes and reads at least: only what is of the size of votes, or K of D."""
+def einsum_bytes(sizes: Sizes, order: str) -> float:
+    """Count the bytes that eager einsum writes and reads at least.
+
+    Only tensors of the size of the votes (B, I, J, D) or (B, I, J, K) count.
+    """
     pairs, again = 4.0 * sizes.batch * sizes.inputs * sizes.experts, sizes.iterations - 1
     votes, inputs = pairs * sizes.out_dim, pairs * sizes.in_dim
-    routing = 2 + 1 + 2 * again  # made, norm, first mixing; then agreement and mixing
+    # Votes: written, read for the norm and the first sum; then for each agreement and sum
+    routing = 2 + 1 + 2 * again
     return {
-        "as written": votes
-        * (routing + 2 + 2 + 2 + 2),  # sent, votes of the model, both halves of the gradient
-        "votes once": votes * routing
-        + inputs * (2 + 3 + 2),  # down; model mixed, up, gradient; data mixed, gradient
+        # weighted experts, votes of the reconstruction, both terms of the gradient
+        "as written": votes * (routing + 2 + 2 + 2 + 2),
+        # reconstruction; its weighted inputs, z, gradient; weighted data, gradient
+        "votes once": votes * routing + inputs * (2 + 3 + 2),
         "no votes": inputs * (2 + 2 + 4 * again + 2 + 3 + 2),
     }[order]
 

@@ -1,10 +1,11 @@
-"""A zoo of models so small that their likelihood is known exactly.
+"""Models small enough that their likelihood can be computed exactly.
 
-With one routing iteration the coefficients are constants, so e^(−F(x)) = Π_j (1 + ‖z_j‖²) is a polynomial of degree
-2J in each input capsule, and a Gauss rule over the unit ball integrates it without error. Log-likelihoods are with
-respect to Lebesgue measure on the product of the I open unit balls.
+With one routing iteration the coefficients are constant, so e^(−F(x)) = Π_j (1 + ‖z_j‖²) is a
+polynomial of degree 2J in each input capsule, and a Gauss quadrature rule over the unit ball
+integrates it exactly. Log-likelihoods are with respect to Lebesgue measure on the product of the I
+open unit balls.
 
-`python -m benchmarks.zoo` measures what contrastive divergence does to the exact likelihood.
+`python -m benchmarks.zoo` measures the effect of contrastive divergence on the exact likelihood.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Species:
-    """Sizes of a tiny model: I capsules of K dimensions, J experts of D, and the axis of its coefficients."""
+    """Sizes of a tiny model: I capsules of dimension K, J experts of dimension D, routing axis."""
 
     in_capsules: int
     in_dim: int
@@ -37,10 +38,11 @@ class Species:
     normalize: Axis = "inputs"
 
     def __str__(self) -> str:
-        return f"{self.in_capsules}×{self.in_dim} → {self.out_capsules}×{self.out_dim}, over {self.normalize}"
+        sizes = f"{self.in_capsules}×{self.in_dim} → {self.out_capsules}×{self.out_dim}"
+        return f"{sizes}, over {self.normalize}"
 
     def layer(self, generator: torch.Generator, std: float) -> CapsuleExperts:
-        """Return a layer of this species in float64, its weights drawn from N(0, std²)."""
+        """Create a layer of these sizes in float64, with weights drawn from N(0, std²)."""
         layer = CapsuleExperts(
             self.in_capsules,
             self.in_dim,
@@ -68,14 +70,17 @@ ZOO = (
 
 @dataclass(frozen=True)
 class Quadrature:
-    """Points (Q, I, K) and logarithms of weights (Q,) of a rule over a product of unit balls."""
+    """Points (Q, I, K) and log-weights (Q,) of a quadrature rule over a product of unit balls."""
 
     points: Tensor
     log_weights: Tensor
 
 
 def ball_rule(dim: int, degree: int) -> tuple[np.ndarray, np.ndarray]:
-    """Points (Q, dim) and weights (Q,) that integrate polynomials up to `degree` over the unit ball exactly."""
+    """Return a quadrature rule over the unit ball: points (Q, dim), weights (Q,).
+
+    The rule is exact for polynomials up to `degree`.
+    """
     nodes, weights = np.polynomial.legendre.leggauss((degree + dim) // 2 + 1)
     if dim == 1:
         return nodes[:, None], weights
@@ -101,7 +106,10 @@ def ball_rule(dim: int, degree: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def quadrature(species: Species, extra_degree: int = 0) -> Quadrature:
-    """Return the rule that is exact for e^(−F) and its derivatives in W, times polynomials up to `extra_degree`."""
+    """Return a rule that is exact for e^(−F) and its derivatives in W.
+
+    It is also exact for their products with polynomials up to `extra_degree`.
+    """
     points, weights = ball_rule(species.in_dim, 2 * species.out_capsules + extra_degree)
     chosen = np.array(list(itertools.product(range(len(points)), repeat=species.in_capsules)))
     return Quadrature(
@@ -120,27 +128,27 @@ def log_likelihood(layer: CapsuleExperts, x: Tensor, rule: Quadrature) -> Tensor
 
 
 def sample(layer: CapsuleExperts, count: int, generator: torch.Generator) -> Tensor:
-    """Draw exactly from the model, by rejection under the bound ‖z_j‖ ≤ Σ_i c_ij ‖W_ij‖: (count, I, K)."""
+    """Draw exact samples: (count, I, K), by rejection with the bound ‖z_j‖ ≤ Σ_i c_ij ‖W_ij‖."""
     with torch.no_grad():
         shape = (1, layer.in_capsules, layer.in_dim)
         c = layer.route(torch.zeros(shape, dtype=torch.float64)).coefficients[0]
-        reach = (c * torch.linalg.matrix_norm(layer.weight, ord=2)).sum(0)
-        bound = torch.log1p(reach.square()).sum()
-        kept: list[Tensor] = []
-        while sum(map(len, kept)) < count:
+        max_norm = (c * torch.linalg.matrix_norm(layer.weight, ord=2)).sum(0)
+        bound = torch.log1p(max_norm.square()).sum()
+        accepted: list[Tensor] = []
+        while sum(map(len, accepted)) < count:
             x = torch.rand(4096, *shape[1:], dtype=torch.float64, generator=generator) * 2 - 1
             x = x[(x.norm(dim=-1) < 1).all(-1)]
             accept = torch.rand(len(x), dtype=torch.float64, generator=generator).log() < (
                 -layer.free_energy(x) - bound
             )
-            kept.append(x[accept])
-        return torch.cat(kept)[:count]
+            accepted.append(x[accept])
+        return torch.cat(accepted)[:count]
 
 
 def measure(
-    species: Species, seed: int, *, images: int, steps: int, rate: float
+    species: Species, seed: int, *, images: int, steps: int, learning_rate: float
 ) -> dict[str, float]:
-    """Exact mean log-likelihood of data from a known model, before and after each way of learning."""
+    """Compute the exact mean log-likelihood of data from a known model for each learning method."""
     generator = torch.Generator().manual_seed(seed)
     truth = species.layer(generator, std=3.0)
     data = sample(truth, images, generator)
@@ -153,7 +161,7 @@ def measure(
     for method in ("exact", "deterministic", "bernoulli"):
         layer = species.layer(generator, std=0.5)
         layer.load_state_dict(start.state_dict())
-        optimizer = torch.optim.SGD(layer.parameters(), lr=rate)
+        optimizer = torch.optim.SGD(layer.parameters(), lr=learning_rate)
         for _ in range(steps):
             if method == "exact":
                 loss = -log_likelihood(layer, data, rule)
@@ -171,9 +179,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seeds", type=int, default=5, help="runs of each model (default: 5)")
     parser.add_argument(
-        "--images", type=int, default=2000, help="drawn from the true model (default: 2000)"
+        "--seeds", type=int, default=5, help="number of seeds for each model (default: 5)"
+    )
+    parser.add_argument(
+        "--images", type=int, default=2000, help="images drawn from the true model (default: 2000)"
     )
     parser.add_argument(
         "--steps", type=int, default=500, help="full-batch gradient steps (default: 500)"
@@ -187,7 +197,13 @@ def main() -> None:
     )
     for species in ZOO:
         runs = [
-            measure(species, seed, images=options.images, steps=options.steps, rate=options.rate)
+            measure(
+                species,
+                seed,
+                images=options.images,
+                steps=options.steps,
+                learning_rate=options.rate,
+            )
             for seed in range(options.seeds)
         ]
         cells = []

@@ -399,10 +399,10 @@ def test_what_is_not_run_says_why_and_could_be(
 @pytest.mark.parametrize(
     ("command", "error"),
     [
-        ('python -m benchmarks.study --onlyy "level 0"', SystemExit),
+        ('python -m benchmarks.study --onlyy "equalized components 0"', SystemExit),
         ("python -m benchmarks.baselines --samples many", SystemExit),
         ("python -m benchmarks.gone --json FILE", ModuleNotFoundError),
-        ('python -m benchmarks.study --only "level 0;level 99"', AssertionError),
+        ('python -m benchmarks.study --only "equalized components 0;equalized components 99"', AssertionError),
         ("python benchmarks.study", AssertionError),
     ],
 )
@@ -410,7 +410,7 @@ def test_benchmarks_and_options_that_do_not_exist_are_noticed(
     command: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check_benchmark(
-        shlex.split('python -m benchmarks.study --only "level 0;level 8" --json FILE'), monkeypatch
+        shlex.split('python -m benchmarks.study --only "equalized components 0;equalized components 8" --json FILE'), monkeypatch
     )
     with pytest.raises(error):
         check_benchmark(shlex.split(command), monkeypatch)
@@ -573,17 +573,17 @@ def test_faults_stop_the_build(
 @pytest.mark.parametrize(
     ("line", "fault"),
     [
-        ('<a href="gone.html">', "not there"),
-        ('<a href="../gone.html">', "not there"),
-        ('<a href="#gone">', "no such place"),
-        ('<img src="gone.png">', "not there"),
+        ('<a href="gone.html">', "does not exist"),
+        ('<a href="../gone.html">', "does not exist"),
+        ('<a href="#gone">', "no such anchor"),
+        ('<img src="gone.png">', "does not exist"),
         ('<script src="https://example.org/x.js"></script>', "fetches"),
         ('<link rel="stylesheet" href="//example.org/x.css">', "fetches"),
         (
             '<img srcset="here.png 1x,https://example.org/x.png 2x">',
             "fetches https://example.org/x.png",
         ),
-        ('<img srcset="here.png, gone.png 2x">', "links to gone.png, which is not there"),
+        ('<img srcset="here.png, gone.png 2x">', "links to gone.png, which does not exist"),
         ('<video src="https://example.org/x.webm"></video>', "fetches"),
         ('<video poster="https://example.org/x.png"></video>', "fetches"),
         ('<video><source src="https://example.org/x.webm"></video>', "fetches"),
@@ -625,8 +625,8 @@ def test_faults_of_a_page_are_found(name: str, line: str, fault: str, tmp_path: 
             "p { background: URL( 'https://example.org/x.png' ) }",
             "fetches https://example.org/x.png",
         ),
-        ("@font-face { src: url(gone.woff2) }", "links to gone.woff2, which is not there"),
-        ("p { background: url(/here.png) }", "links to /here.png, which is not there"),
+        ("@font-face { src: url(gone.woff2) }", "links to gone.woff2, which does not exist"),
+        ("p { background: url(/here.png) }", "links to /here.png, which does not exist"),
     ],
 )
 def test_faults_of_a_style_sheet_are_found(line: str, fault: str, tmp_path: Path) -> None:

@@ -1,9 +1,9 @@
-"""Check the documentation site: every link and picture is there, and nothing is fetched from elsewhere.
+"""Check the built documentation site: no broken links or images, no external resources.
 
-Run as: python tools/check_site.py site
+Usage: python tools/check_site.py site
 
-The builder checks links between Markdown pages; this looks at the pages that came out, with the reference that was made
-of docstrings.
+The site builder checks links between Markdown pages. This script checks the generated HTML,
+including the reference pages made from docstrings.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-FETCHED = {  # tags, and the attributes whose addresses a browser fetches by itself
+FETCHED = {  # tags and their attributes whose URLs a browser loads automatically
     "script": ("src",),
     "img": ("src",),
     "iframe": ("src",),
@@ -30,10 +30,9 @@ FETCHED = {  # tags, and the attributes whose addresses a browser fetches by its
     "link": ("href",),
     "base": ("href",),
 }
-SETS = ("srcset", "imagesrcset")  # attributes with several addresses
-CANDIDATE = re.compile(
-    r"[\s,]*(\S+?)(?:,(?=\s|$)|\s[^,]*(?:,|$)|$)"
-)  # of such a set: an address, and for whom it is
+SOURCE_SETS = ("srcset", "imagesrcset")  # attributes with several URLs
+# One candidate of a source set: a URL, then an optional descriptor.
+CANDIDATE = re.compile(r"[\s,]*(\S+?)(?:,(?=\s|$)|\s[^,]*(?:,|$)|$)")
 COMMENT = re.compile(r"/\*.*?\*/", re.S)
 IN_STYLES = re.compile(
     r"""url\(\s*(?:"([^"]*)"|'([^']*)'|([^)"'\s]*))\s*\)|@import\s*(?:"([^"]*)"|'([^']*)')""", re.I
@@ -41,13 +40,13 @@ IN_STYLES = re.compile(
 
 
 def fetched_by(styles: str) -> set[str]:
-    """Tell which addresses a style sheet fetches."""
+    """Return the URLs that a style sheet loads."""
     found = {"".join(groups) for groups in IN_STYLES.findall(COMMENT.sub(" ", styles))}
-    return {each for each in found if each and not each.startswith("#")}
+    return {url for url in found if url and not url.startswith("#")}
 
 
 class _Page(HTMLParser):
-    """What a page links to, what it fetches, and where links can lead within it."""
+    """The links, loaded resources and anchors of a page."""
 
     def __init__(self, file: Path) -> None:
         super().__init__()
@@ -65,7 +64,7 @@ class _Page(HTMLParser):
             self.links.add(given["href"])
         if given.get("rel") != "canonical":
             self.fetched |= {given[name] for name in FETCHED.get(tag, ()) if name in given}
-        for name in SETS:
+        for name in SOURCE_SETS:
             self.fetched |= set(CANDIDATE.findall(given.get(name, "")))
         self.fetched |= fetched_by(given.get("style", ""))
 
@@ -78,9 +77,9 @@ class _Page(HTMLParser):
 
 
 def faults(site: Path) -> list[str]:
-    """Tell what is broken in the pages and style sheets of a folder, in words."""
+    """Return a message for every broken link in the pages and style sheets of a folder."""
     pages = {file.resolve(): _Page(file) for file in sorted(site.rglob("*.html"))}
-    found = [] if pages else [f"{site} holds no pages"]
+    found = [] if pages else [f"{site} contains no pages"]
     anchors = {file: page.anchors for file, page in pages.items()}
     for file, page in pages.items():
         found += _faults_of(file, page.links, page.fetched, site.resolve(), anchors)
@@ -103,24 +102,23 @@ def _faults_of(
             found += [f"{name} fetches {link}"] if link in fetched else []
             continue
         path = unquote(parts.path)
-        if file.name == "404.html" and path.startswith(
-            "/"
-        ):  # shown for any address, it begins at the root of a server
+        # The page 404.html is served at any URL, so its links start at the server's root.
+        if file.name == "404.html" and path.startswith("/"):
             target = (site / path.lstrip("/")).resolve()
         else:
             target = (file.parent / path).resolve() if path else file
         target = target / "index.html" if target.is_dir() else target
         if not target.is_file() or not target.is_relative_to(site):
-            found.append(f"{name} links to {link}, which is not there")
+            found.append(f"{name} links to {link}, which does not exist")
         elif (
             parts.fragment and target in anchors and unquote(parts.fragment) not in anchors[target]
         ):
-            found.append(f"{name} links to {link}, but there is no such place on that page")
+            found.append(f"{name} links to {link}, but that page has no such anchor")
     return found
 
 
 def main() -> int:
-    """Print what is broken; the exit status is 1 if anything is."""
+    """Print all faults; the exit status is 1 if there are any."""
     if len(sys.argv) != 2:
         print("usage: python tools/check_site.py FOLDER", file=sys.stderr)
         return 2

@@ -1,6 +1,7 @@
-"""Docstrings as the reference of the documentation shows them: what describes several parameters, once for each.
+"""Repeat the shared description of several parameters for each, for the reference pages.
 
-Griffe, which reads docstrings for the site, gives all of ``a, b`` the type and the default of the first.
+Griffe, which parses docstrings for the documentation site, gives all parameters of an entry
+``a, b`` the type and the default of the first one.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ GROUP = re.compile(r"^(\w+(?:, \w+)+)((?:\n+ +.*)+)", re.MULTILINE)
 
 
 def separated(text: str) -> str:
-    """Repeat the description of parameters that share one, unless they share a type as well."""
+    """Repeat the description of parameters that share one, unless they also share a type."""
 
     def repeat(group: re.Match[str]) -> str:
         return "\n".join(f"{name}{group[2]}" for name in group[1].split(", "))
@@ -23,9 +24,9 @@ def separated(text: str) -> str:
 
 
 class Separated(griffe.Extension):
-    """Separates what `griffe` would mix up."""
+    """A griffe extension that applies `separated` to every docstring."""
 
-    def on_instance(self, *, obj: griffe.Object, **kwargs: Any) -> None:  # noqa: ARG002 (the names that griffe calls by)
-        """Rewrite the docstring of what was found, if there is one."""
+    def on_instance(self, *, obj: griffe.Object, **kwargs: Any) -> None:  # noqa: ARG002 (names of griffe)
+        """Rewrite the docstring of an object, if it has one."""
         if obj.docstring is not None:
             obj.docstring.value = separated(obj.docstring.value)

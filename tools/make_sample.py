@@ -1,8 +1,9 @@
-"""Make the bundled sample: every sixth training and every fifth test image of MNIST and Fashion-MNIST.
+"""Write the bundled samples: every 6th training and 5th test image of MNIST and Fashion-MNIST.
 
-Evenly spaced, because MNIST's test set is ordered: its first half is easier than its second.
+The images are evenly spaced because MNIST's test set is ordered: its first half is easier than its
+second half.
 
-Run as: POECAPS_DATA=folder-with-the-full-sets python tools/make_sample.py
+Usage: POECAPS_DATA=FOLDER_OF_THE_FULL_DATASETS python tools/make_sample.py
 """
 
 import gzip
@@ -18,7 +19,7 @@ STEP: dict[Split, int] = {"train": 6, "test": 5}
 
 
 def write_idx(path: Path, array: np.ndarray) -> None:
-    """Write unsigned bytes as gzipped IDX, the same bytes every time."""
+    """Write unsigned bytes as gzipped IDX; the output is reproducible byte for byte."""
     header = bytes([0, 0, 0x08, array.ndim]) + np.array(array.shape, ">u4").tobytes()
     path.write_bytes(
         gzip.compress(header + array.astype(np.uint8).tobytes(), compresslevel=9, mtime=0)

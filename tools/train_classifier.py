@@ -1,16 +1,17 @@
-"""Train the classifier that judges generated images.
+"""Train the classifier that evaluation uses to label generated images.
 
-Run as: python tools/train_classifier.py --data mnist --path folder-of-the-full-set
+Usage: python tools/train_classifier.py --data mnist --path FOLDER_OF_THE_FULL_DATASET
 
-Cross-entropy without label smoothing, so that a probability of 0.9 is meant; AdamW with a cosine schedule. Images are
-shifted by up to two pixels each way, and half of them made fainter, greyer, softer and noisier, because what generators
-draw can be readable without the contrast of a scan.
+The loss is cross-entropy without label smoothing, so that a probability of 0.9 is calibrated; the
+optimizer is AdamW with a cosine schedule. Images are shifted by up to two pixels in each direction,
+and half of them are made fainter, greyer, blurrier and noisier, because generated images can be
+readable without the contrast of a scan.
 
-Trained on good images alone, a classifier is sure of noise, and what generators make when they fail are mixtures and
-blobs. So each batch also holds blends of 2 and of 4 images, whose target is the mean of their labels, and structureless
-images, whose target is every class alike.
+A classifier trained on clean images only is confident about noise, and failed generated images are
+mixtures and blobs. Each batch therefore also contains blends of 2 and of 4 images, whose target is
+the mean of their labels, and structureless images, whose target is the uniform distribution.
 
-The weights are those of the last step, not of the best epoch.
+The saved weights are those of the last step, not of the best epoch.
 """
 
 from __future__ import annotations
@@ -36,40 +37,48 @@ if TYPE_CHECKING:
 
     from poecaps.data import ImageSet
 
-SHIFT = 2  # pixels, each way
+SHIFT = 2  # largest shift in pixels, in each direction
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    """Train, measure and write; return what was written about the weights."""
+    """Train, evaluate and save a classifier; return the saved metadata."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
         "--data",
         default="mnist",
-        help="mnist, fashion-mnist or another labelled set (default: mnist)",
+        help="mnist, fashion-mnist or another labelled dataset (default: mnist)",
     )
-    parser.add_argument("--path", help="folder that holds a full set known by name")
-    parser.add_argument("--epochs", type=int, default=30, help="(default: 30)")
-    parser.add_argument("--batch-size", type=int, default=250, help="(default: 250)")
+    parser.add_argument("--path", help="folder of the full mnist or fashion-mnist")
     parser.add_argument(
-        "--rate", type=float, default=2e-3, help="highest learning rate (default: 0.002)"
+        "--epochs", type=int, default=30, help="passes over the images (default: 30)"
     )
-    parser.add_argument("--seed", type=int, default=0, help="(default: 0)")
     parser.add_argument(
-        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(default: a GPU)"
+        "--batch-size", type=int, default=250, help="images per batch (default: 250)"
     )
-    parser.add_argument("--out", type=Path, help="file to write (default: into the package)")
+    parser.add_argument(
+        "--rate", type=float, default=2e-3, help="maximum learning rate (default: 0.002)"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of the initial weights and batches (default: 0)"
+    )
+    parser.add_argument(
+        "--device",
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="device to train on (default: a GPU if available)",
+    )
+    parser.add_argument("--out", type=Path, help="file to write (default: inside the package)")
     options = parser.parse_args(arguments)
 
-    sets = [load(options.data, split=split, path=options.path) for split in ("train", "test")]
-    train, test = (_on(each, options.device) for each in sets)
+    datasets = [load(options.data, split=split, path=options.path) for split in ("train", "test")]
+    train, test = (_to_device(dataset, options.device) for dataset in datasets)
     started = time.perf_counter()
     classifier = fit(*train, options.epochs, options.batch_size, options.rate, options.seed)
-    about = {
+    metadata = {
         "data": options.data,
-        "training_images": len(sets[0]),
-        "test_images": len(sets[1]),
+        "training_images": len(datasets[0]),
+        "test_images": len(datasets[1]),
         "epochs": options.epochs,
         "seed": options.seed,
         "seconds": round(time.perf_counter() - started, 1),
@@ -79,11 +88,11 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     }
     path = options.out or WEIGHTS / f"{Path(options.data).name}.safetensors"
     path.parent.mkdir(parents=True, exist_ok=True)
-    classifier.save(path, about)
-    for name, value in about.items():
+    classifier.save(path, metadata)
+    for name, value in metadata.items():
         print(f"{name:20} {value}")
-    print(f"written to {path}")
-    return about
+    print(f"saved to {path}")
+    return metadata
 
 
 def fit(
@@ -111,8 +120,8 @@ def fit(
         order = torch.randperm(len(images), generator=generator).to(images.device)
         for chosen in order.split(batch_size)[: len(images) // batch_size]:
             across, down = torch.randint(-SHIFT, SHIFT + 1, (2,), generator=generator).tolist()
-            batch = wear(shift(images[chosen], across, down), on_device)
-            batch, targets = with_nonsense(
+            batch = degrade(shift(images[chosen], across, down), on_device)
+            batch, targets = add_nonsense(
                 batch, nn.functional.one_hot(labels[chosen], classes).float(), on_device
             )
             batch = batch.contiguous(memory_format=torch.channels_last)
@@ -128,7 +137,7 @@ def fit(
 
 
 def shift(images: Tensor, across: int, down: int) -> Tensor:
-    """Move images (B, C, H, W) by whole pixels; what comes in from outside is black."""
+    """Shift images (B, C, H, W) by whole pixels, with black padding."""
     height, width = images.shape[2:]
     padded = nn.functional.pad(images, (SHIFT,) * 4)
     return padded[
@@ -136,40 +145,42 @@ def shift(images: Tensor, across: int, down: int) -> Tensor:
     ]
 
 
-def wear(images: Tensor, generator: torch.Generator) -> Tensor:
-    """Make the first half of shuffled images (B, C, H, W) fainter, greyer, softer and noisier at random."""
+def degrade(images: Tensor, generator: torch.Generator) -> Tensor:
+    """Degrade the first half of images (B, C, H, W): fainter, greyer, blurrier, noisier."""
     half = len(images) // 2
-    good, worn = images[half:], images[:half]
-    soft, contrast, floor, noise = torch.rand(
+    clean, degraded = images[half:], images[:half]
+    blur, contrast, floor, noise = torch.rand(
         4, half, 1, 1, 1, generator=generator, device=images.device
     )
-    worn = torch.lerp(worn, nn.functional.avg_pool2d(worn, 3, 1, 1), (2 * soft - 0.5).clamp(0, 1))
-    worn = worn * (0.4 + 0.6 * contrast)
-    worn = worn + 0.2 * floor * (1 - worn)
-    worn = worn + 0.15 * noise * torch.randn(worn.shape, generator=generator, device=images.device)
-    return torch.cat([worn.clamp(0, 1), good])
+    blurred = nn.functional.avg_pool2d(degraded, 3, 1, 1)
+    degraded = torch.lerp(degraded, blurred, (2 * blur - 0.5).clamp(0, 1))
+    degraded = degraded * (0.4 + 0.6 * contrast)
+    degraded = degraded + 0.2 * floor * (1 - degraded)
+    gaussian = torch.randn(degraded.shape, generator=generator, device=images.device)
+    degraded = degraded + 0.15 * noise * gaussian
+    return torch.cat([degraded.clamp(0, 1), clean])
 
 
-def with_nonsense(
+def add_nonsense(
     images: Tensor, targets: Tensor, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
     """Add blends and structureless images to a batch (B, C, H, W) with its targets (B, classes)."""
-    few = max(1, len(images) // 10)
-    made, aims = [images], [targets]
-    for count, parts in ((2 * few, 2), (few, 4)):
+    tenth = max(1, len(images) // 10)
+    batches, batch_targets = [images], [targets]
+    for count, parts in ((2 * tenth, 2), (tenth, 4)):
         chosen = torch.randint(
             len(images), (count, parts), generator=generator, device=images.device
         )
-        made.append(images[chosen].mean(1))
-        aims.append(targets[chosen].mean(1))
-    for each in structureless(images[:few], generator):
-        made.append(each)
-        aims.append(torch.full_like(targets[: len(each)], 1 / targets.shape[1]))
-    return torch.cat(made), torch.cat(aims)
+        batches.append(images[chosen].mean(1))
+        batch_targets.append(targets[chosen].mean(1))
+    for nonsense in structureless(images[:tenth], generator):
+        batches.append(nonsense)
+        batch_targets.append(torch.full_like(targets[: len(nonsense)], 1 / targets.shape[1]))
+    return torch.cat(batches), torch.cat(batch_targets)
 
 
 def structureless(images: Tensor, generator: torch.Generator) -> tuple[Tensor, ...]:
-    """Make noise, blobs and images with their pixels shuffled, as many of each as `images` (B, C, H, W)."""
+    """Generate B each of noise, blobs and images with shuffled pixels, from images (B, C, H, W)."""
     count, channels, height, width = images.shape
     device = images.device
     noise = torch.rand(images.shape, generator=generator, device=device)
@@ -181,10 +192,9 @@ def structureless(images: Tensor, generator: torch.Generator) -> tuple[Tensor, .
 
 
 def measure(classifier: Classifier, images: Tensor, labels: Tensor, seed: int) -> dict[str, float]:
-    """Measure accuracy, whether confidence is earned, and how much confidence nonsense gets."""
-    judged = classifier.judge(images)
-    confidence, verdicts = judged.probabilities.max(1)
-    right, sure = verdicts == labels, confidence >= CONFIDENT
+    """Measure accuracy, accuracy of confident predictions, and confidence about nonsense."""
+    confidence, predicted = classifier.predict(images).probabilities.max(1)
+    right, sure = predicted == labels, confidence >= CONFIDENT
     generator = torch.Generator(images.device).manual_seed(seed)
     other = torch.randperm(len(images), generator=generator, device=images.device)
     noise, blobs, shuffled = structureless(images, generator)
@@ -206,16 +216,15 @@ def measure(classifier: Classifier, images: Tensor, labels: Tensor, seed: int) -
         "sure": sure.float().mean().item(),
         "accuracy_when_sure": right[sure].float().mean().item(),
     }
-    for name, made in (readable | nonsense).items():
-        numbers[f"sure_of_{name}"] = (
-            (classifier.judge(made).probabilities.amax(1) >= CONFIDENT).float().mean().item()
-        )
+    for name, changed in (readable | nonsense).items():
+        top = classifier.predict(changed).probabilities.amax(1)
+        numbers[f"sure_of_{name}"] = (top >= CONFIDENT).float().mean().item()
     return {name: round(value, 5) for name, value in numbers.items()}
 
 
-def _on(data: ImageSet, device: str) -> tuple[Tensor, Tensor]:
+def _to_device(data: ImageSet, device: str) -> tuple[Tensor, Tensor]:
     if data.labels is None:
-        raise SystemExit(f"--data must name a labelled set, but {data.source} has no labels")
+        raise SystemExit(f"--data must be a labelled dataset, but {data.source} has no labels")
     return data.batch(slice(None)).to(device), torch.from_numpy(data.labels).to(device)
 
 

@@ -79,7 +79,7 @@ DRAWS = {
 PROBE = "linear probe on codes, test accuracy"
 MEASURES = {  # rows of the card: path of the number in evaluation.json, and its format
     PROBE: (("probe", "test_accuracy"), ".2%"),
-    "linear probe on firing probabilities alone": (("probe_of_firing", "test_accuracy"), ".2%"),
+    "linear probe on firing probabilities alone": (("firing_probe", "test_accuracy"), ".2%"),
     "normalised mutual information of the most active expert and the label": (
         ("specialisation", "normalised"),
         ".3f",

@@ -1,4 +1,4 @@
-"""The measurement of the uses: its parts against other routes, and the script from start to end."""
+"""The benchmark of applications: its parts against other libraries, and the whole script."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 from sklearn.metrics import roc_auc_score
-from sklearn.neural_network import BernoulliRBM
+from sklearn.neural_network import BernoulliRBM as SklearnRBM
 
-from benchmarks.applications import auroc, machine_energy, main, masks
-from benchmarks.baselines import SIZE, BernoulliMachine, Budget
+from benchmarks.applications import auroc, main, masks, rbm_free_energy
+from benchmarks.baselines import CODE_SIZE, BernoulliRBM, Budget
 from poecaps import Architecture, CapsuleNetwork
 from poecaps.data import ImageSet, load
 
@@ -20,26 +20,26 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def test_the_auroc_is_scikit_learns(generator: torch.Generator) -> None:
+def test_the_auroc_agrees_with_scikit_learn(generator: torch.Generator) -> None:
     inside = torch.randint(0, 20, (100,), generator=generator).float()  # with ties
     outside = torch.randint(5, 25, (70,), generator=generator).float()
     expected = roc_auc_score(np.repeat([0, 1], [100, 70]), torch.cat([inside, outside]))
     assert auroc(inside, outside) == pytest.approx(expected)
 
 
-def test_the_free_energy_of_the_machine_is_scikit_learns() -> None:
+def test_the_free_energy_of_the_rbm_agrees_with_scikit_learn() -> None:
     data = ImageSet(load("mnist-sample").images[:200])
-    ours = BernoulliMachine(data, Budget(1, 0, 0, torch.device("cpu")))
-    theirs = BernoulliRBM(SIZE, learning_rate=0.05, batch_size=50, n_iter=1, random_state=0)
+    ours = BernoulliRBM(data, Budget(1, 0, 0, torch.device("cpu")))
+    theirs = SklearnRBM(CODE_SIZE, learning_rate=0.05, batch_size=50, n_iter=1, random_state=0)
     pixels = data.batch(slice(None)).flatten(1).numpy()
     theirs.fit(pixels)
     expected = torch.from_numpy(theirs._free_energy(pixels)).float()
     torch.testing.assert_close(
-        machine_energy(ours, data.batch(slice(None))), expected, rtol=1e-4, atol=1e-2
+        rbm_free_energy(ours, data.batch(slice(None))), expected, rtol=1e-4, atol=1e-2
     )
 
 
-def test_a_mask_hides_what_it_says() -> None:
+def test_masks_hide_the_named_pixels() -> None:
     known = masks(28, 28)
     assert {name: int((~mask).sum()) for name, mask in known.items()} == {
         "right half": 392,
@@ -50,7 +50,9 @@ def test_a_mask_hides_what_it_says() -> None:
     assert known["lower half"][:14].all()
 
 
-def test_the_script_measures_every_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_script_measures_every_application(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     shape = Architecture(features=8, experts=((3, 4),), joint_components=1, expert_components=1)
     CapsuleNetwork(shape, generator=torch.Generator().manual_seed(0)).save(tmp_path / "run")
     size = ["--limit", "60", "--epochs", "1", "--draws", "20", "--device", "cpu"]
@@ -66,17 +68,19 @@ def test_the_script_measures_every_use(tmp_path: Path, capsys: pytest.CaptureFix
     found = json.loads((tmp_path / "out" / "applications.json").read_text())
     printed = capsys.readouterr().out
     assert found["test_images"] == 60
-    assert len(found["unusual"]) == 7
-    assert all(0 <= value <= 1 for value in found["unusual"].values())
-    assert found["between"]["ends"] > 0.9  # images of digits themselves
-    assert 0.3 < found["near"]["pixels"] < 1  # chance is 0.1
-    assert all(each["mean image"] < 0.3 for each in found["inpaint"].values())
-    for value in found["near"].values():
+    assert len(found["novelty"]) == 7
+    assert all(0 <= value <= 1 for value in found["novelty"].values())
+    assert found["interpolation"]["end points"] > 0.9  # real images of digits
+    assert 0.3 < found["neighbours"]["pixels"] < 1  # chance is 0.1
+    assert all(each["mean image"] < 0.3 for each in found["inpainting"].values())
+    for value in found["neighbours"].values():
         assert f"{value:.4f}" in printed
 
 
-def test_sets_of_two_sizes_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_datasets_of_different_image_sizes_are_rejected(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     np.savez(tmp_path / "x.npz", x_test=np.zeros((5, 20, 20), np.uint8))
     with pytest.raises(SystemExit):
         main(["--network", "nowhere", "--limit", "5", "--against", str(tmp_path / "x.npz")])
-    assert "--against must hold images of (1, 28, 28)" in capsys.readouterr().err
+    assert "--against must have images of shape (1, 28, 28)" in capsys.readouterr().err

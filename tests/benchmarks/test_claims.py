@@ -1,4 +1,4 @@
-"""The paper's claims, measured on models that keep them or do not."""
+"""The measurement of the paper's claims, on models that satisfy or violate them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from benchmarks.claims import flips, main
+from benchmarks.claims import main, sign_flips
 from poecaps.evaluation import background
 from poecaps.training import PRESETS, train
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def draws(decode: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """A network of two experts with this decoder of the first number of the code, which gives the grey of an image."""
+def network(decode: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Create a network of two experts that decodes the first number of a code to a grey image."""
 
     def sample(count: int, domain: str, expert: int, generator: torch.Generator) -> torch.Tensor:
         assert domain == "complete"
@@ -30,25 +30,25 @@ def draws(decode: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 
     return SimpleNamespace(
         architecture=SimpleNamespace(experts=((2, 3),)),
-        density=SimpleNamespace(sample=sample),
+        code_density=SimpleNamespace(sample=sample),
         decode=lambda code: decode(code.sum(1)[:, 0]).view(-1, 1, 1, 1).expand(-1, 1, 4, 4),
     )
 
 
-def test_negatives_that_flip_with_the_sign(generator: torch.Generator) -> None:
+def test_negatives_that_disappear_with_the_opposite_sign(generator: torch.Generator) -> None:
     black = background([torch.zeros(5, 1, 4, 4)])
-    found = flips(draws(torch.sigmoid), black, 300, generator)
+    found = sign_flips(network(torch.sigmoid), black, 300, generator)
     assert found.negatives == pytest.approx(0.5, abs=0.1)
-    assert (found.cured, found.flipped) == (1, 1)
-    assert found.of_opposites == pytest.approx(1 - found.negatives)
+    assert (found.negatives_removed, found.negatives_created) == (1, 1)
+    assert found.negatives_of_opposites == pytest.approx(1 - found.negatives)
 
 
-def test_negatives_that_do_not(generator: torch.Generator) -> None:
+def test_negatives_that_do_not_depend_on_the_sign(generator: torch.Generator) -> None:
     black = background([torch.zeros(5, 1, 4, 4)])
-    found = flips(draws(lambda grey: grey.square().clamp(max=1)), black, 300, generator)
-    assert found.cured == 0
-    assert found.flipped == 0
-    assert flips(draws(torch.zeros_like), black, 50, generator).cured is None
+    found = sign_flips(network(lambda grey: grey.square().clamp(max=1)), black, 300, generator)
+    assert found.negatives_removed == 0
+    assert found.negatives_created == 0
+    assert sign_flips(network(torch.zeros_like), black, 50, generator).negatives_removed is None
 
 
 def test_a_run_is_measured_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -65,9 +65,9 @@ def test_a_run_is_measured_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixtu
         main([str(tmp_path / "run"), "--name", name, "--draws", "6", "--device", "cpu", *files])
     other, found = json.loads((tmp_path / "claims.json").read_text())
     assert (other["run"], found["run"]) == ("second", "first")
-    assert found["objects"].keys() == {"complete", "restricted", "learned"}
+    assert found["domains"].keys() == {"complete", "restricted", "learned"}
     assert found["training_seconds"] >= 0
-    assert found["objects"]["complete"]["variation"].keys() == {
+    assert found["domains"]["complete"]["variation"].keys() == {
         "thickness",
         "slant",
         "width",

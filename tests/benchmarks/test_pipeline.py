@@ -1,4 +1,4 @@
-"""The way from files to Figure 2 is gone, and its parts add up."""
+"""The pipeline from files to Figure 2 runs, and the times of its parts add up."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ PARTS = [
     "autoencoder",
     "encoder 1",
     "decoder 1",
-    "pixel_decoder",
-    "density",
+    "pixel decoder",
+    "code density",
     "saving",
 ]
 
 
-def test_the_way_is_gone_for_each_seed(
+def test_the_pipeline_runs_for_each_seed(
     bars: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     default = PRESETS["default"]()
@@ -58,9 +58,9 @@ def test_the_way_is_gone_for_each_seed(
     main([*given, "--json", str(tmp_path / "found.json"), "--keep", str(tmp_path / "runs")])
 
     found = json.loads((tmp_path / "found.json").read_text())
-    assert found.keys() == {"command", "machine", "data", "once", "rounds", "summary"}
+    assert found.keys() == {"command", "machine", "data", "setup", "rounds", "summary"}
     assert found["data"] == {"images": 64, "shape": [1, 20, 19]}
-    assert found["once"].keys() == {"interpreter and imports", "first small run, with compilation"}
+    assert found["setup"].keys() == {"interpreter and imports", "first small run, with compilation"}
     assert [each["seed"] for each in found["rounds"]] == [3, 4]
     for each in found["rounds"]:
         assert list(each["parts"]) == [*PARTS, "Figure 2"]

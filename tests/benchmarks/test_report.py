@@ -1,4 +1,4 @@
-"""The pages of results and of speed: their tables are those of the numbers beside them, made by commands of today."""
+"""The tables of the documentation agree with the numbers in docs/results."""
 
 from __future__ import annotations
 
@@ -10,29 +10,38 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from benchmarks import report
-from benchmarks.report import PEERS, SETS, defaults, fill, lay_out, main, numbers, peers_named
+from benchmarks.internals import command_for
+from benchmarks.report import (
+    BASELINES,
+    DATASETS,
+    baseline_evaluations,
+    default_evaluations,
+    fill,
+    main,
+    markdown_table,
+    numbers,
+)
 from benchmarks.routing import ORDERS
-from benchmarks.study import STUDY, find
-from poecaps.cli import command_for
+from benchmarks.study import STUDY, lookup
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 SPEED = report.NUMBERS.parent / "benchmarks.md"
-PAGES = (report.NUMBERS.parents[1] / "README.md", report.NUMBERS.parent / "results.md", SPEED)
 
 
-def test_the_tables_of_the_pages_are_those_of_the_numbers() -> None:
+def test_the_tables_agree_with_the_numbers() -> None:
     asked = set()
-    for page in PAGES:
+    for page in report.pages():
         text = page.read_text(encoding="utf-8")
         asked |= {mark[1].split()[0] for mark in report.MARK.findall(text)}
         assert fill(text) == text, "run: make report"
     assert asked == set(report.TABLES)
+    assert {"README.md", "results.md", "benchmarks.md"} <= {page.name for page in report.pages()}
 
 
-@pytest.mark.parametrize("data", SETS)
-def test_every_row_says_the_command_that_makes_it_today(data: str) -> None:
+@pytest.mark.parametrize("data", DATASETS)
+def test_every_row_has_the_current_command_of_its_variant(data: str) -> None:
     rows = numbers(data, "study")
     for row in rows:
         config = STUDY[row["variant"]].config(data=data, seed=row["seed"])
@@ -46,22 +55,22 @@ def test_every_row_says_the_command_that_makes_it_today(data: str) -> None:
     assert {each["run"] for each in numbers(data, "claims")} <= set(STUDY)
 
 
-@pytest.mark.parametrize("data", SETS)
-def test_every_peer_has_three_seeds(data: str) -> None:
-    for name in PEERS:
-        seeds = [each["seed"] for each in peers_named(data, name)]
+@pytest.mark.parametrize("data", DATASETS)
+def test_every_baseline_has_three_seeds(data: str) -> None:
+    for name in BASELINES:
+        seeds = [each["seed"] for each in baseline_evaluations(data, name)]
         assert seeds == ([0] if name == "pixels" else [0, 1, 2])
 
 
-@pytest.mark.parametrize("data", SETS)
+@pytest.mark.parametrize("data", DATASETS)
 def test_the_targets_are_met(data: str) -> None:
-    def values(results: list[Any], where: str) -> list[float]:
-        found = [find(each, where) for each in results]
+    def values(results: list[Any], path: str) -> list[float]:
+        found = [lookup(each, path) for each in results]
         assert None not in found
         return [each for each in found if each is not None]
 
-    def mean(where: str) -> float:
-        return fmean(values(list(defaults(data)), where))
+    def mean(path: str) -> float:
+        return fmean(values(list(default_evaluations(data)), path))
 
     mnist = data == "mnist"
     assert mean("probe.test_accuracy") >= (0.96 if mnist else 0.85)
@@ -71,16 +80,14 @@ def test_the_targets_are_met(data: str) -> None:
     assert mean("effective_rank") >= 15
     assert mean("domains.restricted.negatives.share") == 0
     for name in ("bernoulli-rbm", "gaussian-rbm", "vae"):
-        for domain in PEERS[name][1]:
+        for domain in BASELINES[name][1]:
             theirs = fmean(
-                values(list(peers_named(data, name)), f"domains.{domain}.frechet.distance")
+                values(list(baseline_evaluations(data, name)), f"domains.{domain}.frechet.distance")
             )
             assert mean("domains.joint.frechet.distance") < theirs
 
 
-def test_a_page_is_filled_between_its_marks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_tables_of_a_page_are_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def evaluation(share: float) -> dict[str, Any]:
         spread = dict.fromkeys(("thickness", "slant", "width", "height"), share)
         return {
@@ -88,7 +95,7 @@ def test_a_page_is_filled_between_its_marks(
         }
 
     rows = [{"variant": "default", "evaluation": evaluation(share)} for share in (0.6, 0.8)]
-    for data in SETS:
+    for data in DATASETS:
         (tmp_path / f"{data}-study.json").write_text(json.dumps(rows))
     monkeypatch.setattr(report, "NUMBERS", tmp_path)
     page = tmp_path / "page.md"
@@ -98,16 +105,17 @@ def test_a_page_is_filled_between_its_marks(
     assert (before, after) == ("before", "after\n")
     mark, head, _, *lines = table.split("\n")
     assert mark == "<!-- table: experts -->"
-    assert head == "|  | purity | variety | thickness | slant | width | height |"
+    assert head == "| dataset | purity | variety | thickness | slant | width | height |"
     assert lines[0] == (
-        "| MNIST | 70.0 % ± 14.1 % | 50.0 % ± 0.0 % | 70 % ± 14 % | 70 % ± 14 % | 70 % ± 14 % | 70 % ± 14 % |"
+        "| MNIST | 70.0 % ± 14.1 % | 50.0 % ± 0.0 % "
+        "| 70 % ± 14 % | 70 % ± 14 % | 70 % ± 14 % | 70 % ± 14 % |"
     )
     assert len(lines) == 2
     with pytest.raises(KeyError, match="nothing"):
         fill("<!-- table: nothing -->\n")
 
 
-def test_everything_on_the_page_of_speed_was_measured() -> None:
+def test_every_table_of_the_speed_page_has_numbers() -> None:
     marks = report.MARK.finditer(SPEED.read_text(encoding="utf-8"))
     missing = [
         mark[2] for mark in marks if not report.TABLES[mark[2].split()[0]](*mark[2].split()[1:])
@@ -121,7 +129,7 @@ def step(seconds: float, ratio: float, **more: Any) -> dict[str, Any]:
     spread = {"median_s": seconds, "min_s": seconds / 2, "max_s": 2 * seconds, "rounds": 3}
     return {
         "order": None,
-        "times_ours": ratio,
+        "times_poecaps": ratio,
         "extra_bytes": 10**7,
         "flop_per_s": 1e12,
         **spread,
@@ -130,8 +138,8 @@ def step(seconds: float, ratio: float, **more: Any) -> dict[str, Any]:
 
 
 @pytest.fixture
-def measured_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Numbers of speed as the programs write them."""
+def measured_elsepath(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write numbers of speed in the format of the benchmarks."""
     machine = {
         "device": "a GPU",
         "python": "3",
@@ -143,8 +151,8 @@ def measured_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     common = {"machine": machine, "command": "python -m benchmarks"}
     rates = {"copy_bytes_per_s": 4e12, "float32_flop_per_s": 5e13, "bfloat16_flop_per_s": 8e14}
     versions = {
-        "ours": step(1e-4, 1.0, bytes_per_s=1e12),
-        "ours, CUDA graph": step(5e-5, 1.0, extra_bytes=None),
+        "poecaps, Triton": step(1e-4, 1.0, bytes_per_s=1e12),
+        "poecaps, Triton, CUDA graph": step(5e-5, 1.0, extra_bytes=None),
         "einsum, eager": step(2e-3, 20.0, order="votes once", extra_bytes=4 * 10**8),
         "einsum, eager, CUDA graph": step(1e-3, 20.0, order="votes once", extra_bytes=None),
         "einsum, compiled": step(5e-4, 5.0, order="no votes"),
@@ -160,24 +168,24 @@ def measured_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "ceilings": rates | {"tf32_flop_per_s": 4e14},
         "steps": {"256": versions, "1024": versions},
         "orders": {"256": {"eager": orders, "compiled": orders}},
-        "decoder": {"256": {"ours": step(1e-4, 1.0), "reference": step(1e-3, 10.0)}},
+        "decoder": {"256": {"poecaps, Triton": step(1e-4, 1.0), "reference": step(1e-3, 10.0)}},
         "growth": {"batch": {"64": versions, "256": versions}},
         "largest": {
-            "ours, SGD": {"10000": rung, "1000000": rung},
-            "ours, Adam": {"10000": rung, "1000000": None},
+            "poecaps, Triton, SGD": {"10000": rung, "1000000": rung},
+            "poecaps, Triton, Adam": {"10000": rung, "1000000": None},
         },
     }
     of_batch = step(1e-3, 1.0, precision="bfloat16", images_per_s=128e3, flop_per_image=6e8) | {
         "flop_per_s": 4e14
     }
     parts = {"reading files": step(0.1, 1.0), "total": step(9.0, 1.0)}
-    quality = dict.fromkeys((where for where, *_ in report.TARGETS.values()), 0.5)
+    quality = dict.fromkeys((path for path, *_ in report.TARGETS.values()), 0.5)
     rounds = [{"seed": seed, "total_s": 9.0, "parts": {}, "quality": quality} for seed in (0, 1)]
-    once = {"interpreter and imports": None, "context of the GPU": 1.25}
+    setup = {"interpreter and imports": None, "GPU context": 1.25}
     files = {
         "routing-cuda": routing,
         "autoencoder-cuda": {**common, "ceilings": rates, "batches": {"128": of_batch}},
-        "pipeline-cuda": {**common, "once": once, "rounds": rounds, "summary": parts},
+        "pipeline-cuda": {**common, "setup": setup, "rounds": rounds, "summary": parts},
         "mnist-study": numbers("mnist", "study"),
     }
     for name, content in files.items():
@@ -185,17 +193,17 @@ def measured_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report, "NUMBERS", tmp_path)
 
 
-@pytest.mark.usefixtures("measured_elsewhere")
-def test_tables_of_speed_hold_what_was_measured() -> None:
+@pytest.mark.usefixtures("measured_elsepath")
+def test_speed_tables_contain_the_measured_numbers() -> None:
     page = fill(SPEED.read_text(encoding="utf-8"))
-    assert "| eager einsum, H200, B 256, both launched | ≥ 10 × ours | 20 × ours | met |" in page
     assert (
-        "| compiled einsum, H200, B 1024, both launched | ≥ 6 × ours | 5 × ours | **missed** |"
-        in page
+        "| eager einsum, H200, B 256, both launched | ≥ 10 × poecaps | 20 × poecaps | met |" in page
     )
+    compiled = "compiled einsum, H200, B 1024, both launched"
+    assert f"| {compiled} | ≥ 6 × poecaps | 5 × poecaps | **missed** |" in page
     assert (
-        "compiled einsum, H200, B 256, both replayed" not in page
-    )  # it failed, and the table below says why
+        "compiled einsum, H200, B 256, both CUDA graphs" not in page
+    )  # it failed, and another table has the reason
     assert "| failed | not while a stream is captured |" in page
     assert (
         "| extra memory, H200, B 1024 | ≤ 1/20 of eager einsum's | 1/40 of eager einsum's | met |"
@@ -205,16 +213,16 @@ def test_tables_of_speed_hold_what_was_measured() -> None:
         "| largest I that trains, H200, J 64, B 256, Adam | ≥ 100,000 | 10,000 | **missed** |"
         in page
     )
-    assert "| autoencoder, H200, batch 128 | ≥ 200 TFLOP/s | 400 TFLOP/s | met |" in page
-    assert "| raw files to Figure 2, H200, median | ≤ 10 s | 9 s | met |" in page
-    assert "| 256 | ours | 0.1 | 0.05–0.2 | 1.00 | 10 | 2 % | 0.25 % | 25 % |" in page
+    assert "| autoencoder, H200, batch size 128 | ≥ 200 TFLOP/s | 400 TFLOP/s | met |" in page
+    assert "| image files to Figure 2, H200, median | ≤ 10 s | 9 s | met |" in page
+    assert "| 256 | poecaps, Triton | 0.1 | 0.05–0.2 | 1.00 | 10 | 2 % | 0.25 % | 25 % |" in page
     assert "| 1,000,000 | 0.5 s, 1 GiB | out of memory |" in page
     assert "| 128 | bfloat16 | 1 | 0.5–2 | 128,000 | 400 | 50 % |" in page
     assert "| **total** | **9** | **4.5–18** |" in page
-    assert "| *once:* context of the GPU | 1.25 |  |" in page
+    assert "| *once per process:* GPU context | 1.25 |  |" in page
     assert (
-        "a GPU; Python 3, torch 2, CUDA 13, triton 3, poecaps 0. Command: `python -m benchmarks`."
-        in page
+        "Machine: a GPU; Python 3, torch 2, CUDA 13, triton 3, poecaps 0.\n"
+        "Command: `python -m benchmarks`.\n" in page
     )
     assert "two CPU cores" not in page  # nothing was measured on a CPU
     for mark in report.MARK.finditer(page):
@@ -224,8 +232,8 @@ def test_tables_of_speed_hold_what_was_measured() -> None:
             assert len({line.count("|") for line in lines}) == 1, mark[2]
 
 
-def test_tables_have_texts_to_the_left_and_numbers_to_the_right() -> None:
+def test_text_columns_are_left_aligned_and_number_columns_right() -> None:
     assert (
-        lay_out(["", "a", "b"], [["x", "1", "2"]], texts=2)
+        markdown_table(["", "a", "b"], [["x", "1", "2"]], texts=2)
         == "|  | a | b |\n| --- | --- | ---: |\n| x | 1 | 2 |"
     )

@@ -1,4 +1,4 @@
-"""The opponents of the benchmark compute what we do, and the benchmark runs."""
+"""Einsum computes the same step as poecaps, and the benchmark runs."""
 
 from __future__ import annotations
 
@@ -11,28 +11,38 @@ import pytest
 import torch
 
 from benchmarks import machine, routing
-from benchmarks.routing import ORDERS, Sizes, Version, einsum_step, main
+from benchmarks.internals import simd_available
+from benchmarks.routing import (
+    ORDERS,
+    PLAIN_TORCH,
+    Sizes,
+    Version,
+    einsum_step,
+    main,
+    poecaps_name,
+)
 from poecaps import CapsuleExperts, squash
 from poecaps import functional as F
-from poecaps.kernels import lanes
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 CPU = torch.device("cpu")
 SMALL = Sizes(batch=6, inputs=9, in_dim=3, experts=4, out_dim=5)
-TIMES = {"median_s", "min_s", "max_s", "rounds", "times_ours", "extra_bytes", "order"}
+TIMES = {"median_s", "min_s", "max_s", "rounds", "times_poecaps", "extra_bytes", "order"}
 
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("normalize", F.AXES)
-def test_einsum_takes_our_step(normalize: F.Axis, order: str, generator: torch.Generator) -> None:
+def test_einsum_computes_the_step_of_the_layer(
+    normalize: F.Axis, order: str, generator: torch.Generator
+) -> None:
     layer = CapsuleExperts(
         9, 3, 4, 5, sharpness=5.0, normalize=normalize, dtype=torch.float64, backend="reference"
     )
     layer.reset_parameters(std=1.0, generator=generator)
     x = squash(torch.randn(6, 9, 3, dtype=torch.float64, generator=generator))
-    x[1, 2] = 0  # a capsule whose votes have no direction
+    x[1, 2] = 0  # votes of a zero capsule have no direction
     layer.contrastive_divergence(x).backward()
     sizes = replace(SMALL, normalize=normalize)
     torch.testing.assert_close(
@@ -41,10 +51,10 @@ def test_einsum_takes_our_step(normalize: F.Axis, order: str, generator: torch.G
 
 
 def test_all_versions_return_the_same_gradient() -> None:
-    ours, plain, exact = (
-        Version(kind).make(SMALL, CPU)() for kind in ("ours", "plain", "reference")
+    fastest, plain, exact = (
+        Version(kind).make(SMALL, CPU)() for kind in ("poecaps", "plain", "reference")
     )
-    torch.testing.assert_close(ours, exact)
+    torch.testing.assert_close(fastest, exact)
     torch.testing.assert_close(plain, exact)
     down, exact_down = (
         Version(kind).make(SMALL, CPU)() for kind in ("decoder", "decoder reference")
@@ -60,7 +70,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small")
-def test_the_benchmark_measures_and_draws(
+def test_the_benchmark_measures_and_plots(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     json_file, plot = tmp_path / "results" / "found.json", tmp_path / "images" / "growth.png"
@@ -82,55 +92,57 @@ def test_the_benchmark_measures_and_draws(
     assert (
         found["command"] == "python -m benchmarks --device cpu --batch 4 6 --rounds 1 --no-compile"
     )
-    assert found["machine"].keys() >= {"device", "python", "torch", "poecaps", "routing"}
+    assert found["machine"].keys() >= {"device", "python", "torch", "poecaps", "backend"}
     assert found["ceilings"].keys() == {
         "copy_bytes_per_s",
         "float32_flop_per_s",
         "bfloat16_flop_per_s",
     }
     assert found["steps"].keys() == {"4", "6"}
-    assert found["decoder"]["4"].keys() == {"ours", "reference"}
-    plain = {"ours, plain PyTorch"} if lanes.obstacle() is None else set()
-    assert found["steps"]["4"].keys() == {"ours", "einsum, eager", "reference"} | plain
+    assert found["decoder"]["4"].keys() == {"poecaps", "reference"}
+    fastest = poecaps_name(CPU)
+    plain = {PLAIN_TORCH} if simd_available() else set()
+    assert found["steps"]["4"].keys() == {fastest, "einsum, eager", "reference"} | plain
     for batch in ("4", "6"):
         tried = found["orders"][batch]["eager"]
-        assert tried.keys() == {"ours", *ORDERS}
-        fastest = min(ORDERS, key=lambda order: tried[order]["median_s"])
-        assert found["steps"][batch]["einsum, eager"]["order"] == fastest
+        assert tried.keys() == {fastest, *ORDERS}
+        fastest_order = min(ORDERS, key=lambda order: tried[order]["median_s"])
+        assert found["steps"][batch]["einsum, eager"]["order"] == fastest_order
     assert found["growth"]["inputs"].keys() == {"5", "10"}
     for each in found["steps"]["4"].values():
         assert each.keys() >= TIMES
         assert each["min_s"] <= each["median_s"] <= each["max_s"]
-    assert found["steps"]["4"]["ours"]["times_ours"] == 1
+    assert found["steps"]["4"][fastest]["times_poecaps"] == 1
     assert plot.stat().st_size > 1000
     assert "einsum, eager" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("small")
-def test_what_was_measured_elsewhere_is_drawn(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_of_numbers_is_plotted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     main(["--batch", "4", "--rounds", "1", "--no-compile", "--json", str(tmp_path / "found.json")])
     monkeypatch.setattr(routing, "measure", None)
     main(["--read", str(tmp_path / "found.json"), "--plot", str(tmp_path / "growth.png")])
     assert (tmp_path / "growth.png").stat().st_size > 1000
 
 
-def test_a_version_that_cannot_be_made_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any) -> None:
+def test_a_failed_version_has_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
         raise RuntimeError("operation not permitted when stream is capturing\nand more")
 
-    monkeypatch.setattr(routing, "_captured", refuse)
-    versions = {"ours": Version("ours"), "ours, CUDA graph": Version("ours", graph=True)}
+    monkeypatch.setattr(routing, "_captured", fail)
+    versions = {
+        "poecaps": Version("poecaps"),
+        "poecaps, CUDA graph": Version("poecaps", graph=True),
+    }
     found = routing.compare(SMALL, CPU, 1, versions)
-    assert found["ours, CUDA graph"] == {
+    assert found["poecaps, CUDA graph"] == {
         "order": None,
         "failed": "operation not permitted when stream is capturing",
     }
     assert "not permitted" in routing.table(SMALL, found, {})
 
 
-def test_slow_steps_sit_out_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_steps_skip_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     lasts = {"quick": 1e-3, "slow": 1.5, "slower": 7.0}
     taken: list[str] = []
 
@@ -139,7 +151,7 @@ def test_slow_steps_sit_out_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
         return lasts[step()]
 
     monkeypatch.setattr(machine, "seconds", seconds)
-    found = machine.in_turns({name: lambda name=name: name for name in lasts}, 9, CPU)  # type: ignore[misc]
+    found = machine.time_in_turns({name: lambda name=name: name for name in lasts}, 9, CPU)  # type: ignore[misc]
     assert {name: each["rounds"] for name, each in found.items()} == {
         "quick": 9,
         "slow": 5,
@@ -148,13 +160,13 @@ def test_slow_steps_sit_out_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["slow"]["median_s"] == 1.5
 
 
-@pytest.mark.skipif(not machine.tells_memory(), reason="the system does not tell")
-def test_eager_einsum_takes_more_memory_than_we_do() -> None:
+@pytest.mark.skipif(not machine.can_measure_memory(), reason="the system does not report memory")
+def test_eager_einsum_takes_more_memory_than_poecaps() -> None:
     sizes = Sizes(batch=64, inputs=600)
-    torch.ones(2**28)  # a gigabyte that this process held is none of theirs
+    torch.ones(2**28)  # memory that the process used earlier must not count
     extra = {}
     for version in (
-        Version("ours"),
+        Version("poecaps"),
         *(Version("einsum", order) for order in ("votes once", "as written")),
     ):
         step = version.make(sizes, CPU)
@@ -162,6 +174,6 @@ def test_eager_einsum_takes_more_memory_than_we_do() -> None:
         extra[version.order] = machine.extra_memory(step, CPU)
     votes = 4 * 64 * 600 * 20 * 16
     assert all(each is not None for each in extra.values())
-    ours, once, written = (each or 0 for each in extra.values())
+    poecaps, once, written = (each or 0 for each in extra.values())
     assert votes < min(once, written)
-    assert ours < once / 2
+    assert poecaps < once / 2

@@ -1,4 +1,4 @@
-"""The study: every variant can be trained by the command beside it, and rows become a table."""
+"""The study: every variant is valid and has a command, and rows form a table."""
 
 from __future__ import annotations
 
@@ -11,32 +11,28 @@ import pytest
 import torch
 
 from benchmarks import study
-from benchmarks.study import STUDY, Variant, changed, main, table
+from benchmarks.internals import changes, command_for
+from benchmarks.study import STUDY, Variant, default_with, main, table
 from poecaps.training import PRESETS, TrainingError
-from poecaps.training.config import changed_options, command
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 
 @pytest.mark.parametrize("name", STUDY)
-def test_a_variant_is_possible_and_changes_what_it_says(name: str) -> None:
+def test_a_variant_is_valid_and_changes_only_its_options(name: str) -> None:
     variant = STUDY[name]
     config = variant.config(data="mnist", seed=3)
     config.check()
-    assert changed_options(config, variant.preset) == {
-        "data": "mnist",
-        "seed": 3,
-        **variant.changes,
-    }
+    assert changes(config, variant.preset) == {"data": "mnist", "seed": 3, **variant.changes}
 
 
 def test_no_two_variants_are_the_same() -> None:
-    commands = [command(variant.config()) for variant in STUDY.values()]
+    commands = [command_for(variant.config()) for variant in STUDY.values()]
     assert len(set(commands)) == len(commands)
 
 
-def test_a_variant_is_trained_and_measured_once(
+def test_a_variant_is_trained_and_evaluated_once(
     bars: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     small = {
@@ -48,22 +44,22 @@ def test_a_variant_is_trained_and_measured_once(
     few = {
         f"{stage}__epochs": 1 for stage in ("autoencoder", "encoder", "decoder", "pixel_decoder")
     }
-    monkeypatch.setitem(STUDY, "small", changed(**small, **few, batch_size=16))
+    monkeypatch.setitem(STUDY, "small", default_with(**small, **few, batch_size=16))
     rows = tmp_path / "rows.json"
     data = ["--data", str(bars), "--device", "cpu", "--samples", "20"]
 
-    class Here:
-        """A pool that works in this process."""
+    class SameProcessPool:
+        """A pool that runs jobs in this process."""
 
         def __init__(self, *_: object, **__: object) -> None: ...
 
-        def __enter__(self) -> Here:
+        def __enter__(self) -> SameProcessPool:
             return self
 
         def __exit__(self, *_: object) -> None: ...
 
-        def submit(self, do: object, job: study.Job) -> study.Job:
-            assert do is study.do
+        def submit(self, function: object, job: study.Job) -> study.Job:
+            assert function is study.run
             return job
 
     class Done:
@@ -71,9 +67,9 @@ def test_a_variant_is_trained_and_measured_once(
             self.job = job
 
         def result(self) -> dict[str, object]:
-            return study.do(self.job)
+            return study.run(self.job)
 
-    monkeypatch.setattr(study, "ProcessPoolExecutor", Here)
+    monkeypatch.setattr(study, "ProcessPoolExecutor", SameProcessPool)
     monkeypatch.setattr(study, "as_completed", lambda jobs: map(Done, jobs))
     main(
         [
@@ -91,7 +87,7 @@ def test_a_variant_is_trained_and_measured_once(
     found = json.loads(rows.read_text())
     assert [row["seed"] for row in found] == [0, 1]
     assert all(row["evaluation"]["probe"]["test_accuracy"] <= 1 for row in found)
-    assert found[0]["seconds"].keys() == {"autoencoder", "encoder 1", "decoder 1", "pixel_decoder"}
+    assert found[0]["seconds"].keys() == {"autoencoder", "encoder 1", "decoder 1", "pixel decoder"}
     assert "--model.equalized-components 2" in found[0]["command"]
     assert (tmp_path / "runs" / "small-1" / "evaluation.json").is_file()
     capsys.readouterr()
@@ -107,7 +103,7 @@ def job(tmp_path: Path) -> study.Job:
     )
 
 
-def test_what_diverges_is_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_diverged_training_is_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     images = np.random.default_rng(0).integers(0, 256, (32, 20, 19), dtype=np.uint8)
     np.save(tmp_path / "bars.npy", images)
     small = {
@@ -117,9 +113,9 @@ def test_what_diverges_is_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         "model__equalized_components": 2,
     }
     monkeypatch.setitem(
-        STUDY, "small", changed(**small, autoencoder__learning_rate=1e30, batch_size=16)
+        STUDY, "small", default_with(**small, autoencoder__learning_rate=1e30, batch_size=16)
     )
-    row = study.do(job(tmp_path))
+    row = study.run(job(tmp_path))
     assert re.fullmatch(
         r"autoencoder diverged at step \d+ with a learning rate of \S+", row["failed"]
     )
@@ -136,7 +132,7 @@ def test_what_diverges_is_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ],
     ids=str,
 )
-def test_what_fails_otherwise_is_no_result(
+def test_other_errors_are_raised(
     error: RuntimeError, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object, **__: object) -> None:
@@ -145,10 +141,10 @@ def test_what_fails_otherwise_is_no_result(
     monkeypatch.setitem(STUDY, "small", Variant())
     monkeypatch.setattr(study, "train", fail)
     with pytest.raises(type(error), match=re.escape(str(error))):
-        study.do(job(tmp_path))
+        study.run(job(tmp_path))
 
 
-def test_a_table_has_the_mean_and_the_spread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_has_mean_and_standard_deviation(monkeypatch: pytest.MonkeyPatch) -> None:
     def row(name: str, seed: int, probe: float) -> dict[str, object]:
         return {
             "variant": name,
@@ -157,20 +153,20 @@ def test_a_table_has_the_mean_and_the_spread(monkeypatch: pytest.MonkeyPatch) ->
         }
 
     monkeypatch.setitem(STUDY, "broken", Variant())
-    rows = [row("default", 0, 0.9), row("default", 1, 0.8), row("level 0", 0, 0.5)]
+    rows = [row("default", 0, 0.9), row("default", 1, 0.8), row("equalized components 0", 0, 0.5)]
     lines = table(
         [*rows, {"variant": "broken", "seed": 0, "failed": "encoder 1 diverged"}]
     ).splitlines()
-    assert lines[2].startswith("| default | 2 | 0.8500 ± 0.0707 | – |")
-    assert lines[3].startswith("| level 0 | 1 | 0.5000 | – |")
+    assert lines[2].startswith("| default (preset, unchanged) | 2 | 0.8500 ± 0.0707 | – |")
+    assert lines[3].startswith("| equalized components 0 | 1 | 0.5000 | – |")
     assert lines[4].startswith("| broken | 1 | encoder 1 diverged |")
     assert len({line.count("|") for line in lines}) == 1
 
 
-def test_unknown_variants_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_variants_are_rejected(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["--only", "level 99"])
-    assert "level 99" in capsys.readouterr().err
+        main(["--only", "equalized components 99"])
+    assert "equalized components 99" in capsys.readouterr().err
 
 
 def test_the_study_starts_from_the_presets() -> None:

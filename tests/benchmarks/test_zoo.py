@@ -1,4 +1,4 @@
-"""The zoo: models whose likelihood is known exactly, so that learning can be held against the truth."""
+"""Models with an exact likelihood: learning is compared with the exact gradient and samples."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ VOLUME = {1: 2.0, 2: math.pi, 3: 4 / 3 * math.pi}
 
 @pytest.mark.parametrize("dim", [1, 2, 3])
 def test_the_rule_integrates_polynomials_over_the_ball(dim: int) -> None:
-    """∫ Π x_d^(2a_d) over the unit ball is Π Γ(a_d + ½) / Γ(Σ a_d + dim/2 + 1); odd powers give 0."""
+    """Π x_d^(2a_d) has integral Π Γ(a_d + ½) / Γ(Σ a_d + dim/2 + 1); odd powers give 0."""
     degree = 6
     points, weights = ball_rule(dim, degree)
     for powers in itertools.product(range(degree + 1), repeat=dim):
@@ -42,17 +42,17 @@ def test_the_rule_integrates_polynomials_over_the_ball(dim: int) -> None:
 def test_partition_function_of_one_expert_has_a_closed_form(
     species: Species, generator: torch.Generator
 ) -> None:
-    """Over a unit ball of dimension K the mean of x xᵀ is 1/(K+2), so Z = V^I (1 + Σ_i c_i² ‖W_i‖² / (K+2))."""
+    """The mean of x xᵀ over the ball is 1/(K+2), so Z = V^I (1 + Σ_i c_i² ‖W_i‖² / (K+2))."""
     layer = species.layer(generator, std=3.0)
-    share = 1 / species.in_capsules
-    second_moment = share**2 * layer.weight.detach().square().sum() / (species.in_dim + 2)
+    coefficient = 1 / species.in_capsules
+    second_moment = coefficient**2 * layer.weight.detach().square().sum() / (species.in_dim + 2)
     expected = species.in_capsules * math.log(VOLUME[species.in_dim]) + math.log1p(second_moment)
     assert log_partition(layer, quadrature(species)).item() == pytest.approx(expected, abs=1e-12)
 
 
 @pytest.mark.parametrize("species", ZOO, ids=str)
 def test_samples_come_from_the_model(species: Species, generator: torch.Generator) -> None:
-    """The mean of Σ_j ‖z_j‖² over exact samples is its expectation by quadrature, within five standard errors."""
+    """The mean of Σ_j ‖z_j‖² over samples is its exact expectation, within 5 standard errors."""
     layer, rule = species.layer(generator, std=3.0), quadrature(species, extra_degree=2)
     with torch.no_grad():
 
@@ -71,17 +71,17 @@ def test_samples_come_from_the_model(species: Species, generator: torch.Generato
 
 @pytest.mark.parametrize("species", ZOO, ids=str)
 def test_gradient_of_the_log_likelihood(species: Species, generator: torch.Generator) -> None:
-    """∂ mean log P/∂W = −mean ∂F/∂W + E_model[∂F/∂W], against finite differences of the exact likelihood."""
+    """∂ mean log P/∂W = −mean ∂F/∂W + E_model[∂F/∂W], against finite differences."""
     data = sample(species.layer(generator, std=3.0), 50, generator)
     layer, rule = species.layer(generator, std=1.0), quadrature(species)
 
-    def slope_of_free_energy(x: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
-        (slope,) = torch.autograd.grad(share @ layer.free_energy(x), layer.weight)
-        return slope
+    def free_energy_gradient(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        (grad_weight,) = torch.autograd.grad(weights @ layer.free_energy(x), layer.weight)
+        return grad_weight
 
     model = torch.softmax(rule.log_weights - layer.free_energy(rule.points).detach(), dim=0)
     uniform = torch.full((len(data),), 1 / len(data), dtype=torch.float64)
-    gradient = -slope_of_free_energy(data, uniform) + slope_of_free_energy(rule.points, model)
+    gradient = -free_energy_gradient(data, uniform) + free_energy_gradient(rule.points, model)
 
     step = 1e-5
     for index in itertools.product(*map(range, layer.weight.shape)):
@@ -91,15 +91,15 @@ def test_gradient_of_the_log_likelihood(species: Species, generator: torch.Gener
                 layer.weight[index] += sign * step
                 values.append(log_likelihood(layer, data, rule).item())
                 layer.weight[index] -= sign * step
-        slope = (values[0] - values[1]) / (2 * step)
-        assert slope == pytest.approx(gradient[index].item(), rel=1e-6, abs=1e-9)
+        difference = (values[0] - values[1]) / (2 * step)
+        assert difference == pytest.approx(gradient[index].item(), rel=1e-6, abs=1e-9)
 
 
 @pytest.mark.parametrize("species", ZOO, ids=str)
 def test_exact_ascent_raises_the_exact_likelihood(
     species: Species, generator: torch.Generator
 ) -> None:
-    """Every step of gradient ascent gains, and together they close most of the gap to the true model."""
+    """Every step of gradient ascent raises it, and all close most of the gap to the truth."""
     truth = species.layer(generator, std=3.0)
     data, rule = sample(truth, 500, generator), quadrature(species)
     layer = species.layer(generator, std=0.5)
@@ -116,7 +116,7 @@ def test_exact_ascent_raises_the_exact_likelihood(
     assert history[-1] - history[0] > 0.6 * (best - history[0])
 
 
-def test_the_measurement_compares_all_ways_of_learning() -> None:
-    result = measure(ZOO[1], seed=0, images=200, steps=20, rate=0.2)
+def test_the_measurement_compares_all_learning_methods() -> None:
+    result = measure(ZOO[1], seed=0, images=200, steps=20, learning_rate=0.2)
     assert set(result) == {"start", "truth", "exact", "deterministic", "bernoulli"}
     assert result["exact"] > result["start"]

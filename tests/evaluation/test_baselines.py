@@ -1,4 +1,4 @@
-"""The baselines: each against another route to the same numbers, and the script from start to end."""
+"""Each baseline against an independent computation, and the whole script."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 import torch
 from sklearn import decomposition
-from sklearn.neural_network import BernoulliRBM
+from sklearn.neural_network import BernoulliRBM as SklearnRBM
 
 from benchmarks.baselines import (
     BASELINES,
+    CODE_SIZE,
     PCA,
-    SIZE,
-    BernoulliMachine,
+    VAE,
+    BernoulliRBM,
     Budget,
-    Density,
-    GaussianMachine,
-    Variational,
+    CodeMixture,
+    GaussianRBM,
     main,
 )
 from poecaps.data import ImageSet, load
@@ -39,19 +39,19 @@ def digits() -> ImageSet:
 
 
 @pytest.fixture
-def machine(digits: ImageSet, generator: torch.Generator) -> GaussianMachine:
-    """An RBM in float64 with weights, biases, offsets and variances of all sizes."""
-    made = GaussianMachine(digits, budget())
+def rbm(digits: ImageSet, generator: torch.Generator) -> GaussianRBM:
+    """Create an RBM in float64 with random weights, biases, offsets and variances."""
+    made = GaussianRBM(digits, budget())
     for name in ("weight", "visible", "hidden", "log_variance"):
         values = getattr(made, name)
         noise = torch.randn(values.shape, generator=generator, dtype=torch.float64)
         setattr(made, name, torch.nn.Parameter(values.double().clamp(min=-1.5) + 0.1 * noise))
     made.mean = made.mean.double()
-    made.offset = torch.rand(SIZE, generator=generator, dtype=torch.float64)
+    made.offset = torch.rand(CODE_SIZE, generator=generator, dtype=torch.float64)
     return made
 
 
-def energy(of: GaussianMachine, v: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
+def energy(of: GaussianRBM, v: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
     """E(v, h), from the definition: (B, V), (B, S) → (B,)."""
     variance = of.log_variance.exp()
     square = ((v - of.visible).square() / (2 * variance)).sum(1)
@@ -59,50 +59,56 @@ def energy(of: GaussianMachine, v: torch.Tensor, h: torch.Tensor) -> torch.Tenso
     return square - pairs - (h - of.offset) @ of.hidden
 
 
-class TestGaussianMachine:
+class TestGaussianRBM:
     def test_its_gradient_is_that_of_the_energy(
-        self, machine: GaussianMachine, generator: torch.Generator
+        self, rbm: GaussianRBM, generator: torch.Generator
     ) -> None:
         v = torch.rand(7, 784, generator=generator, dtype=torch.float64)
-        h = torch.rand(7, SIZE, generator=generator, dtype=torch.float64)
-        parameters = [machine.weight, machine.visible, machine.hidden, machine.log_variance]
-        expected = torch.autograd.grad(-energy(machine, v, h).mean(), parameters)
+        h = torch.rand(7, CODE_SIZE, generator=generator, dtype=torch.float64)
+        parameters = [rbm.weight, rbm.visible, rbm.hidden, rbm.log_variance]
+        expected = torch.autograd.grad(-energy(rbm, v, h).mean(), parameters)
         with torch.no_grad():
-            pushed = machine.push(v, h)
-        for ours, theirs in zip(pushed, expected, strict=True):
+            computed = rbm.energy_gradient(v, h)
+        for ours, theirs in zip(computed, expected, strict=True):
             torch.testing.assert_close(ours, theirs)
 
     @torch.no_grad()
     def test_its_conditionals_are_those_of_the_energy(
-        self, machine: GaussianMachine, generator: torch.Generator
+        self, rbm: GaussianRBM, generator: torch.Generator
     ) -> None:
         v = torch.rand(3, 784, generator=generator, dtype=torch.float64)
-        h = torch.bernoulli(torch.full((3, SIZE), 0.5, dtype=torch.float64), generator=generator)
+        h = torch.bernoulli(
+            torch.full((3, CODE_SIZE), 0.5, dtype=torch.float64), generator=generator
+        )
         on, off = h.clone(), h.clone()
         on[:, 11], off[:, 11] = 1, 0
-        gap = energy(machine, v, off) - energy(machine, v, on)  # log-odds of unit 11
-        torch.testing.assert_close(machine.up(v)[:, 11], torch.sigmoid(gap))
-        mean = machine.down(h)  # where the energy is lowest
+        gap = energy(rbm, v, off) - energy(rbm, v, on)  # log-odds of unit 11
+        torch.testing.assert_close(rbm.hidden_probability(v)[:, 11], torch.sigmoid(gap))
+        mean = rbm.visible_mean(h)  # the minimum of the energy
         for step in (0.1, -0.1):
-            assert bool((energy(machine, mean + step, h) > energy(machine, mean, h)).all())
+            assert bool((energy(rbm, mean + step, h) > energy(rbm, mean, h)).all())
 
     @torch.no_grad()
     def test_moving_the_offset_does_not_change_the_model(
-        self, machine: GaussianMachine, generator: torch.Generator
+        self, rbm: GaussianRBM, generator: torch.Generator
     ) -> None:
         v = torch.rand(4, 784, generator=generator, dtype=torch.float64)
-        h = torch.bernoulli(torch.full((4, SIZE), 0.5, dtype=torch.float64), generator=generator)
-        before = energy(machine, v, h)
-        machine.follow(torch.ones(SIZE, dtype=torch.float64))
-        shift = energy(machine, v, h) - before
-        torch.testing.assert_close(shift, shift[:1].expand(4))  # a constant is no difference
+        h = torch.bernoulli(
+            torch.full((4, CODE_SIZE), 0.5, dtype=torch.float64), generator=generator
+        )
+        before = energy(rbm, v, h)
+        rbm.update_offset(torch.ones(CODE_SIZE, dtype=torch.float64))
+        shift = energy(rbm, v, h) - before
+        torch.testing.assert_close(
+            shift, shift[:1].expand(4)
+        )  # a constant does not change the distribution
 
     @torch.no_grad()
-    def test_training_makes_it_see_more_than_the_mean(self, digits: ImageSet) -> None:
+    def test_training_reduces_the_reconstruction_error(self, digits: ImageSet) -> None:
         images = digits.batch(slice(None))
         errors = []
         for epochs in (0, 25):
-            trained = GaussianMachine(digits, budget(epochs))
+            trained = GaussianRBM(digits, budget(epochs))
             errors.append(
                 reconstruction([(images, trained.reconstruct(images))], images.mean(0)).relative
             )
@@ -110,10 +116,10 @@ class TestGaussianMachine:
 
 
 @torch.no_grad()
-def test_the_bernoulli_machine_is_scikit_learns(digits: ImageSet) -> None:
+def test_the_bernoulli_rbm_agrees_with_scikit_learn(digits: ImageSet) -> None:
     images = digits.batch(range(40))
-    ours = BernoulliMachine(digits, budget(epochs=2))
-    theirs = BernoulliRBM(SIZE, learning_rate=0.05, batch_size=50, n_iter=2, random_state=0)
+    ours = BernoulliRBM(digits, budget(epochs=2))
+    theirs = SklearnRBM(CODE_SIZE, learning_rate=0.05, batch_size=50, n_iter=2, random_state=0)
     theirs.fit(digits.batch(slice(None)).flatten(1).numpy())
     expected = torch.from_numpy(theirs.transform(images.flatten(1).numpy())).float()
     torch.testing.assert_close(ours.encode(images), expected, rtol=1e-4, atol=1e-5)
@@ -126,16 +132,16 @@ def test_chains_from_images_start_there() -> None:
     data = ImageSet(
         torch.cat([left, left.flip(3)[:20]]).numpy()
     )  # the right half is bright in 20 of 220 images
-    trained = BernoulliMachine(data, budget(epochs=60, gibbs=0))
+    trained = BernoulliRBM(data, budget(epochs=60, gibbs=0))
     drawn = trained.sample(400, "from images", torch.Generator().manual_seed(0))
     right = (drawn - left.flip(3)[0]).square().mean((1, 2, 3)) < 0.1
     assert right.double().mean().item() == pytest.approx(20 / 220, abs=0.05)
 
 
 @torch.no_grad()
-def test_principal_components_are_scikit_learns(digits: ImageSet) -> None:
+def test_principal_components_agree_with_scikit_learn(digits: ImageSet) -> None:
     pixels = digits.batch(slice(None)).flatten(1)
-    reference = decomposition.PCA(SIZE, svd_solver="full").fit(pixels.double().numpy())
+    reference = decomposition.PCA(CODE_SIZE, svd_solver="full").fit(pixels.double().numpy())
     expected = reference.inverse_transform(reference.transform(pixels[:20].double().numpy()))
     ours = PCA(digits, budget()).reconstruct(digits.batch(range(20))).flatten(1)
     np.testing.assert_allclose(ours.numpy(), expected.clip(0, 1), atol=1e-4)
@@ -145,13 +151,13 @@ def test_principal_components_are_scikit_learns(digits: ImageSet) -> None:
 def test_the_density_has_the_moments_of_the_codes(generator: torch.Generator) -> None:
     scale = torch.tensor([5.0, 1.0, 0.2, 3.0])
     codes = torch.randn(20_000, 4, generator=generator) * scale + 2
-    drawn = Density(codes, seed=0).sample(20_000, generator)
+    drawn = CodeMixture(codes, seed=0).sample(20_000, generator)
     torch.testing.assert_close(drawn.mean(0), codes.mean(0), rtol=0.05, atol=0.05)
     torch.testing.assert_close(drawn.std(0), codes.std(0), rtol=0.05, atol=0.05)
 
 
-def test_the_bound_of_the_vae_is_made_of_its_two_terms(digits: ImageSet) -> None:
-    vae = Variational(digits, budget())
+def test_the_elbo_of_the_vae_is_the_sum_of_its_two_terms(digits: ImageSet) -> None:
+    vae = VAE(digits, budget())
     images = digits.batch(range(6))
     with torch.no_grad():
         mean, log_variance = vae.encoder(images).chunk(2, dim=1)
@@ -168,10 +174,10 @@ def test_the_bound_of_the_vae_is_made_of_its_two_terms(digits: ImageSet) -> None
 
 
 def test_the_vae_draws_from_its_prior_and_from_the_density_of_its_codes(digits: ImageSet) -> None:
-    vae = Variational(digits, budget())
+    vae = VAE(digits, budget())
     with torch.no_grad():
         first = torch.sigmoid(
-            vae.decoder(torch.randn(50, SIZE, generator=torch.Generator().manual_seed(1)))
+            vae.decoder(torch.randn(50, CODE_SIZE, generator=torch.Generator().manual_seed(1)))
         )
         prior, density = (
             vae.sample(50, domain, torch.Generator().manual_seed(1)) for domain in vae.domains
@@ -183,7 +189,7 @@ def test_the_vae_draws_from_its_prior_and_from_the_density_of_its_codes(digits: 
     assert not torch.equal(prior, density)
 
 
-def test_several_seeds_give_a_mean_and_a_spread(
+def test_several_seeds_give_mean_and_standard_deviation(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     size = [
@@ -208,7 +214,7 @@ def test_several_seeds_give_a_mean_and_a_spread(
     ]
     distances = [each["domains"]["joint"]["frechet"]["distance"] for each in results[1:]]
     printed = capsys.readouterr().out
-    line = next(each for each in printed.splitlines() if "joint: Fréchet" in each)
+    line = next(each for each in printed.splitlines() if "joint: Fréchet distance" in each)
     assert line.split()[-3:] == [
         f"{np.mean(distances):.4g}",
         "±",
@@ -217,7 +223,7 @@ def test_several_seeds_give_a_mean_and_a_spread(
     assert "pixels, mean" not in printed
 
 
-def test_the_script_compares_all_of_them(
+def test_the_script_compares_all_baselines(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     random = np.random.default_rng(0)
@@ -242,18 +248,18 @@ def test_the_script_compares_all_of_them(
         if each["name"] in ("vae", "gaussian-rbm")
     )
     assert results["pixels"]["probe"]["test_accuracy"] == 1
-    assert results["vae"]["about"]["epochs"] == 1
-    seconds = {name: each["about"]["training_seconds"] for name, each in results.items()}
+    assert results["vae"]["metadata"]["epochs"] == 1
+    seconds = {name: each["metadata"]["training_seconds"] for name, each in results.items()}
     assert seconds["bernoulli-rbm"] > 0
     assert (
         seconds["autoencoder"] > seconds["autoencoder-all"] > 0
-    )  # the same training, and components of it
+    )  # the same training, plus principal components
     assert set(results["gaussian-rbm"]["domains"]) == {"joint", "from images"}
     assert results["autoencoder"]["domains"]["joint"]["negatives"]["share"] is not None
-    assert "no classifier for this set" in table
+    assert "no classifier for this dataset" in table
 
 
-def test_an_unknown_baseline_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_baseline_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--only", "pca,gan"])
-    assert "but names gan" in capsys.readouterr().err
+    assert "but contains gan" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The shipped classifiers, and the script that trains them."""
+"""The shipped classifiers and the script that trains them."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ PROMISED = {"mnist": 0.992, "fashion-mnist": 0.91}
 
 
 @pytest.mark.parametrize("name", CLASSIFIERS)
-def test_the_shipped_weights_keep_what_is_promised(name: str) -> None:
+def test_the_shipped_weights_reach_the_promised_accuracy(name: str) -> None:
     classifier = load_classifier(f"{name}-sample")
     test = load(f"{name}-sample", split="test")
-    judged = classifier.judge(test.batch(range(1000)))
-    right = judged.verdicts.numpy() == test.labels[:1000]  # type: ignore[index]
+    predictions = classifier.predict(test.batch(range(1000)))
+    right = predictions.labels.numpy() == test.labels[:1000]  # type: ignore[index]
     assert right.mean() >= PROMISED[name]
-    assert classifier.about["test_accuracy"] >= PROMISED[name]
-    assert classifier.about["data"] == name
-    assert "train_classifier.py" in classifier.about["command"]
-    sure = judged.probabilities.amax(1).numpy() >= 0.9
-    assert right[sure].mean() >= 0.95  # 90 % sure is right at least as often
-    assert judged.features.shape == (1000, 128)
+    assert classifier.metadata["test_accuracy"] >= PROMISED[name]
+    assert classifier.metadata["data"] == name
+    assert "train_classifier.py" in classifier.metadata["command"]
+    confident = predictions.probabilities.amax(1).numpy() >= 0.9
+    assert right[confident].mean() >= 0.95  # at 90 % confidence, at least 90 % must be right
+    assert predictions.features.shape == (1000, 128)
     assert (WEIGHTS / f"{name}.safetensors").stat().st_size <= 600_000
 
 
 @pytest.mark.parametrize("name", CLASSIFIERS)
-def test_it_is_not_sure_of_nonsense(name: str, generator: torch.Generator) -> None:
+def test_it_is_not_confident_about_nonsense(name: str, generator: torch.Generator) -> None:
     classifier = load_classifier(name)
     images = load(f"{name}-sample", split="test").batch(range(400))
     nonsense = {
@@ -47,21 +47,21 @@ def test_it_is_not_sure_of_nonsense(name: str, generator: torch.Generator) -> No
         "everything at once": images.mean(0, keepdim=True),
         "four at once": images.view(100, 4, 1, 28, 28).mean(1),
     }
-    for what, made in nonsense.items():
-        sure = classifier.judge(made).probabilities.amax(1) >= 0.9
-        assert sure.double().mean() < 0.1, what
+    for kind, blended in nonsense.items():
+        confident = classifier.predict(blended).probabilities.amax(1) >= 0.9
+        assert confident.double().mean() < 0.1, kind
 
 
 def test_logits_and_features_belong_together(generator: torch.Generator) -> None:
     classifier = Classifier(classes=3, channels=3, features=9).eval()
     images = torch.rand(5, 3, 32, 30, generator=generator)
-    judged = classifier.judge(images)
-    torch.testing.assert_close(judged.probabilities, classifier(images).softmax(1))
-    torch.testing.assert_close(classifier.head(judged.features), classifier(images))
-    assert torch.equal(judged.verdicts, classifier(images).argmax(1))
+    predictions = classifier.predict(images)
+    torch.testing.assert_close(predictions.probabilities, classifier(images).softmax(1))
+    torch.testing.assert_close(classifier.head(predictions.features), classifier(images))
+    assert torch.equal(predictions.labels, classifier(images).argmax(1))
 
 
-def test_the_script_trains_writes_and_is_repeatable(tmp_path: Path) -> None:
+def test_the_script_trains_saves_and_is_repeatable(tmp_path: Path) -> None:
     random = np.random.default_rng(0)
     labels = np.arange(240) % 2
     images = random.integers(0, 60, (240, 28, 28), dtype=np.uint8)
@@ -85,7 +85,7 @@ def test_the_script_trains_writes_and_is_repeatable(tmp_path: Path) -> None:
     assert first["test_accuracy"] == 1
     assert {**first, "seconds": 0} == {**second, "seconds": 0}
     classifier = load_classifier(tmp_path / "1.safetensors")
-    assert classifier.about["training_images"] == 240
+    assert classifier.metadata["training_images"] == 240
     assert not any(parameter.requires_grad for parameter in classifier.parameters())
     assert not classifier.training
 
@@ -97,7 +97,7 @@ def test_shifts_move_the_image_and_leave_black() -> None:
     assert moved.nonzero().tolist() == [[0, 0, 0, 4]]
 
 
-def test_what_is_no_classifier_is_refused(tmp_path: Path) -> None:
+def test_anything_but_a_classifier_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError,
         match=r"mnist, fashion-mnist or a \.safetensors file.*'cifar10'.*train_classifier",

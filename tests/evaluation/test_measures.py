@@ -1,4 +1,4 @@
-"""Each measure against a closed form, a known library or an extreme case."""
+"""Each measure against a closed form, an established library or an extreme case."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from poecaps.evaluation.measures import properties
 def with_moments(
     mean: torch.Tensor, covariance: torch.Tensor, generator: torch.Generator
 ) -> torch.Tensor:
-    """Points with exactly this mean and covariance."""
+    """Draw points with exactly this mean and covariance."""
     x = torch.randn(100, len(mean), dtype=torch.float64, generator=generator)
     x = (x - x.mean(0)) @ torch.linalg.inv(torch.linalg.cholesky(x.T.cov())).T
     return mean + x @ torch.linalg.cholesky(covariance).T
@@ -46,18 +46,18 @@ class TestFrechetDistance:
         assert frechet_distance(x, x.flip(0)).distance == pytest.approx(0, abs=1e-8)
 
     def test_gaussians_whose_covariances_commute(self, generator: torch.Generator) -> None:
-        # Σ (√λ₁ − √λ₂)² is left of the covariances when both are diagonal.
+        # The covariance term of diagonal covariances is Σ (√λ₁ − √λ₂)².
         mean = torch.tensor([3.0, 0.0, 4.0], dtype=torch.float64)
         first = with_moments(
             torch.zeros(3).double(), torch.diag(torch.tensor([1.0, 4.0, 9.0])).double(), generator
         )
         second = with_moments(mean, torch.diag(torch.tensor([4.0, 4.0, 1.0])).double(), generator)
         result = frechet_distance(first, second)
-        assert result.of_means == pytest.approx(25)
-        assert result.of_covariances == pytest.approx(1 + 0 + 4)
+        assert result.mean_term == pytest.approx(25)
+        assert result.covariance_term == pytest.approx(1 + 0 + 4)
         assert result.distance == pytest.approx(30)
 
-    def test_any_two_sets_as_scipy_has_it(self, generator: torch.Generator) -> None:
+    def test_it_agrees_with_scipy(self, generator: torch.Generator) -> None:
         first = torch.randn(300, 7, generator=generator) @ torch.randn(7, 7, generator=generator)
         second = (
             torch.randn(200, 7, generator=generator) @ torch.randn(7, 7, generator=generator) + 1
@@ -69,37 +69,37 @@ class TestFrechetDistance:
         assert frechet_distance(first, second).distance == pytest.approx(expected, rel=1e-9)
         assert frechet_distance(second, first).distance == pytest.approx(expected, rel=1e-9)
 
-    def test_features_that_are_always_0_do_no_harm(self, generator: torch.Generator) -> None:
+    def test_constant_features_change_nothing(self, generator: torch.Generator) -> None:
         x, y = torch.randn(2, 50, 3, generator=generator).unbind()
         padded = [torch.cat([each, torch.zeros(50, 4)], 1) for each in (x, y)]
         assert frechet_distance(*padded).distance == pytest.approx(frechet_distance(x, y).distance)
 
-    def test_it_refuses_sets_that_do_not_fit(self) -> None:
+    def test_it_rejects_sets_that_do_not_fit(self) -> None:
         with pytest.raises(ValueError, match=r"second must have shape.*same features"):
             frechet_distance(torch.zeros(4, 3), torch.zeros(4, 2))
-        with pytest.raises(ValueError, match="second must hold at least 2 rows"):
+        with pytest.raises(ValueError, match="second must have at least 2 rows"):
             frechet_distance(torch.zeros(4, 3), torch.zeros(1, 3))
 
 
-def test_recognisability_is_the_share_of_sure_verdicts() -> None:
+def test_recognisability_is_the_share_of_confident_predictions() -> None:
     result = recognisability(torch.tensor([[0.95, 0.05], [0.1, 0.9], [0.5, 0.5], [0.2, 0.8]]))
     assert result.share == 0.5
-    assert result.confidence == pytest.approx((0.95 + 0.9 + 0.5 + 0.8) / 4)
+    assert result.mean_confidence == pytest.approx((0.95 + 0.9 + 0.5 + 0.8) / 4)
 
 
 @pytest.mark.parametrize(
-    ("verdicts", "classes"), [([3, 3, 3], 1), ([0, 1, 2, 3] * 5, 4), ([7, 9, 9, 7], 2)]
+    ("predicted", "classes"), [([3, 3, 3], 1), ([0, 1, 2, 3] * 5, 4), ([7, 9, 9, 7], 2)]
 )
 def test_diversity_counts_classes_that_are_equally_frequent(
-    verdicts: list[int], classes: int
+    predicted: list[int], classes: int
 ) -> None:
-    result = diversity(torch.tensor(verdicts))
+    result = diversity(torch.tensor(predicted))
     assert result.entropy == pytest.approx(math.log(classes), abs=1e-12)
-    assert result.classes == pytest.approx(classes)
+    assert result.effective_classes == pytest.approx(classes)
 
 
 class TestSpecialisation:
-    def test_it_is_scikit_learns_mutual_information(self, generator: torch.Generator) -> None:
+    def test_it_agrees_with_scikit_learn(self, generator: torch.Generator) -> None:
         firing = torch.rand(400, 6, generator=generator)
         labels = torch.where(
             torch.rand(400, generator=generator) < 0.5,
@@ -114,7 +114,7 @@ class TestSpecialisation:
         )
         assert result.adjusted == pytest.approx(adjusted_mutual_info_score(labels.numpy(), winner))
 
-    def test_many_experts_that_know_nothing_gain_by_chance_what_is_taken_off(
+    def test_the_adjustment_removes_the_chance_level_of_many_uninformative_experts(
         self, generator: torch.Generator
     ) -> None:
         labels = torch.arange(2000) % 10
@@ -131,24 +131,24 @@ class TestSpecialisation:
         assert result.normalised == pytest.approx(1)
         assert result.adjusted == pytest.approx(1)
         assert result.mutual_information == pytest.approx(math.log(4))
-        assert result.experts == pytest.approx(4)
+        assert result.effective_experts == pytest.approx(4)
 
     def test_one_expert_for_everything_is_0(self) -> None:
         result = specialisation(
             torch.eye(3)[torch.zeros(12, dtype=torch.long)], torch.arange(12) % 4
         )
         assert result.normalised == pytest.approx(0, abs=1e-12)
-        assert result.experts == pytest.approx(1)
+        assert result.effective_experts == pytest.approx(1)
         assert result.adjusted == pytest.approx(0, abs=1e-12)
         constants = specialisation(torch.ones(5, 1), torch.zeros(5, dtype=torch.long))
         assert (constants.normalised, constants.adjusted) == (0, 0)
 
 
-def test_purity_is_the_share_of_the_most_frequent_verdict() -> None:
+def test_purity_is_the_share_of_the_most_frequent_prediction() -> None:
     result = purity(torch.tensor([[4, 4, 4, 4], [1, 2, 2, 3]]))
-    assert result.each == (1.0, 0.5)
+    assert result.per_expert == (1.0, 0.5)
     assert result.mean == 0.75
-    assert result.verdicts == (4, 2)
+    assert result.labels == (4, 2)
 
 
 class TestVariety:
@@ -169,53 +169,53 @@ class TestVariety:
     ) -> None:
         images, labels = test_set
         draws = [images[labels == 0], images[labels == 1]]
-        verdicts = torch.tensor([[0], [1]]).expand(-1, 60)
-        assert variety(draws, verdicts, images, labels).each == pytest.approx((1, 1))
+        predicted = torch.tensor([[0], [1]]).expand(-1, 60)
+        assert variety(draws, predicted, images, labels).per_expert == pytest.approx((1, 1))
 
     def test_half_the_contrast_is_half_the_variety(
         self, test_set: tuple[torch.Tensor, torch.Tensor]
     ) -> None:
         images, labels = test_set
-        verdicts = torch.zeros(1, 60, dtype=torch.long)
-        assert variety([images[labels == 0] / 2], verdicts, images, labels).mean == pytest.approx(
+        predicted = torch.zeros(1, 60, dtype=torch.long)
+        assert variety([images[labels == 0] / 2], predicted, images, labels).mean == pytest.approx(
             0.5
         )
 
-    def test_nothing_is_gained_by_drawing_several_classes(
+    def test_drawing_several_classes_does_not_increase_it(
         self, test_set: tuple[torch.Tensor, torch.Tensor]
     ) -> None:
         images, labels = test_set
         mixed = torch.cat([images[:1].expand(20, -1, -1, -1), images[1:2].expand(10, -1, -1, -1)])
-        verdicts = torch.tensor([0] * 20 + [1] * 10).unsqueeze(0)
-        assert variety([mixed], verdicts, images, labels).mean == 0
+        predicted = torch.tensor([0] * 20 + [1] * 10).unsqueeze(0)
+        assert variety([mixed], predicted, images, labels).mean == 0
 
-    def test_a_verdict_that_no_test_image_has_is_left_out(
+    def test_a_predicted_class_without_test_images_is_left_out(
         self, test_set: tuple[torch.Tensor, torch.Tensor]
     ) -> None:
         images, labels = test_set
         draws = [images[labels == 0], images[labels == 0]]
         result = variety(draws, torch.tensor([[0], [9]]).expand(-1, 60), images, labels)
         assert result.mean == pytest.approx(1)
-        assert math.isnan(result.each[1])
+        assert math.isnan(result.per_expert[1])
 
 
 @pytest.mark.parametrize("name", ["mnist-sample", "fashion-mnist-sample"])
-def test_negatives_are_told_from_test_images_without_a_fault(name: str) -> None:
-    of = background(load(name).batches(1000))
+def test_negatives_are_told_from_test_images_without_error(name: str) -> None:
+    reference = background(load(name).batches(1000))
     images = load(name, split="test").batch(slice(None))
-    assert negatives(images, of).share == 0
-    assert negatives(1 - images, of).share == 1
-    assert negatives(torch.cat([images[:300], 1 - images[:100]]), of).share == 0.25
-    pale = 0.25 + images / 2  # what a model of little contrast draws
-    assert negatives(pale, of).share == 0
-    assert negatives(1 - pale, of).share == 1
+    assert negatives(images, reference).share == 0
+    assert negatives(1 - images, reference).share == 1
+    assert negatives(torch.cat([images[:300], 1 - images[:100]]), reference).share == 0.25
+    pale = 0.25 + images / 2  # like the draws of a model with little contrast
+    assert negatives(pale, reference).share == 0
+    assert negatives(1 - pale, reference).share == 1
 
 
-def test_a_bright_background_works_the_other_way_round() -> None:
+def test_a_bright_background_works_the_same_way() -> None:
     paper = 1 - load("mnist-sample").batch(range(500))
-    of = background([paper[:200], paper[200:]])
-    assert negatives(paper, of).share == 0
-    assert negatives(1 - paper, of).share == 1
+    reference = background([paper[:200], paper[200:]])
+    assert negatives(paper, reference).share == 0
+    assert negatives(1 - paper, reference).share == 1
 
 
 def test_images_without_a_common_background_have_no_negatives(generator: torch.Generator) -> None:
@@ -244,7 +244,7 @@ def test_the_effective_rank_of_a_known_covariance(generator: torch.Generator) ->
 
 
 def bars(widths: list[float], slants: list[float], size: int = 40) -> torch.Tensor:
-    """Upright bars, 24 rows high, of these widths, moved to the side by so many columns for each row down."""
+    """Draw upright bars, 24 rows high, with these widths, sheared by `slants` columns per row."""
     images = torch.zeros(len(widths), 1, size, size)
     for image, width, slant in zip(images, widths, slants, strict=True):
         for row in range(8, 32):
@@ -281,6 +281,6 @@ class TestProperties:
 
     def test_an_expert_with_one_draw_of_its_class_is_left_out(self) -> None:
         real = bars([2.0, 4.0, 6.0], [0.2, 0.0, -0.2])
-        verdicts = torch.tensor([[1, 1, 1], [1, 2, 3]])
-        found = variation([real, real], verdicts, real, torch.ones(3, dtype=torch.long))
+        predicted = torch.tensor([[1, 1, 1], [1, 2, 3]])
+        found = variation([real, real], predicted, real, torch.ones(3, dtype=torch.long))
         assert found.slant == pytest.approx(1)

@@ -1,4 +1,4 @@
-"""The linear probe: against scikit-learn, and where the answer is known."""
+"""The linear probe against scikit-learn and known answers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from poecaps.evaluation import linear_probe
 def blobs(
     generator: torch.Generator, count: int, spread: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Three overlapping clouds in 6 dimensions of very different scale, and their labels."""
+    """Draw three overlapping clusters in 6 dimensions of very different scale."""
     labels = torch.arange(count) % 3
     centres = torch.randn(3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     codes = centres[labels] + spread * torch.randn(
@@ -24,7 +24,7 @@ def blobs(
 
 
 @pytest.mark.parametrize("l2", [1e-2, 1e-4])
-def test_it_is_scikit_learns_logistic_regression(generator: torch.Generator, l2: float) -> None:
+def test_it_agrees_with_scikit_learn(generator: torch.Generator, l2: float) -> None:
     x, y = blobs(generator, 300, 1.5)
     x_test, y_test = blobs(generator, 500, 1.5)
     ours = linear_probe(x, y, x_test, y_test, l2=l2)
@@ -52,24 +52,24 @@ def test_float32_gives_the_same_answer(generator: torch.Generator) -> None:
     assert single.test_accuracy == pytest.approx(double.test_accuracy, abs=2.01 / 500)
 
 
-def test_separable_codes_are_read_without_a_fault(generator: torch.Generator) -> None:
+def test_separable_codes_are_classified_without_errors(generator: torch.Generator) -> None:
     (x, y), (x_test, y_test) = blobs(generator, 300, 0.05), blobs(generator, 300, 0.05)
     probe = linear_probe(x, y, x_test, y_test)
     assert (probe.train_accuracy, probe.test_accuracy) == (1.0, 1.0)
 
 
-def test_constant_codes_say_what_the_most_frequent_label_says() -> None:
+def test_constant_codes_predict_the_most_frequent_label() -> None:
     x, y = torch.full((90, 4), 7.3), torch.tensor([0, 1, 1]).repeat(30)
     assert linear_probe(x, y, x, y).test_accuracy == pytest.approx(2 / 3)
 
 
-def test_small_variations_on_a_large_constant_are_seen(generator: torch.Generator) -> None:
+def test_small_variations_on_a_large_constant_are_used(generator: torch.Generator) -> None:
     y = torch.arange(200) % 2
     x = 100 + 0.01 * (y.unsqueeze(1) + 0.1 * torch.randn(200, 3, generator=generator))
     assert linear_probe(x, y, x, y).test_accuracy == 1.0
 
 
-def test_labels_need_not_be_consecutive_and_unknown_ones_are_missed(
+def test_labels_need_not_be_consecutive_and_unknown_ones_count_as_errors(
     generator: torch.Generator,
 ) -> None:
     x, y = blobs(generator, 300, 0.05)
@@ -79,7 +79,7 @@ def test_labels_need_not_be_consecutive_and_unknown_ones_are_missed(
     assert linear_probe(x, names[y], x, y_test).test_accuracy == pytest.approx(0.9)
 
 
-def test_the_gradient_mode_of_the_caller_does_not_matter(generator: torch.Generator) -> None:
+def test_the_gradient_mode_of_the_caller_is_irrelevant(generator: torch.Generator) -> None:
     x, y = blobs(generator, 60, 1.0)
     with torch.no_grad():
         inside = linear_probe(x, y, x, y)
@@ -92,15 +92,15 @@ def test_the_gradient_mode_of_the_caller_does_not_matter(generator: torch.Genera
         ({"train_codes": torch.zeros(4, 2, 2)}, r"train_codes must have shape \(N, S\).*flatten"),
         (
             {"train_labels": torch.zeros(3, dtype=torch.long)},
-            "train_labels must be one whole number for each of the 4",
+            "train_labels must be one integer for each of the 4",
         ),
-        ({"test_labels": torch.zeros(4)}, "test_labels must be one whole number.*float32"),
-        ({"test_codes": torch.zeros(4, 3)}, "test_codes must have 2 numbers each.*have 3"),
+        ({"test_labels": torch.zeros(4)}, "test_labels must be one integer.*float32"),
+        ({"test_codes": torch.zeros(4, 3)}, "test_codes must have 2 numbers each.*has 3"),
         ({"train_codes": torch.full((4, 2), float("nan"))}, "train_codes must be finite"),
         ({"l2": -1.0}, "l2 must be a finite number of at least 0"),
     ],
 )
-def test_it_refuses_what_it_cannot_fit(change: dict[str, object], message: str) -> None:
+def test_it_rejects_invalid_arguments(change: dict[str, object], message: str) -> None:
     whole = torch.zeros(4, dtype=torch.long)
     given = {
         "train_codes": torch.zeros(4, 2),

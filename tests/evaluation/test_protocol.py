@@ -1,4 +1,4 @@
-"""The whole protocol, on a tiny network that was trained for seconds, and on encoders that can do little or much."""
+"""The whole protocol, on a tiny network and on encoders with few or many abilities."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from poecaps.evaluation import (
     Evaluation,
     NetworkEncoder,
     SampleMetrics,
+    comparison_table,
     evaluate,
     load_classifier,
-    side_by_side,
 )
 from poecaps.options import ModelOptions
 from poecaps.training import Config, DecoderStage, EncoderStage, Stage
@@ -28,17 +28,17 @@ if TYPE_CHECKING:
 
 EVERY_MEASURE = (
     "linear probe, test accuracy",
-    "linear probe on firing alone",
-    "NMI, most active expert and label",
+    "linear probe on firing probabilities",
+    "NMI of most active expert and label",
     "effective rank",
     "reconstruction error",
-    "samples, joint",
-    "samples, complete",
+    "samples from the whole code (all experts together), domain joint",
+    "samples from a random expert, domain complete",
     "Fréchet distance",
     "recognisable",
     "diversity",
     "negatives",
-    "samples, one expert at a time",
+    "samples from each expert in turn, domain learned",
     "purity",
     "variety",
 )
@@ -81,19 +81,19 @@ def evaluation(network: CapsuleNetwork, digits: tuple[ImageSet, ImageSet]) -> Ev
     return evaluate(network, *digits, load_classifier("mnist"), samples=300)
 
 
-def test_every_measure_of_a_network_is_taken(evaluation: Evaluation) -> None:
+def test_every_measure_of_a_network_is_computed(evaluation: Evaluation) -> None:
     assert evaluation.code_size == 30
     assert evaluation.probe is not None
-    assert evaluation.probe_of_firing is not None
+    assert evaluation.firing_probe is not None
     assert evaluation.specialisation is not None
     assert evaluation.reconstruction is not None
     assert evaluation.experts is not None
     assert evaluation.probe.test_accuracy > 0.4  # ten digits; chance is 0.1
-    assert evaluation.probe.test_accuracy > evaluation.probe_of_firing.test_accuracy
+    assert evaluation.probe.test_accuracy > evaluation.firing_probe.test_accuracy
     assert 1 <= evaluation.effective_rank <= 30
     assert set(evaluation.domains) == {"complete", "restricted", "learned", "joint"}
-    assert evaluation.experts.draws == 60
-    assert len(evaluation.experts.purity.each) == 5
+    assert evaluation.experts.samples_per_expert == 60
+    assert len(evaluation.experts.purity.per_expert) == 5
     (note,) = evaluation.notes
     assert note.startswith("Fréchet distances of 300 samples, fewer than 2,000, are too large")
 
@@ -108,21 +108,21 @@ def test_the_reconstruction_error_is_that_of_the_network(
     assert evaluation.reconstruction.error == pytest.approx(error, rel=1e-4)
 
 
-def test_training_images_set_the_mark(evaluation: Evaluation) -> None:
+def test_training_images_score_better_than_samples(evaluation: Evaluation) -> None:
     def distance(of: SampleMetrics) -> float:
         assert of.frechet is not None
         return of.frechet.distance
 
-    mark = evaluation.training
-    assert mark.recognisability is not None
-    assert mark.diversity is not None
-    assert mark.recognisability.share > 0.97
-    assert mark.diversity.classes > 9.5
-    assert mark.negatives.share == 0
-    assert all(distance(mark) < distance(of) for of in evaluation.domains.values())
+    reference = evaluation.training_samples
+    assert reference.recognisability is not None
+    assert reference.diversity is not None
+    assert reference.recognisability.share > 0.97
+    assert reference.diversity.effective_classes > 9.5
+    assert reference.negatives.share == 0
+    assert all(distance(reference) < distance(of) for of in evaluation.domains.values())
 
 
-def test_the_table_and_the_json_hold_everything(evaluation: Evaluation) -> None:
+def test_the_table_and_the_json_contain_everything(evaluation: Evaluation) -> None:
     table = evaluation.table()
     assert all(measure in table for measure in EVERY_MEASURE)
     assert len({len(line) for line in table.splitlines() if line.startswith("  ")}) == 1  # aligned
@@ -130,10 +130,10 @@ def test_the_table_and_the_json_hold_everything(evaluation: Evaluation) -> None:
     assert read["probe"]["test_accuracy"] == evaluation.probe.test_accuracy  # type: ignore[union-attr]
     assert read["domains"]["joint"]["frechet"]["distance"] > 0
     assert read["classifier"]["data"] == "mnist"
-    assert json.loads(evaluation.with_about(epochs=3).to_json())["about"] == {"epochs": 3}
+    assert json.loads(evaluation.with_metadata(epochs=3).to_json())["metadata"] == {"epochs": 3}
 
 
-def test_the_seed_decides_the_samples_and_nothing_else(
+def test_the_seed_changes_the_samples_only(
     evaluation: Evaluation, network: CapsuleNetwork, digits: tuple[ImageSet, ImageSet]
 ) -> None:
     torch.manual_seed(5)
@@ -156,14 +156,14 @@ def test_a_gpu_measures_the_same(
     assert evaluation.probe is not None
     assert there.probe.test_accuracy == pytest.approx(evaluation.probe.test_accuracy, abs=0.02)
     assert there.effective_rank == pytest.approx(evaluation.effective_rank, rel=0.01)
-    for domain, of in there.domains.items():  # drawn with other random numbers
+    for domain, of in there.domains.items():  # a GPU draws different random numbers
         frechet = evaluation.domains[domain].frechet
         assert of.frechet is not None
         assert frechet is not None
         assert of.frechet.distance == pytest.approx(frechet.distance, rel=0.2)
 
 
-def test_without_a_classifier_or_labels_the_rest_is_measured(
+def test_without_a_classifier_or_labels_the_other_measures_are_computed(
     network: CapsuleNetwork, digits: tuple[ImageSet, ImageSet]
 ) -> None:
     train, test = (ImageSet(each.images) for each in digits)
@@ -178,7 +178,7 @@ def test_without_a_classifier_or_labels_the_rest_is_measured(
 
 
 class Pixels:
-    """The least that can be evaluated."""
+    """The smallest encoder that can be evaluated."""
 
     name = "pixels"
 
@@ -187,7 +187,7 @@ class Pixels:
 
 
 class Memory(Pixels):
-    """A cheat: it draws test images, remembers all pixels, and knows each label by an expert of its own."""
+    """A perfect model: it draws test images, keeps all pixels, and has one expert per label."""
 
     name = "memory"
     domains = ("joint",)
@@ -216,7 +216,7 @@ class Memory(Pixels):
         return own[torch.randint(len(own), (count,), generator=generator)]
 
 
-def test_a_model_without_a_fault_gets_the_best_marks(digits: tuple[ImageSet, ImageSet]) -> None:
+def test_a_perfect_model_gets_perfect_scores(digits: tuple[ImageSet, ImageSet]) -> None:
     result = evaluate(
         Memory(digits[1]), digits[1], digits[1], load_classifier("mnist"), samples=1000
     )
@@ -236,7 +236,7 @@ def test_a_model_without_a_fault_gets_the_best_marks(digits: tuple[ImageSet, Ima
     )  # repeated draws make it a little less
 
 
-def test_what_an_encoder_cannot_do_is_left_out_of_its_column(
+def test_missing_measures_of_an_encoder_are_dashes(
     evaluation: Evaluation, digits: tuple[ImageSet, ImageSet]
 ) -> None:
     pixels = evaluate(Pixels(), *digits, load_classifier("mnist"), samples=50)
@@ -246,7 +246,7 @@ def test_what_an_encoder_cannot_do_is_left_out_of_its_column(
         None,
         None,
     )
-    table = side_by_side([pixels, evaluation])
+    table = comparison_table([pixels, evaluation])
     header, *lines = (line for line in table.splitlines() if line.startswith("  "))
     assert header.split() == ["pixels", "poecaps"]
     purity = next(line for line in lines if "purity" in line)
@@ -254,7 +254,7 @@ def test_what_an_encoder_cannot_do_is_left_out_of_its_column(
 
 
 class Diverged(Memory):
-    """Draws what is no image."""
+    """Draws invalid images."""
 
     def __init__(self, data: ImageSet, pixel: float) -> None:
         super().__init__(data)
@@ -267,9 +267,7 @@ class Diverged(Memory):
 
 
 @pytest.mark.parametrize("pixel", [float("nan"), -0.5, 1.5])
-def test_samples_that_are_no_images_get_no_marks(
-    digits: tuple[ImageSet, ImageSet], pixel: float
-) -> None:
+def test_invalid_samples_are_rejected(digits: tuple[ImageSet, ImageSet], pixel: float) -> None:
     with pytest.raises(
         ValueError, match=r"samples of memory must be images of shape \(1, 28, 28\) from 0 to 1"
     ):
@@ -277,48 +275,50 @@ def test_samples_that_are_no_images_get_no_marks(
 
 
 class Broken(Pixels):
-    """Codes without a meaning."""
+    """Codes that are not finite."""
 
     def encode(self, images: torch.Tensor) -> torch.Tensor:
         return images.flatten(1) / 0
 
 
-def test_codes_that_are_not_finite_get_no_marks(digits: tuple[ImageSet, ImageSet]) -> None:
+def test_codes_that_are_not_finite_are_rejected(digits: tuple[ImageSet, ImageSet]) -> None:
     train, test = (ImageSet(each.images) for each in digits)
     with pytest.raises(ValueError, match="codes of pixels must be finite"):
         evaluate(Broken(), train, test, samples=20)
 
 
-def test_labels_that_the_classifier_does_not_know_are_refused(
+def test_labels_outside_the_classes_of_the_classifier_are_rejected(
     digits: tuple[ImageSet, ImageSet],
 ) -> None:
     assert digits[1].labels is not None
     other = ImageSet(digits[1].images, digits[1].labels + 1)
-    with pytest.raises(ValueError, match="from 0 to 9, but go from 1 to 10"):
+    with pytest.raises(ValueError, match="from 0 to 9, but range from 1 to 10"):
         evaluate(Pixels(), digits[0], other, load_classifier("mnist"), samples=20)
 
 
-def test_a_probe_that_did_not_converge_is_told(
+def test_a_note_reports_a_probe_that_did_not_converge(
     digits: tuple[ImageSet, ImageSet], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert evaluate(Pixels(), *digits, samples=20).notes == (
-        "no classifier for this set: samples are judged by their background alone",
+        "no classifier for this dataset: negatives are the only sample metric",
     )
-    monkeypatch.setattr("poecaps.evaluation.probe.MOST_STEPS", 2)
+    monkeypatch.setattr("poecaps.evaluation.probe.MAX_STEPS", 2)
     cut_short = evaluate(Pixels(), *digits, samples=20)
     assert cut_short.probe is not None
     assert not cut_short.probe.converged
-    assert "the linear probe on codes had not converged after 2 steps" in cut_short.table()
+    assert "the linear probe on codes did not converge in 2 steps" in cut_short.table()
 
 
-def test_fewer_training_images_than_samples_are_told(digits: tuple[ImageSet, ImageSet]) -> None:
+def test_a_note_reports_fewer_training_images_than_samples(
+    digits: tuple[ImageSet, ImageSet],
+) -> None:
     assert any(
         "only 400 training images in place of 401 samples" in note
         for note in evaluate(Pixels(), *digits, samples=401).notes
     )
 
 
-def test_a_cpu_takes_few_images_at_a_time_without_changing_the_numbers(
+def test_small_batches_on_a_cpu_give_the_same_numbers(
     network: CapsuleNetwork, digits: tuple[ImageSet, ImageSet]
 ) -> None:
     encoder, images = NetworkEncoder(network), digits[1].batch(range(120))
@@ -332,20 +332,20 @@ def test_a_cpu_takes_few_images_at_a_time_without_changing_the_numbers(
     torch.testing.assert_close(drawn, expected)
 
 
-def test_images_of_the_wrong_shape_are_refused(
+def test_invalid_arguments_are_rejected(
     network: CapsuleNetwork, digits: tuple[ImageSet, ImageSet]
 ) -> None:
     small = ImageSet(digits[0].images[:, :20])
     with pytest.raises(
-        ValueError, match=r"data_test must have images of the shape \(1, 28, 28\), as data_train"
+        ValueError, match=r"data_test must have images of the shape \(1, 28, 28\), like data_train"
     ):
         evaluate(network, digits[0], small)
-    with pytest.raises(ValueError, match="which the network was made for"):
+    with pytest.raises(ValueError, match="must have images of the shape of the network"):
         evaluate(network, small, small)
     with pytest.raises(ValueError, match="samples must be a whole number of at least 2"):
         evaluate(network, *digits, samples=1)
     with pytest.raises(ValueError, match="at least one"):
-        side_by_side([])
+        comparison_table([])
 
 
 def test_results_cannot_be_changed(evaluation: Evaluation) -> None:

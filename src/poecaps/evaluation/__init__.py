@@ -1,4 +1,4 @@
-"""One fixed protocol that measures codes and samples, of a network and of anything it is compared with."""
+"""One fixed protocol that measures the codes and samples of a network, and of its baselines."""
 
 from poecaps.evaluation.classifier import CLASSIFIERS, Classifier, Predictions, load_classifier
 from poecaps.evaluation.measures import (
@@ -28,14 +28,14 @@ from poecaps.evaluation.protocol import (
     Encoder,
     Evaluation,
     ExpertMetrics,
-    Fires,
     NetworkEncoder,
-    Reconstructs,
     SampleMetrics,
-    Samples,
-    SamplesExperts,
+    SupportsExpertSampling,
+    SupportsFiring,
+    SupportsReconstruction,
+    SupportsSampling,
+    comparison_table,
     evaluate,
-    side_by_side,
 )
 from poecaps.metrics import effective_rank
 
@@ -47,7 +47,6 @@ __all__ = [
     "Encoder",
     "Evaluation",
     "ExpertMetrics",
-    "Fires",
     "FrechetDistance",
     "LinearProbe",
     "Negatives",
@@ -56,14 +55,16 @@ __all__ = [
     "Purity",
     "Recognisability",
     "Reconstruction",
-    "Reconstructs",
     "SampleMetrics",
-    "Samples",
-    "SamplesExperts",
     "Specialisation",
+    "SupportsExpertSampling",
+    "SupportsFiring",
+    "SupportsReconstruction",
+    "SupportsSampling",
     "Variation",
     "Variety",
     "background",
+    "comparison_table",
     "diversity",
     "effective_rank",
     "evaluate",
@@ -74,7 +75,6 @@ __all__ = [
     "purity",
     "recognisability",
     "reconstruction",
-    "side_by_side",
     "specialisation",
     "variation",
     "variety",

@@ -1,4 +1,4 @@
-"""A small convolutional classifier: the judge of generated images, and the space in which they are compared."""
+"""A small convolutional classifier that labels generated images and gives Fréchet features."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from poecaps import _checks as checks
-from poecaps._files import ModelError
-from poecaps.serialization import CLASSIFIER_VERSION, read_tensors, write_tensors
+from poecaps._files import ModelError, read_tensors, write_tensors
+from poecaps._modules import in_batches
+from poecaps.network import check_version
 
 if TYPE_CHECKING:
     import os
@@ -19,13 +20,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 WEIGHTS = Path(__file__).parent / "weights"
-CLASSIFIERS = ("mnist", "fashion-mnist")  # the sets that a trained classifier is shipped for
-BATCH = 100  # images judged together; more do not fit into the caches of a CPU
+CLASSIFIERS = ("mnist", "fashion-mnist")  # the datasets with a trained classifier in the package
+FORMAT, VERSION = "poecaps", 1
+BATCH_SIZE = 100  # images classified together; activations of larger batches exceed a CPU's caches
 
 
 @dataclass(frozen=True, eq=False)
 class Predictions:
-    """What a classifier sees in images."""
+    """Result of `Classifier.predict`."""
 
     probabilities: Tensor
     """(N, classes)."""
@@ -33,35 +35,36 @@ class Predictions:
     """(N, F), the last hidden layer."""
 
     @property
-    def verdicts(self) -> Tensor:
-        """(N,), the class of the highest probability."""
+    def labels(self) -> Tensor:
+        """(N,), the class with the highest probability."""
         return self.probabilities.argmax(1)
 
 
 class Classifier(nn.Module):
     """Five convolutions and a hidden layer, about 138,000 weights, for images of 28×28 or more.
 
-    28×28 → 2 convolutions, pooled → 14×14 → 2 convolutions, pooled → 7×7 → 1 convolution, pooled → 3×3 → `features`
-    rectified numbers → classes. Each convolution has 3×3 filters, batch normalisation and a ReLU.
+    28×28 → 2 convolutions, pooling → 14×14 → 2 convolutions, pooling → 7×7 → 1 convolution,
+    pooling → 3×3 → hidden layer of `features` rectified units → classes. Each convolution has 3×3
+    filters, batch normalisation and a ReLU.
 
     Parameters
     ----------
     classes
-        How many.
+        Number of classes.
     channels
         C of the images.
     features
-        F, the size of the hidden layer that the Fréchet distance is measured in.
+        F, the size of the hidden layer, whose activations are the features of the Fréchet distance.
     """
 
-    about: dict[str, Any]
-    """How it was trained and how well it does; empty before `load_classifier` fills it."""
+    metadata: dict[str, Any]
+    """Training options and test accuracy; empty until `load_classifier` sets it."""
 
     def __init__(self, classes: int = 10, channels: int = 1, features: int = 128) -> None:
         super().__init__()
         for name, value in {"classes": classes, "channels": channels, "features": features}.items():
             checks.require_int(name, value, 1)
-        self.channels, self.about = channels, {}
+        self.channels, self.metadata = channels, {}
         self.trunk = nn.Sequential(
             *_convolution(channels, 24),
             *_convolution(24, 24),
@@ -77,11 +80,11 @@ class Classifier(nn.Module):
         self.head = nn.Linear(features, classes)
 
     def features(self, images: Tensor) -> Tensor:
-        """Compute the last hidden layer: (B, C, H, W) from 0 to 1 → (B, F)."""
+        """Compute the last hidden layer: (B, C, H, W) in [0, 1] → (B, F)."""
         checks.require_floating("images", images, pixels=True)
         sizes = (None, self.channels, None, None)
         checks.require_shape(
-            "images", images, "BCHW", sizes, "give the images that the classifier was trained for"
+            "images", images, "BCHW", sizes, "use images like those the classifier was trained on"
         )
         return torch.relu(self.hidden(self.trunk(images)))
 
@@ -91,13 +94,13 @@ class Classifier(nn.Module):
         return logits
 
     @torch.no_grad()
-    def judge(self, images: Tensor) -> Predictions:
-        """Judge images (N, C, H, W), a few hundred at a time."""
-        features = torch.cat([self.features(part) for part in images.split(BATCH)])
+    def predict(self, images: Tensor) -> Predictions:
+        """Predict class probabilities and features of images (N, C, H, W), in batches."""
+        features = in_batches(self.features, images, BATCH_SIZE)
         return Predictions(self.head(features).softmax(1), features)
 
-    def save(self, path: str | os.PathLike[str], about: dict[str, Any]) -> None:
-        """Write weights and what is known about them into one safetensors file."""
+    def save(self, path: str | os.PathLike[str], metadata: dict[str, Any]) -> None:
+        """Write the weights and their metadata to one safetensors file."""
         sizes = {
             "classes": self.head.out_features,
             "channels": self.channels,
@@ -106,15 +109,14 @@ class Classifier(nn.Module):
         write_tensors(
             Path(path),
             self.state_dict(),
-            {"classifier": sizes} | about,
-            version=CLASSIFIER_VERSION,
+            {"format": FORMAT, "version": VERSION, "classifier": sizes} | metadata,
         )
 
 
-def _convolution(below: int, above: int) -> tuple[nn.Module, ...]:
+def _convolution(in_channels: int, out_channels: int) -> tuple[nn.Module, ...]:
     return (
-        nn.Conv2d(below, above, 3, padding=1, bias=False),
-        nn.BatchNorm2d(above),
+        nn.Conv2d(in_channels, out_channels, 3, padding=1, bias=False),
+        nn.BatchNorm2d(out_channels),
         nn.ReLU(inplace=True),
     )
 
@@ -125,36 +127,41 @@ def load_classifier(name: str | os.PathLike[str], device: torch.device | str = "
     Parameters
     ----------
     name
-        A set known by name (``"mnist"``, ``"fashion-mnist"``, or the bundled sample of either), or the path of a
-        ``.safetensors`` file that `tools/train_classifier.py` wrote.
+        A dataset name (``"mnist"``, ``"fashion-mnist"``, or the bundled sample of either), or the
+        path of a ``.safetensors`` file written by `tools/train_classifier.py`.
     device
-        Where it goes.
+        Device of the classifier.
 
     Raises
     ------
     ValueError
-        If no classifier is shipped under this name.
+        If the package has no classifier for this name.
     ModelError
-        If the file is damaged or holds something else.
+        If the file is damaged or does not contain a classifier.
     """
     path = Path(name)
     if path.suffix != ".safetensors":
-        known = str(name).removesuffix("-sample")
-        if known not in CLASSIFIERS:
+        dataset = str(name).removesuffix("-sample")
+        if dataset not in CLASSIFIERS:
             raise ValueError(
-                f"name must be one of {', '.join(CLASSIFIERS)} or a .safetensors file, but is {str(name)!r}; "
-                "train one with tools/train_classifier.py, or evaluate without (classifier=None)"
+                f"name must be one of {', '.join(CLASSIFIERS)} or a .safetensors file, "
+                f"but is {str(name)!r}; train a classifier with tools/train_classifier.py, "
+                "or evaluate without one (classifier=None)"
             )
-        path = WEIGHTS / f"{known}.safetensors"
-    tensors, about = read_tensors(path, version=CLASSIFIER_VERSION)
-    sizes = about.get("classifier")
+        path = WEIGHTS / f"{dataset}.safetensors"
+    tensors, metadata = read_tensors(path)
+    check_version(metadata, path)
+    sizes = metadata.get("classifier")
     if not isinstance(sizes, dict):
-        raise ModelError(f"{path} holds no classifier")
+        raise ModelError(f"{path} does not contain a classifier")
     try:
         classifier = Classifier(**sizes)
         classifier.load_state_dict(tensors)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ModelError(f"{path} holds no classifier that this version knows ({error})") from error
-    classifier.about = about
-    classifier.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # twice as fast on a CPU
+        raise ModelError(
+            f"{path} does not contain a classifier that this version can read ({error})"
+        ) from error
+    classifier.metadata = metadata
+    # Channels last is twice as fast on a CPU.
+    classifier.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return classifier.to(device).eval().requires_grad_(False)

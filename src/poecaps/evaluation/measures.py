@@ -1,4 +1,4 @@
-"""What is measured on codes and samples: one short function for each measure, its definition in its docstring."""
+"""Measures of codes and samples: one function per measure, with its definition in the docstring."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-CONFIDENT = 0.9
-STEADY = 0.95  # share of the training images that must agree on a pixel of the background
-FEWEST_WITNESSES = 0.05  # share of the pixels that must be background for a negative to be told
-MOST_COMPARED = 1000  # images of one kind that are compared pair by pair
+CONFIDENT = 0.9  # probability from which a prediction counts as confident
+# A pixel belongs to the background if it is dark (or bright) in this share of the training images.
+BACKGROUND_AGREEMENT = 0.95
+# Negatives are detected only if at least this share of the pixels belongs to the background.
+MIN_BACKGROUND = 0.05
+MAX_COMPARED = 1000  # images of a class used for pairwise distances
 
 
 @dataclass(frozen=True)
@@ -26,22 +28,23 @@ class FrechetDistance:
     """Result of `frechet_distance`."""
 
     distance: float
-    """The sum of the two parts."""
-    of_means: float
+    """The sum of the two terms."""
+    mean_term: float
     """‖μ₁ − μ₂‖²."""
-    of_covariances: float
+    covariance_term: float
     """tr(Σ₁ + Σ₂ − 2(Σ₁Σ₂)^½)."""
 
 
 def frechet_distance(first: Tensor, second: Tensor) -> FrechetDistance:
-    """Measure how far two sets of features are apart, as two Gaussians.
+    """Compute the Fréchet distance of two sets of features, each treated as a Gaussian.
 
     With mean μ and covariance Σ of each set::
 
         ‖μ₁ − μ₂‖² + tr(Σ₁ + Σ₂ − 2(Σ₁Σ₂)^½)
 
-    It is 0 for equal moments. Small sets give too large a distance, so compare only what was measured with equal
-    numbers. Computed in float64, with tr(Σ₁Σ₂)^½ as the sum of the roots of the eigenvalues of Σ₁^½ Σ₂ Σ₁^½.
+    The distance is 0 if the moments are equal. It is biased upwards for small sets, so compare
+    only distances of sets of equal size. Computed in float64; tr(Σ₁Σ₂)^½ is the sum of the square
+    roots of the eigenvalues of Σ₁^½ Σ₂ Σ₁^½.
 
     Parameters
     ----------
@@ -54,16 +57,16 @@ def frechet_distance(first: Tensor, second: Tensor) -> FrechetDistance:
         )
         if len(features) < 2:
             raise ValueError(
-                f"{name} must hold at least 2 rows to have a covariance, but holds {len(features)}"
+                f"{name} must have at least 2 rows to have a covariance, but has {len(features)}"
             )
     mean_1, covariance_1 = _moments(first)
     mean_2, covariance_2 = _moments(second)
     values, vectors = torch.linalg.eigh(covariance_1)
     root = vectors * values.clamp(min=0).sqrt() @ vectors.T
     cross = torch.linalg.eigvalsh(root @ covariance_2 @ root).clamp(min=0).sqrt().sum()
-    of_means = (mean_1 - mean_2).square().sum().item()
-    of_covariances = (covariance_1.trace() + covariance_2.trace() - 2 * cross).item()
-    return FrechetDistance(of_means + of_covariances, of_means, of_covariances)
+    mean_term = (mean_1 - mean_2).square().sum().item()
+    covariance_term = (covariance_1.trace() + covariance_2.trace() - 2 * cross).item()
+    return FrechetDistance(mean_term + covariance_term, mean_term, covariance_term)
 
 
 def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -76,19 +79,20 @@ class Recognisability:
     """Result of `recognisability`."""
 
     share: float
-    """Of the samples that the classifier is sure of."""
-    confidence: float
-    """Mean of the highest probability."""
+    """Share of the samples with a confident prediction."""
+    mean_confidence: float
+    """Mean of the highest class probability."""
 
 
 def recognisability(probabilities: Tensor, *, confident: float = CONFIDENT) -> Recognisability:
-    """Measure the share of samples on which a classifier's highest probability is at least `confident`.
+    """Compute the share of samples whose highest class probability is at least `confident`.
 
     Parameters
     ----------
     probabilities : (N, classes)
+        Class probabilities from a classifier.
     confident
-        From 0 to 1.
+        Threshold in [0, 1].
     """
     top = probabilities.amax(1)
     return Recognisability((top >= confident).double().mean().item(), top.double().mean().item())
@@ -100,19 +104,21 @@ class Diversity:
 
     entropy: float
     """In nats."""
-    classes: float
+    effective_classes: float
     """exp(entropy), the number of equally frequent classes with this entropy."""
 
 
-def diversity(verdicts: Tensor) -> Diversity:
-    """Measure the entropy −Σ_c p_c log p_c of a classifier's verdicts, p_c the share of the samples judged to be c.
+def diversity(predicted: Tensor) -> Diversity:
+    """Compute the entropy −Σ_c p_c log p_c of predicted classes.
+
+    p_c is the share of the samples for which class c is predicted.
 
     Parameters
     ----------
-    verdicts : (N,)
+    predicted : (N,)
         The most probable class of each sample.
     """
-    entropy = _entropy(_shares(verdicts)).item()
+    entropy = _entropy(_frequencies(predicted)).item()
     return Diversity(entropy, torch.tensor(entropy).exp().item())
 
 
@@ -125,24 +131,24 @@ class Specialisation:
     normalised: float
     """I(expert; label) / ½(H(expert) + H(label)), from 0 to 1."""
     adjusted: float
-    """The same with what chance gives taken off: 0 for experts that know nothing, 1 for one expert for each label."""
-    experts: float
-    """exp(H(expert)), the effective number of experts that are ever the most active."""
+    """The same, adjusted for chance: 0 for uninformative experts, 1 for one expert per label."""
+    effective_experts: float
+    """exp(H(expert)), the effective number of experts that are the most active for some image."""
 
 
 def specialisation(firing: Tensor, labels: Tensor) -> Specialisation:
-    """Measure the mutual information between the most active expert of an image and its label.
+    """Compute the mutual information between the most active expert of an image and its label.
 
-    With p(j, c) the share of the images on which expert j is the most active and whose label is c::
+    With p(j, c) the share of the images with most active expert j and label c::
 
         I = Σ_jc p(j, c) log( p(j, c) / (p(j) p(c)) ),     NMI = I / ½(H(j) + H(c))
 
-    as scikit-learn's ``normalized_mutual_info_score`` has it. One expert for everything gives 0. Many experts and few
-    images give more than 0 by chance alone: with E the mean of I over all ways to shuffle the labels::
+    NMI is scikit-learn's ``normalized_mutual_info_score``. It is 0 if one expert is the most active
+    for all images. With many experts and few images it exceeds 0 by chance. To compare models with
+    different numbers of experts, use the adjusted mutual information, scikit-learn's
+    ``adjusted_mutual_info_score``, where E is the mean of I over all permutations of the labels::
 
         AMI = (I − E) / (½(H(j) + H(c)) − E)
-
-    as ``adjusted_mutual_info_score`` has it, compares models of different numbers of experts.
 
     Parameters
     ----------
@@ -153,29 +159,33 @@ def specialisation(firing: Tensor, labels: Tensor) -> Specialisation:
     check_rows("firing", firing, "labels", labels)
     winner = firing.argmax(1)
     _, label = labels.to(firing.device).unique(return_inverse=True)
-    both = winner * (label.max() + 1) + label
-    of_winner, of_label, of_both = (_entropy(_shares(each)) for each in (winner, label, both))
-    information = (of_winner + of_label - of_both).clamp(min=0)
-    most = (of_winner + of_label) / 2
-    # Two constants agree perfectly, and say nothing: 0, so that experts that do not specialise get no praise.
-    normalised = (information / most).item() if most > 0 else 0.0
-    chance = _information_by_chance(winner.bincount(), label.bincount()).to(most)
-    adjusted = ((information - chance) / (most - chance)).item() if most - chance > 1e-12 else 0.0
-    return Specialisation(information.item(), normalised, adjusted, of_winner.exp().item())
+    pair = winner * (label.max() + 1) + label
+    entropy_winner, entropy_label, entropy_pair = (
+        _entropy(_frequencies(values)) for values in (winner, label, pair)
+    )
+    information = (entropy_winner + entropy_label - entropy_pair).clamp(min=0)
+    mean_entropy = (entropy_winner + entropy_label) / 2
+    # Two constant labellings agree perfectly but carry no information: the score is 0, not 1.
+    normalised = (information / mean_entropy).item() if mean_entropy > 0 else 0.0
+    chance = _expected_information(winner.bincount(), label.bincount()).to(mean_entropy)
+    gap = mean_entropy - chance
+    adjusted = ((information - chance) / gap).item() if gap > 1e-12 else 0.0
+    return Specialisation(information.item(), normalised, adjusted, entropy_winner.exp().item())
 
 
-def _information_by_chance(first: Tensor, second: Tensor) -> Tensor:
-    """Mean mutual information, over all shufflings, of two labellings whose classes have these counts: (J,), (C,) → ().
+def _expected_information(first: Tensor, second: Tensor) -> Tensor:
+    """Compute the expected mutual information of two random labellings: (J,), (C,) → ().
 
-    Two classes of a and b among n images share k of them with the hypergeometric probability
-    (a choose k)(n−a choose b−k) / (n choose b), and contribute k/n · log(kn/ab).
+    The arguments are the class counts of the labellings, and the expectation is over all
+    permutations. Classes of a and b among n images have k images in common with the hypergeometric
+    probability (a choose k)(n−a choose b−k) / (n choose b), and contribute k/n · log(kn/ab).
     """
     n = first.sum().double().cpu()
     b = second[second > 0].double().cpu().unsqueeze(1)
     k = torch.arange(1, int(b.max()) + 1, dtype=torch.float64)
     total = torch.zeros((), dtype=torch.float64)
     for a in first[first > 0].double().cpu():
-        # Where k cannot be, a factorial of a negative number makes the probability exp(−∞).
+        # For impossible k, the factorial of a negative number makes the probability exp(−∞) = 0.
         probability = (_log_choose(a, k) + _log_choose(n - a, b - k) - _log_choose(n, b)).exp()
         total += (probability * k / n * (k * n / (a * b)).log()).sum()
     return total
@@ -185,15 +195,15 @@ def _log_choose(n: Tensor, k: Tensor) -> Tensor:
     return torch.lgamma(n + 1) - torch.lgamma(k + 1) - torch.lgamma(n - k + 1)
 
 
-def _shares(values: Tensor) -> Tensor:
-    """Share of each value that occurs: (N,) → (V,)."""
+def _frequencies(values: Tensor) -> Tensor:
+    """Compute the relative frequency of each distinct value: (N,) → (V,)."""
     counts = values.unique(return_counts=True)[1].double()
-    shares: Tensor = counts / counts.sum()
-    return shares
+    frequencies: Tensor = counts / counts.sum()
+    return frequencies
 
 
-def _entropy(shares: Tensor) -> Tensor:
-    entropy: Tensor = torch.special.entr(shares).sum()
+def _entropy(frequencies: Tensor) -> Tensor:
+    entropy: Tensor = torch.special.entr(frequencies).sum()
     return entropy
 
 
@@ -202,26 +212,25 @@ class Purity:
     """Result of `purity`."""
 
     mean: float
-    """Over the experts."""
-    each: tuple[float, ...]
-    """Share of its most frequent verdict, for each expert."""
-    verdicts: tuple[int, ...]
-    """That verdict, for each expert."""
+    """Mean over the experts."""
+    per_expert: tuple[float, ...]
+    """Share of the most frequent predicted class, for each expert."""
+    labels: tuple[int, ...]
+    """The most frequent predicted class, for each expert."""
 
 
-def purity(verdicts: Tensor) -> Purity:
-    """Measure how much one expert's samples are one thing: the share of their most frequent verdict.
+def purity(predicted: Tensor) -> Purity:
+    """Compute the share of the most frequent predicted class among the draws of one expert.
 
     Parameters
     ----------
-    verdicts : (J, n)
-        What the classifier says to the n draws of each expert.
+    predicted : (J, n)
+        Predicted classes of the n draws of each expert.
     """
-    most = [row.unique(return_counts=True) for row in verdicts]
-    each = tuple(counts.max().item() / verdicts.shape[1] for _, counts in most)
-    return Purity(
-        sum(each) / len(each), each, tuple(int(values[counts.argmax()]) for values, counts in most)
-    )
+    counted = [row.unique(return_counts=True) for row in predicted]
+    per_expert = tuple(counts.max().item() / predicted.shape[1] for _, counts in counted)
+    labels = tuple(int(values[counts.argmax()]) for values, counts in counted)
+    return Purity(sum(per_expert) / len(per_expert), per_expert, labels)
 
 
 @dataclass(frozen=True)
@@ -229,56 +238,59 @@ class Variety:
     """Result of `variety`."""
 
     mean: float
-    """Over the experts."""
-    each: tuple[float, ...]
-    """For each expert."""
+    """Mean over the experts."""
+    per_expert: tuple[float, ...]
+    """For each expert; NaN if its class has fewer than two test images."""
 
 
-def variety(draws: Iterable[Tensor], verdicts: Tensor, images: Tensor, labels: Tensor) -> Variety:
-    """Measure how much the draws of one expert differ from each other, as images of one class do.
+def variety(draws: Iterable[Tensor], predicted: Tensor, images: Tensor, labels: Tensor) -> Variety:
+    """Compute how much the draws of one expert differ, relative to test images of the same class.
 
-    For expert j, let c be the most frequent verdict on its draws and G_j its draws with that verdict; T_c are the test
-    images with label c. With d(A) the mean Euclidean distance, pixel by pixel, of two different members of A::
+    For expert j, let c be the most frequent predicted class of its draws, G_j its draws with
+    predicted class c, and T_c the test images with label c. With d(A) the mean Euclidean distance,
+    over pixels, of two different members of A::
 
         variety_j = d(G_j) / d(T_c)
 
-    An expert that always draws the same image has 0, one whose draws differ as test images of its class do has 1. Only
-    draws of one class are compared with each other, so that an expert gains nothing by drawing different classes.
-    Noise would gain, so read it beside `recognisability`. At most 1,000 images of a kind are compared. The variety of
-    an expert whose class has fewer than two test images is left out of the mean and given as NaN.
+    An expert that always draws the same image has variety 0; one whose draws differ as much as the
+    test images of its class has 1. Only draws of one class are compared, so an expert does not gain
+    by drawing several classes. Noise increases the variety, so read it together with
+    `recognisability`. At most 1,000 images of a class are compared. The mean leaves out experts
+    whose class has fewer than two test images.
 
     Parameters
     ----------
     draws : J tensors (n, C, H, W)
-    verdicts : (J, n)
+    predicted : (J, n)
+        Predicted classes of the draws.
     images : (M, C, H, W)
-        Test images, with their labels.
+        Test images.
     labels : (M,)
-        Numbered as the verdicts are.
+        Labels of the test images, in the numbering of `predicted`.
     """
-    real: dict[int, float] = {}
-    each = []
-    for drawn, said, verdict in zip(draws, verdicts, purity(verdicts).verdicts, strict=True):
-        if verdict not in real:
-            real[verdict] = _mean_distance(images[(labels == verdict).to(images.device)])
-        each.append(
-            _mean_distance(drawn[said == verdict]) / real[verdict]
-            if real[verdict]
+    reference: dict[int, float] = {}
+    per_expert = []
+    for drawn, classes, main in zip(draws, predicted, purity(predicted).labels, strict=True):
+        if main not in reference:
+            reference[main] = _mean_distance(images[(labels == main).to(images.device)])
+        per_expert.append(
+            _mean_distance(drawn[classes == main]) / reference[main]
+            if reference[main]
             else float("nan")
         )
-    known = [value for value in each if value == value]
-    return Variety(sum(known) / len(known) if known else float("nan"), tuple(each))
+    known = [value for value in per_expert if value == value]
+    return Variety(sum(known) / len(known) if known else float("nan"), tuple(per_expert))
 
 
 def _mean_distance(images: Tensor) -> float:
-    """Mean Euclidean distance of two different images; 0 where there are no two."""
-    flat = images[:MOST_COMPARED].flatten(1).float()
+    """Compute the mean Euclidean distance of two different images; 0 for fewer than two."""
+    flat = images[:MAX_COMPARED].flatten(1).float()
     return torch.nn.functional.pdist(flat).double().mean().item() if len(flat) > 1 else 0.0
 
 
 @dataclass(frozen=True)
 class Variation:
-    """Result of `variation`, means over the experts."""
+    """Result of `variation`: means over the experts."""
 
     thickness: float
     slant: float
@@ -287,42 +299,44 @@ class Variation:
 
 
 def variation(
-    draws: Iterable[Tensor], verdicts: Tensor, images: Tensor, labels: Tensor
+    draws: Iterable[Tensor], predicted: Tensor, images: Tensor, labels: Tensor
 ) -> Variation:
-    """Measure in what the draws of one expert differ from each other, as images of one class do.
+    """Compute how much each of four `properties` varies over the draws of one expert.
 
-    Where `variety` compares pixels, this compares the `properties` that a person would name: for expert j and each of
-    them, the standard deviation over its draws with its most frequent verdict c, divided by that over the test images
-    with label c. 0: always the same; 1: as different as test images of the class.
+    `variety` compares pixels; this function compares properties that have names. For expert j and
+    each property, it divides the standard deviation over the draws with the most frequent
+    predicted class c by the standard deviation over the test images with label c. 0: the property
+    is always the same; 1: it varies as much as over the test images of the class.
 
     Parameters
     ----------
-    draws, verdicts, images, labels
-        As for `variety`.
+    draws, predicted, images, labels
+        See `variety`.
     """
-    real: dict[int, Tensor] = {}
-    each = []
-    for drawn, said, verdict in zip(draws, verdicts, purity(verdicts).verdicts, strict=True):
-        if verdict not in real:
-            real[verdict] = _spread(images[(labels == verdict).to(images.device)])
-        each.append(_spread(drawn[said == verdict]) / real[verdict])
-    return Variation(*torch.stack(each).nanmean(0).tolist())
+    reference: dict[int, Tensor] = {}
+    per_expert = []
+    for drawn, classes, main in zip(draws, predicted, purity(predicted).labels, strict=True):
+        if main not in reference:
+            reference[main] = _deviations(images[(labels == main).to(images.device)])
+        per_expert.append(_deviations(drawn[classes == main]) / reference[main])
+    return Variation(*torch.stack(per_expert).nanmean(0).tolist())
 
 
-def _spread(images: Tensor) -> Tensor:
-    """Take the standard deviation of each property; NaN where there are no two images."""
-    found = properties(images)
-    return found.std(0) if len(found) > 1 else torch.full_like(found.sum(0), torch.nan)
+def _deviations(images: Tensor) -> Tensor:
+    """Compute the standard deviation of each property; NaN for fewer than two images."""
+    values = properties(images)
+    return values.std(0) if len(values) > 1 else torch.full_like(values.sum(0), torch.nan)
 
 
 def properties(images: Tensor) -> Tensor:
-    """Measure thickness, slant, width and height of what is bright in images: (N, C, H, W) → (N, 4), float64.
+    """Measure thickness, slant, width and height of bright objects: (N, C, H, W) → (N, 4), float64.
 
-    With x the image, its channels added up, and μ_ab its central moments, a along columns and b along rows::
+    With x the sum of the image's channels and μ_ab its central moments, a along columns and b
+    along rows::
 
-        thickness = 2 Σx / Σ‖∇x‖     a stroke of width w and length l has the area wl and the outline 2l
-        slant     = μ₁₁ / μ₀₂        columns to the side for a row down
-        width     = √(μ₂₀ − μ₁₁²/μ₀₂),  of the upright image
+        thickness = 2 Σx / Σ‖∇x‖       a stroke of width w and length l has area wl and outline 2l
+        slant     = μ₁₁ / μ₀₂          columns to the side per row down
+        width     = √(μ₂₀ − μ₁₁²/μ₀₂)  of the image without its slant
         height    = √μ₀₂
     """
     x = images.double().sum(1)
@@ -333,33 +347,33 @@ def properties(images: Tensor) -> Tensor:
     rows, columns = (torch.arange(side, dtype=x.dtype, device=x.device) for side in x.shape[1:])
     v = rows.view(1, -1, 1) - (mass.sum(2) @ rows).view(-1, 1, 1)
     u = columns.view(1, 1, -1) - (mass.sum(1) @ columns).view(-1, 1, 1)
-    tall, wide, tilt = ((mass * each).sum((1, 2)) for each in (v * v, u * u, u * v))
-    slant = tilt / tall.clamp(min=1e-9)
-    return torch.stack(
-        [thickness, slant, (wide - slant * tilt).clamp(min=0).sqrt(), tall.sqrt()], 1
-    )
+    mu_02, mu_20, mu_11 = ((mass * moment).sum((1, 2)) for moment in (v * v, u * u, u * v))
+    slant = mu_11 / mu_02.clamp(min=1e-9)
+    width = (mu_20 - slant * mu_11).clamp(min=0).sqrt()
+    return torch.stack([thickness, slant, width, mu_02.sqrt()], 1)
 
 
 @dataclass(frozen=True)
 class Background:
-    """Result of `background`: what the background of a set of images looks like."""
+    """Result of `background`."""
 
     mean: Tensor
     """(C, H, W), the mean training image."""
-    witnesses: Tensor
-    """(C, H, W) of bool: the pixels that belong to the background."""
+    mask: Tensor
+    """(C, H, W), bool: the pixels that belong to the background."""
 
 
 def background(batches: Iterable[Tensor]) -> Background:
-    """Find the background of training images: the pixels that are dark in almost all of them, or bright in almost all.
+    """Find the background: the pixels that are dark, or bright, in almost all training images.
 
-    A pixel is a witness if at least 95 % of the images have it below ½, or at least 95 % above. On MNIST that is the
-    rim, on Fashion-MNIST too, although some pullovers fill the frame.
+    A pixel belongs to the background if it is below ½ in at least 95 % of the images, or above ½
+    in at least 95 %. On MNIST and Fashion-MNIST these are the pixels at the border, although some
+    pullovers fill the frame.
 
     Parameters
     ----------
     batches : iterable of (B, C, H, W)
-        All the training images.
+        All training images.
     """
     count, total, dark, bright = 0, torch.zeros(()), torch.zeros(()), torch.zeros(())
     for images in batches:
@@ -368,8 +382,9 @@ def background(batches: Iterable[Tensor]) -> Background:
         dark = (images < 0.5).sum(0) + dark.to(images.device)
         bright = (images > 0.5).sum(0) + bright.to(images.device)
     if count == 0:
-        raise ValueError("batches must hold at least one image, but are empty")
-    return Background((total / count).float(), torch.maximum(dark, bright) >= STEADY * count)
+        raise ValueError("batches must contain at least one image, but is empty")
+    mask = torch.maximum(dark, bright) >= BACKGROUND_AGREEMENT * count
+    return Background((total / count).float(), mask)
 
 
 @dataclass(frozen=True)
@@ -377,37 +392,39 @@ class Negatives:
     """Result of `negatives`."""
 
     share: float | None
-    """Of the images that are negatives; None if the training images have no common background to tell by."""
-    witnesses: int
-    """Pixels of the background."""
+    """Share of the images that are negatives; None if the training images share no background."""
+    background_pixels: int
+    """Number of pixels that belong to the background."""
 
 
-def negatives(images: Tensor, of: Background) -> Negatives:
-    """Measure the share of images that are negatives, bright where the training images are dark.
+def negatives(images: Tensor, background: Background) -> Negatives:
+    """Compute the share of negatives: images that are bright where the training images are dark.
 
-    An image x is a negative if, over the pixels p of the training images' `background`, it is nearer to the negative
-    1 − m of their mean m than to m itself::
+    An image x is a negative if, over the pixels p of the `background`, it is closer to the negative
+    1 − m of the mean training image m than to m itself::
 
         Σ_p (x_p − (1 − m_p))²  <  Σ_p (x_p − m_p)²
 
-    Looking at the background alone keeps an object that fills the frame from counting as one. Where less than 5 % of
-    the pixels are background, as in photographs, there is no telling, and the share is None.
+    Only the background is compared, so that an object that fills the frame does not count as a
+    negative. If less than 5 % of the pixels belong to the background, as in photographs, negatives
+    cannot be detected, and the share is None.
 
     Parameters
     ----------
     images : (N, C, H, W)
-    of
-        The background of the training images.
+    background
+        Background of the training images.
     """
-    seen = int(of.witnesses.sum())
-    if seen < FEWEST_WITNESSES * of.witnesses.numel():
-        return Negatives(None, seen)
-    return Negatives(are_negatives(images, of).double().mean().item(), seen)
+    pixels = int(background.mask.sum())
+    if pixels < MIN_BACKGROUND * background.mask.numel():
+        return Negatives(None, pixels)
+    return Negatives(are_negatives(images, background).double().mean().item(), pixels)
 
 
-def are_negatives(images: Tensor, of: Background) -> Tensor:
-    """Tell which images are negatives, as `negatives` defines them: (N, C, H, W) → (N,)."""
-    x, m = images[:, of.witnesses.to(images.device)], of.mean[of.witnesses].to(images.device)
+def are_negatives(images: Tensor, background: Background) -> Tensor:
+    """Return which images are negatives in the sense of `negatives`: (N, C, H, W) → (N,)."""
+    x = images[:, background.mask.to(images.device)]
+    m = background.mean[background.mask].to(images.device)
     nearer: Tensor = (x - (1 - m)).square().sum(1) < (x - m).square().sum(1)
     return nearer
 
@@ -417,13 +434,13 @@ class Reconstruction:
     """Result of `reconstruction`."""
 
     error: float
-    """Mean squared error of a pixel."""
+    """Mean squared error per pixel."""
     relative: float
-    """The same, divided by that of the mean training image: 0 is perfect, 1 no better than the mean."""
+    """Error divided by that of the mean training image: 0 is perfect, 1 equals the mean image."""
 
 
 def reconstruction(pairs: Iterable[tuple[Tensor, Tensor]], mean: Tensor) -> Reconstruction:
-    """Measure the mean squared error of reconstructions, and its ratio to that of the mean training image.
+    """Compute the mean squared error of reconstructions, and its ratio to that of the mean image.
 
     Parameters
     ----------
@@ -432,11 +449,11 @@ def reconstruction(pairs: Iterable[tuple[Tensor, Tensor]], mean: Tensor) -> Reco
     mean : (C, H, W)
         The mean training image.
     """
-    pixels, error, trivial = 0, 0.0, 0.0
-    for images, made in pairs:
+    pixels, error, baseline = 0, 0.0, 0.0
+    for images, reconstructed in pairs:
         pixels += images.numel()
-        error += (made - images).double().square().sum().item()
-        trivial += (mean.to(images.device) - images).double().square().sum().item()
+        error += (reconstructed - images).double().square().sum().item()
+        baseline += (mean.to(images.device) - images).double().square().sum().item()
     if pixels == 0:
-        raise ValueError("pairs must hold at least one image, but are empty")
-    return Reconstruction(error / pixels, error / trivial if trivial else float("nan"))
+        raise ValueError("pairs must contain at least one image, but is empty")
+    return Reconstruction(error / pixels, error / baseline if baseline else float("nan"))

@@ -1,4 +1,4 @@
-"""How much of the labels a linear map reads off a code."""
+"""Linear probe: the accuracy of a logistic regression from codes to labels."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 L2 = 1e-4
-MOST_STEPS = 1000
-STOP = 3e-5  # the largest entry of the gradient at which the search stops; float32 does not always get there
-FLAT = 1e-4  # that at which a fit counts as done, which is scikit-learn's
+MAX_STEPS = 1000
+# L-BFGS stops when no entry of the gradient is larger than this. Float32 does not always get there.
+STOP_TOLERANCE = 3e-5
+# Largest gradient entry of a fit that counts as converged; the default of scikit-learn.
+CONVERGED_TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True)
@@ -26,11 +28,11 @@ class LinearProbe:
     train_accuracy: float
     test_accuracy: float
     loss: float
-    """Mean cross-entropy of the training codes, without the penalty."""
+    """Mean cross-entropy on the training codes, without the penalty."""
     steps: int
     """L-BFGS steps taken."""
     converged: bool
-    """Whether no entry of the gradient was larger than 1e-4 at the end."""
+    """Whether no entry of the final gradient is larger than 1e-4."""
 
 
 def linear_probe(
@@ -41,34 +43,34 @@ def linear_probe(
     *,
     l2: float = L2,
 ) -> LinearProbe:
-    """Fit a multinomial logistic regression to training codes and measure its accuracy on test codes.
+    """Fit a multinomial logistic regression to training codes and score it on test codes.
 
-    Each number of the code is brought to mean 0 and standard deviation 1 over the training codes; one that is constant
-    there is left out. Then, over weights W and biases b::
+    Each feature of the code is standardised to mean 0 and standard deviation 1 over the training
+    codes; features that are constant over the training codes are ignored. L-BFGS on the full batch
+    of N codes then minimises, over weights W and biases b::
 
         mean_n −log softmax(W x_n + b)[label_n]  +  l2/2 · ‖W‖²
 
-    is minimised by L-BFGS over all N codes at once. It is what scikit-learn's
-    ``LogisticRegression(C=1/(l2 · N))`` minimises.
+    This is the objective of scikit-learn's ``LogisticRegression(C=1/(l2 · N))``.
 
     Parameters
     ----------
     train_codes, test_codes : (N, S), (M, S)
-        Worked on in their own precision, but not below float32.
+        Processed in their own precision, but at least in float32.
     train_labels, test_labels : (N,), (M,)
-        Whole numbers; a test label that no training code has counts as missed.
+        Integers. A test label that does not occur among the training labels counts as an error.
     l2
-        Weight of the penalty, the same for whatever is compared.
+        Weight of the penalty. Use the same value for all models that are compared.
     """
     checks.require_nonnegative("l2", l2)
     check_rows("train_codes", train_codes, "train_labels", train_labels)
     check_rows("test_codes", test_codes, "test_labels", test_labels)
     if train_codes.shape[1] != test_codes.shape[1]:
         raise ValueError(
-            f"test_codes must have {train_codes.shape[1]} numbers each, as train_codes have, "
-            f"but have {test_codes.shape[1]}; encode both with the same model"
+            f"test_codes must have {train_codes.shape[1]} numbers each, like train_codes, "
+            f"but has {test_codes.shape[1]}; encode both with the same model"
         )
-    # One column for each code: a product with few rows is then several times faster on a CPU.
+    # One column per code: a matrix product with few rows is several times faster on a CPU.
     dtype = torch.promote_types(train_codes.dtype, torch.float32)
     x, x_test = (codes.to(dtype).T.contiguous() for codes in (train_codes, test_codes))
     _standardise(x, x_test)
@@ -77,10 +79,10 @@ def linear_probe(
     bias = x.new_zeros(len(classes), 1, requires_grad=True)
     optimizer = torch.optim.LBFGS(
         [weight, bias],
-        max_iter=MOST_STEPS,
-        max_eval=2 * MOST_STEPS,
+        max_iter=MAX_STEPS,
+        max_eval=2 * MAX_STEPS,
         history_size=20,
-        tolerance_grad=STOP,
+        tolerance_grad=STOP_TOLERANCE,
         tolerance_change=0,
         line_search_fn="strong_wolfe",
     )
@@ -97,7 +99,11 @@ def linear_probe(
     with torch.enable_grad():
         optimizer.step(objective)
         objective()
-    steepest = max(each.grad.abs().max().item() for each in (weight, bias) if each.grad is not None)
+    largest_gradient = max(
+        parameter.grad.abs().max().item()
+        for parameter in (weight, bias)
+        if parameter.grad is not None
+    )
     with torch.no_grad():
         logits, logits_test = (weight @ x + bias).T, (weight @ x_test + bias).T
         return LinearProbe(
@@ -105,39 +111,39 @@ def linear_probe(
             test_accuracy=_mean(classes[logits_test.argmax(1)] == test_labels.to(x.device)),
             loss=nn.functional.cross_entropy(logits, targets).item(),
             steps=int(optimizer.state[weight]["n_iter"]),
-            converged=steepest <= FLAT,
+            converged=largest_gradient <= CONVERGED_TOLERANCE,
         )
 
 
-def _mean(truth: Tensor) -> float:
-    return truth.double().mean().item()
+def _mean(values: Tensor) -> float:
+    return values.double().mean().item()
 
 
 def _standardise(x: Tensor, x_test: Tensor) -> None:
-    """Bring codes (S, N) in place to mean 0 and standard deviation 1, and test codes (S, M) along with them."""
+    """Standardise codes (S, N) in place, and test codes (S, M) with the same mean and scale."""
     mean = x.mean(1, keepdim=True, dtype=torch.float64).to(x.dtype)
     x -= mean
     x_test -= mean
     std = torch.linalg.vector_norm(x, dim=1, keepdim=True) / x.shape[1] ** 0.5
-    constant = std <= 1e-6 * mean.abs()  # what rounding leaves of a constant
+    constant = std <= 1e-6 * mean.abs()  # a constant feature has this much rounding error
     scale = torch.where(constant, 0, 1 / std)
     x *= scale
     x_test *= scale
 
 
 def check_rows(name: str, codes: Tensor, labels_name: str, labels: Tensor) -> None:
-    """Refuse codes that are no finite matrix, and labels that are not one whole number for each of its rows."""
+    """Raise ValueError unless codes are a finite matrix with one integer label per row."""
     checks.require_floating(name, codes)
     checks.require_shape(name, codes, "NS", (None, None), "flatten each code into one row")
     if len(codes) == 0:
-        raise ValueError(f"{name} must hold at least one row, but is empty")
+        raise ValueError(f"{name} must have at least one row, but is empty")
     checks.require_tensor(labels_name, labels)
     if labels.dim() != 1 or len(labels) != len(codes) or labels.dtype.is_floating_point:
         raise ValueError(
-            f"{labels_name} must be one whole number for each of the {len(codes)} rows of {name}, "
+            f"{labels_name} must be one integer for each of the {len(codes)} rows of {name}, "
             f"but has shape {tuple(labels.shape)} and dtype {labels.dtype}"
         )
     if not bool(codes.isfinite().all()):
         raise ValueError(
-            f"{name} must be finite, but holds NaN or infinity; look for a diverged model"
+            f"{name} must be finite, but contains NaN or infinity; the model may have diverged"
         )

@@ -1,4 +1,4 @@
-"""The protocol: everything that is measured on a model, in one fixed way, and the table of the results."""
+"""The evaluation protocol: every measure of a model, computed in one fixed way, and its table."""
 
 from __future__ import annotations
 
@@ -12,53 +12,56 @@ import numpy as np
 import torch
 
 from poecaps import _checks as checks
-from poecaps.code_density import DOMAINS, Domain
+from poecaps._modules import BATCH_SIZE, device_of, in_batches
 from poecaps.evaluation import measures
 from poecaps.evaluation.probe import LinearProbe, linear_probe
-from poecaps.network import CapsuleNetwork
-from poecaps.training.stages import (
-    effective_rank,
-)  # one definition for running numbers and for results
+from poecaps.metrics import effective_rank
+from poecaps.network import DOMAINS, CapsuleNetwork, Domain
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from torch import Tensor
 
     from poecaps.data import ImageSet
     from poecaps.evaluation.classifier import Classifier
 
-NOTHING = "–"  # where there is no result
-BATCH = 250  # images that go through a model together
-FEW = 2000  # samples, of which Fréchet distances are noticeably too large
-CACHED = 50  # of them that a CPU takes at a time: what a network makes of more does not fit into its caches
+MISSING = "–"  # cell of a table without a result
+# Fréchet distances of fewer samples are noticeably biased upwards; a note says so.
+FEWEST_UNBIASED_SAMPLES = 2000
+# Images per forward pass of a network on a CPU: activations of larger batches exceed its caches.
+CPU_BATCH_SIZE = 50
 
 
 class Encoder(Protocol):
-    """What the protocol measures: a name, and codes of images. It may also be any of the protocols below."""
+    """A model that can be evaluated: a name and codes of images.
+
+    A model that also satisfies one of the protocols `SupportsFiring`, `SupportsReconstruction`,
+    `SupportsSampling` or `SupportsExpertSampling` is evaluated on that, too.
+    """
 
     @property
     def name(self) -> str:
-        """What to call it in a table."""
+        """Name of the model in tables."""
         ...
 
     def encode(self, images: Tensor) -> Tensor:
-        """Code of images: (B, C, H, W) → (B, S)."""
+        """Encode images: (B, C, H, W) → (B, S)."""
         ...
 
 
 @runtime_checkable
-class Fires(Protocol):
-    """An encoder whose codes say how active each of its experts is."""
+class SupportsFiring(Protocol):
+    """An encoder whose codes contain a firing probability for each expert."""
 
     def firing(self, codes: Tensor) -> Tensor:
-        """Read the firing probabilities off codes: (B, S) → (B, J)."""
+        """Return the firing probabilities in codes: (B, S) → (B, J)."""
         ...
 
 
 @runtime_checkable
-class Reconstructs(Protocol):
-    """An encoder that can go back to images."""
+class SupportsReconstruction(Protocol):
+    """An encoder that can reconstruct images."""
 
     def reconstruct(self, images: Tensor) -> Tensor:
         """Encode and decode: (B, C, H, W) → (B, C, H, W)."""
@@ -66,35 +69,35 @@ class Reconstructs(Protocol):
 
 
 @runtime_checkable
-class Samples(Protocol):
-    """An encoder that draws images, in one way or in several."""
+class SupportsSampling(Protocol):
+    """An encoder that can draw images, from one or several domains."""
 
     @property
     def domains(self) -> Sequence[str]:
-        """Names of the ways; the one that uses the whole code is called ``"joint"`` everywhere."""
+        """Names of the domains; the domain of whole codes is ``"joint"`` for every model."""
         ...
 
     def sample(self, count: int, domain: str, generator: torch.Generator) -> Tensor:
-        """Draw images: (count, C, H, W), from 0 to 1."""
+        """Draw images: (count, C, H, W), in [0, 1]."""
         ...
 
 
 @runtime_checkable
-class SamplesExperts(Protocol):
-    """An encoder that draws images from one of its experts."""
+class SupportsExpertSampling(Protocol):
+    """An encoder that can draw images from a single expert."""
 
     @property
     def experts(self) -> int:
-        """J."""
+        """J, the number of experts."""
         ...
 
     def sample_expert(self, count: int, expert: int, generator: torch.Generator) -> Tensor:
-        """Draw images from expert j: (count, C, H, W), from 0 to 1."""
+        """Draw images from expert j: (count, C, H, W), in [0, 1]."""
         ...
 
 
 class NetworkEncoder:
-    """A `CapsuleNetwork` as the protocol sees it; it is put into evaluation mode."""
+    """A `CapsuleNetwork` as an `Encoder`; the network is set to evaluation mode."""
 
     domains: Sequence[str] = DOMAINS
 
@@ -103,42 +106,42 @@ class NetworkEncoder:
         self.experts, self.dim = network.architecture.experts[-1]
 
     def encode(self, images: Tensor) -> Tensor:
-        """Squashed experts of the highest layer, in one row: (B, C, H, W) → (B, J·D)."""
-        return torch.cat([self.network.encode(part).flatten(1) for part in _cached(images)])
+        """Compute the squashed experts of the highest layer: (B, C, H, W) → (B, J·D)."""
+        return _in_small_batches(lambda batch: self.network.encode(batch).flatten(1), images)
 
     def firing(self, codes: Tensor) -> Tensor:
-        """P(a_j = 1 | x) = ‖squash(z_j)‖: (B, J·D) → (B, J)."""
+        """Compute P(a_j = 1 | x) = ‖squash(z_j)‖: (B, J·D) → (B, J)."""
         firing: Tensor = codes.view(-1, self.experts, self.dim).norm(dim=-1)
         return firing
 
     def reconstruct(self, images: Tensor) -> Tensor:
         """Encode and decode: (B, C, H, W) → (B, C, H, W)."""
-        return torch.cat([self.network.reconstruct(part) for part in _cached(images)])
+        return _in_small_batches(self.network.reconstruct, images)
 
     def sample(self, count: int, domain: str, generator: torch.Generator) -> Tensor:
         """Draw images from a domain; see `CapsuleNetwork.generate`."""
-        chosen: Domain = domain  # type: ignore[assignment]  # the network refuses what is none
-        return self._decode(self.network.sample(count, chosen, generator=generator))
+        checked: Domain = domain  # type: ignore[assignment]  # the network checks the name
+        return self._decode(self.network.sample(count, checked, generator=generator))
 
     def sample_expert(self, count: int, expert: int, generator: torch.Generator) -> Tensor:
-        """Draw images from the learned domain of one expert."""
+        """Draw images from the domain ``"learned"`` of one expert."""
         return self._decode(
             self.network.sample(count, "learned", expert=expert, generator=generator)
         )
 
     def _decode(self, codes: Tensor) -> Tensor:
-        return torch.cat([self.network.decode(part) for part in _cached(codes)])
+        return _in_small_batches(self.network.decode, codes)
 
 
-def _cached(batch: Tensor) -> Sequence[Tensor]:
-    """Split a batch into what is done at a time: on a GPU, all of it."""
-    parts: tuple[Tensor, ...] = batch.split(CACHED if batch.device.type == "cpu" else len(batch))
-    return parts
+def _in_small_batches(function: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
+    """Apply a function to a batch: in parts on a CPU, at once on a GPU."""
+    size = CPU_BATCH_SIZE if inputs.device.type == "cpu" else len(inputs)
+    return in_batches(function, inputs, size)
 
 
 @dataclass(frozen=True)
 class SampleMetrics:
-    """What is measured on images drawn in one way. What a classifier is needed for is None without one."""
+    """Metrics of samples from one domain; those that need a classifier are None without one."""
 
     frechet: measures.FrechetDistance | None
     """Between the samples and the test images, in the features of the classifier."""
@@ -149,10 +152,9 @@ class SampleMetrics:
 
 @dataclass(frozen=True)
 class ExpertMetrics:
-    """What is measured on equally many draws of each expert."""
+    """Metrics of samples drawn from one expert at a time, the same number from each."""
 
-    draws: int
-    """Of each expert."""
+    samples_per_expert: int
     recognisability: measures.Recognisability
     diversity: measures.Diversity
     purity: measures.Purity
@@ -162,21 +164,21 @@ class ExpertMetrics:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Result of `evaluate`. What could not be measured is None, and `notes` say why."""
+    """Result of `evaluate`. Measures that could not be computed are None; `notes` say why."""
 
     name: str
     data: str
     training_images: int
     test_images: int
     samples: int
-    """Drawn in each way."""
+    """Number of samples from each domain."""
     seed: int
     code_size: int
-    """S, the numbers in a code."""
+    """S, the length of a code."""
     probe: LinearProbe | None
-    """On codes."""
-    probe_of_firing: LinearProbe | None
-    """On firing probabilities alone."""
+    """Linear probe on codes."""
+    firing_probe: LinearProbe | None
+    """Linear probe on firing probabilities only."""
     specialisation: measures.Specialisation | None
     """On test images."""
     effective_rank: float
@@ -184,26 +186,28 @@ class Evaluation:
     reconstruction: measures.Reconstruction | None
     """On test images."""
     domains: dict[str, SampleMetrics]
+    """Samples from each domain."""
     experts: ExpertMetrics | None
-    training: SampleMetrics
-    """Training images in place of samples: what a perfect model would get."""
+    """Samples from one expert at a time."""
+    training_samples: SampleMetrics
+    """Training images measured as if they were samples: the result of a perfect model."""
     notes: tuple[str, ...]
     classifier: dict[str, Any] | None = None
-    """How the classifier was trained, and how well it does."""
-    about: dict[str, Any] = field(default_factory=dict)
-    """Whatever else the caller wants to keep: budget, seconds, options."""
+    """Metadata of the classifier: training options and test accuracy."""
+    metadata: dict[str, Any] = field(default_factory=dict)
+    """Anything else that the caller wants to keep, such as the training time."""
 
     def to_json(self) -> str:
-        """Write everything as JSON; what is not a number is null."""
-        return json.dumps(without_nan(asdict(self)), indent=2, ensure_ascii=False)
+        """Return everything as JSON; NaN and infinity become null."""
+        return json.dumps(nan_to_none(asdict(self)), indent=2, ensure_ascii=False)
 
     def table(self) -> str:
-        """Lay the results out as aligned plain text."""
-        return side_by_side([self])
+        """Format the results as aligned plain text."""
+        return comparison_table([self])
 
-    def with_about(self, **about: Any) -> Evaluation:
-        """Return a copy that keeps these facts too."""
-        return replace(self, about=self.about | about)
+    def with_metadata(self, **metadata: Any) -> Evaluation:
+        """Return a copy with additional metadata."""
+        return replace(self, metadata=self.metadata | metadata)
 
 
 @torch.no_grad()
@@ -217,64 +221,69 @@ def evaluate(
     samples: int = 10_000,
     device: torch.device | str | None = None,
 ) -> Evaluation:
-    """Measure a trained model.
+    """Evaluate a trained model.
 
-    Nothing is fitted but the linear probes, and nothing is chosen by the test images. The same seed gives the same
-    numbers on the same device.
+    Only the linear probes are fitted, and nothing is selected on the test images. The same seed
+    gives the same numbers on the same device.
 
     Parameters
     ----------
     network
-        A network, or anything that is an `Encoder`. What else it can do (`Fires`, `Reconstructs`, `Samples`,
-        `SamplesExperts`) decides what is measured.
+        A network, or any `Encoder`. The optional protocols it satisfies (`SupportsFiring`,
+        `SupportsReconstruction`, `SupportsSampling`, `SupportsExpertSampling`) determine which
+        measures are computed.
     data_train, data_test
-        Images that the probe learns from, and images that everything is measured on. Without labels, there is no probe
-        and no specialisation.
+        Images to fit the probes on, and images to measure on. Without labels, the probes and the
+        specialisation are omitted.
     classifier
-        The judge of samples, of `load_classifier`; its classes must be the labels. Without one, negatives are all that
-        is measured on samples.
+        Classifier of samples, from `load_classifier`; its classes must be the labels. Without one,
+        negatives are the only measure of samples.
     seed
-        Of the samples.
+        Seed of the samples.
     samples
-        How many are drawn in each way, and together from single experts.
+        Number of samples from each domain, and in total from single experts.
     device
-        Where the work is done. A network and the classifier are moved there; any other encoder must take images there.
-        None: where the network is, or else the CPU.
+        Device of the computation. A network and the classifier are moved there; any other encoder
+        must accept images there. None: the device of the network, or the CPU for other encoders.
 
     Raises
     ------
     ValueError
-        If the images do not fit the network, or each other; if labels are none of the classifier's classes; if codes
-        are not finite, or samples are no images from 0 to 1.
+        If the images do not fit the network, or training and test images differ in shape; if a
+        label is not a class of the classifier; if codes are not finite, or samples are not images
+        in [0, 1].
     """
     checks.require_int("seed", seed, 0)
     checks.require_int("samples", samples, 2)
     if data_train.shape != data_test.shape:
         raise ValueError(
-            f"data_test must have images of the shape {data_train.shape}, as data_train has, but of {data_test.shape}"
+            f"data_test must have images of the shape {data_train.shape}, like data_train, "
+            f"but has {data_test.shape}"
         )
     if isinstance(network, CapsuleNetwork):
         if network.architecture.image_shape != data_test.shape:
             raise ValueError(
-                f"data_test must have images of the shape {network.architecture.image_shape}, which the network was "
-                f"made for, but of {data_test.shape}; evaluate on the set it was trained on"
+                "data_test must have images of the shape of the network, "
+                f"{network.architecture.image_shape}, but has {data_test.shape}; "
+                "evaluate on the dataset that the network was trained on"
             )
-        device = next(network.parameters()).device if device is None else device
+        device = device_of(network) if device is None else device
         network = NetworkEncoder(network.to(device))
     if classifier is not None and data_test.labels is not None:
-        least, most = int(data_test.labels.min()), int(data_test.labels.max())
-        if least < 0 or most >= classifier.head.out_features:
+        lowest, highest = int(data_test.labels.min()), int(data_test.labels.max())
+        if lowest < 0 or highest >= classifier.head.out_features:
             raise ValueError(
-                f"labels must be the classes of the classifier, from 0 to {classifier.head.out_features - 1}, but go "
-                f"from {least} to {most}; evaluate with the classifier of this set, or with none"
+                "labels must be classes of the classifier, from 0 to "
+                f"{classifier.head.out_features - 1}, but range from {lowest} to {highest}; "
+                "evaluate with the classifier of this dataset, or without one"
             )
-    return _Measurement(
+    return _Evaluator(
         network, data_train, data_test, classifier, seed, samples, torch.device(device or "cpu")
-    ).take()
+    ).run()
 
 
-class _Measurement:
-    """Everything a measurement holds while it goes."""
+class _Evaluator:
+    """The state of one evaluation."""
 
     def __init__(
         self,
@@ -290,44 +299,47 @@ class _Measurement:
         self.seed, self.samples, self.device = seed, samples, device
         self.classifier = None if classifier is None else classifier.to(device).eval()
         self.test = data_test.batch(slice(None)).to(device)
-        self.judged = None if self.classifier is None else self.classifier.judge(self.test)
-        self.background = measures.background(self._training_images())
+        self.test_features = (
+            None if self.classifier is None else self.classifier.predict(self.test).features
+        )
+        self.background = measures.background(self._training_batches())
         self.notes: list[str] = []
 
-    def take(self) -> Evaluation:
-        """Measure everything that can be measured."""
+    def run(self) -> Evaluation:
+        """Compute every measure that the encoder and the data allow."""
         encoder = self.encoder
         if self.classifier is None:
             self.notes.append(
-                "no classifier for this set: samples are judged by their background alone"
+                "no classifier for this dataset: negatives are the only sample metric"
             )
-        elif self.samples < FEW:
+        elif self.samples < FEWEST_UNBIASED_SAMPLES:
             self.notes.append(
-                f"Fréchet distances of {self.samples:,} samples, fewer than {FEW:,}, are too large; compare them only "
-                "with those of as many"
+                f"Fréchet distances of {self.samples:,} samples, fewer than "
+                f"{FEWEST_UNBIASED_SAMPLES:,}, are too large; "
+                "compare them only with distances of the same number of samples"
             )
         if len(self.data_train) < self.samples:
             self.notes.append(
-                f"only {len(self.data_train):,} training images in place of {self.samples:,} samples: their Fréchet "
-                "distance is a little too large"
+                f"only {len(self.data_train):,} training images in place of {self.samples:,} "
+                "samples: their Fréchet distance is slightly too large"
             )
-        codes = torch.cat([encoder.encode(part) for part in self.test.split(BATCH)])
+        codes = in_batches(encoder.encode, self.test)
         if not bool(codes.isfinite().all()):
             raise ValueError(
-                f"codes of {encoder.name} must be finite, but hold NaN or infinity; has it diverged?"
+                f"codes of {encoder.name} must be finite, but contain NaN or infinity; "
+                "the model may have diverged"
             )
-        probe, probe_of_firing, specialisation = self._read_labels(codes)
+        probe, firing_probe, specialisation = self._label_measures(codes)
         reconstruction = None
-        if isinstance(encoder, Reconstructs):
-            pairs = ((part, encoder.reconstruct(part)) for part in self.test.split(BATCH))
+        if isinstance(encoder, SupportsReconstruction):
+            pairs = ((batch, encoder.reconstruct(batch)) for batch in self.test.split(BATCH_SIZE))
             reconstruction = measures.reconstruction(pairs, self.background.mean)
         domains = {}
-        if isinstance(encoder, Samples):
+        if isinstance(encoder, SupportsSampling):
             domains = {
-                domain: self._measure_samples(self._draw(encoder, domain))
+                domain: self._sample_metrics(self._sample(encoder, domain))
                 for domain in encoder.domains
             }
-        about = None if self.classifier is None else dict(self.classifier.about)
         return Evaluation(
             name=encoder.name,
             data=self.data_test.source,
@@ -337,229 +349,247 @@ class _Measurement:
             seed=self.seed,
             code_size=codes.shape[1],
             probe=probe,
-            probe_of_firing=probe_of_firing,
+            firing_probe=firing_probe,
             specialisation=specialisation,
             effective_rank=effective_rank(codes),
             reconstruction=reconstruction,
             domains=domains,
-            experts=self._measure_experts(),
-            training=self._measure_samples(self._some_training_images()),
+            experts=self._expert_metrics(),
+            training_samples=self._sample_metrics(self._random_training_images()),
             notes=tuple(self.notes),
-            classifier=about,
+            classifier=None if self.classifier is None else dict(self.classifier.metadata),
         )
 
-    def _read_labels(
+    def _label_measures(
         self, codes: Tensor
     ) -> tuple[LinearProbe | None, LinearProbe | None, measures.Specialisation | None]:
-        """Probe codes and firing probabilities, and find out what the experts stand for."""
+        """Compute the probes on codes and firing probabilities, and the specialisation."""
         if self.data_train.labels is None or self.data_test.labels is None:
-            self.notes.append("no labels: no probe and no specialisation")
+            self.notes.append("no labels: the probes and the specialisation are omitted")
             return None, None, None
-        labels = torch.from_numpy(self.data_train.labels), torch.from_numpy(self.data_test.labels)
-        train_codes = torch.cat([self.encoder.encode(part) for part in self._training_images()])
-        probe = self._probe("codes", train_codes, labels[0], codes, labels[1])
-        if not isinstance(self.encoder, Fires):
+        train_labels, test_labels = (
+            torch.from_numpy(labels) for labels in (self.data_train.labels, self.data_test.labels)
+        )
+        train_codes = in_batches(self.encoder.encode, self._training_batches())
+        probe = self._probe("codes", train_codes, train_labels, codes, test_labels)
+        if not isinstance(self.encoder, SupportsFiring):
             return probe, None, None
         firing = self.encoder.firing(codes)
-        of_firing = self._probe(
-            "firing", self.encoder.firing(train_codes), labels[0], firing, labels[1]
+        firing_probe = self._probe(
+            "firing", self.encoder.firing(train_codes), train_labels, firing, test_labels
         )
-        return probe, of_firing, measures.specialisation(firing, labels[1])
+        return probe, firing_probe, measures.specialisation(firing, test_labels)
 
-    def _probe(self, what: str, *codes_and_labels: Tensor) -> LinearProbe:
+    def _probe(self, inputs: str, *codes_and_labels: Tensor) -> LinearProbe:
         probe = linear_probe(*codes_and_labels)
         if not probe.converged:
             self.notes.append(
-                f"the linear probe on {what} had not converged after {probe.steps} steps"
+                f"the linear probe on {inputs} did not converge in {probe.steps} steps"
             )
         return probe
 
-    def _measure_samples(self, images: Tensor) -> SampleMetrics:
+    def _sample_metrics(self, images: Tensor) -> SampleMetrics:
         negatives = measures.negatives(images, self.background)
-        if self.classifier is None or self.judged is None:
+        if self.classifier is None or self.test_features is None:
             return SampleMetrics(None, None, None, negatives)
-        judged = self.classifier.judge(images)
+        predictions = self.classifier.predict(images)
         return SampleMetrics(
-            measures.frechet_distance(judged.features, self.judged.features),
-            measures.recognisability(judged.probabilities),
-            measures.diversity(judged.verdicts),
+            measures.frechet_distance(predictions.features, self.test_features),
+            measures.recognisability(predictions.probabilities),
+            measures.diversity(predictions.labels),
             negatives,
         )
 
-    def _measure_experts(self) -> ExpertMetrics | None:
+    def _expert_metrics(self) -> ExpertMetrics | None:
         encoder = self.encoder
-        if self.classifier is None or not isinstance(encoder, SamplesExperts):
+        if self.classifier is None or not isinstance(encoder, SupportsExpertSampling):
             return None
-        each = max(2, self.samples // encoder.experts)
+        count = max(2, self.samples // encoder.experts)
         generator = self._generator("one expert")
         draws = [
             self._checked(
-                torch.cat([encoder.sample_expert(part, expert, generator) for part in _parts(each)])
+                torch.cat(
+                    [encoder.sample_expert(size, expert, generator) for size in _batch_sizes(count)]
+                )
             )
             for expert in range(encoder.experts)
         ]
-        judged = self.classifier.judge(torch.cat(draws))
-        verdicts = judged.verdicts.view(encoder.experts, each)
+        predictions = self.classifier.predict(torch.cat(draws))
+        predicted = predictions.labels.view(encoder.experts, count)
         variety = variation = None
         if self.data_test.labels is not None:
             labels = torch.from_numpy(self.data_test.labels)
-            variety = measures.variety(draws, verdicts, self.test, labels)
-            variation = measures.variation(draws, verdicts, self.test, labels)
+            variety = measures.variety(draws, predicted, self.test, labels)
+            variation = measures.variation(draws, predicted, self.test, labels)
         return ExpertMetrics(
-            each,
-            measures.recognisability(judged.probabilities),
-            measures.diversity(judged.verdicts),
-            measures.purity(verdicts),
+            count,
+            measures.recognisability(predictions.probabilities),
+            measures.diversity(predictions.labels),
+            measures.purity(predicted),
             variety,
             variation,
         )
 
-    def _training_images(self) -> Iterator[Tensor]:
-        return (part.to(self.device) for part in self.data_train.batches(BATCH))
+    def _training_batches(self) -> Iterator[Tensor]:
+        return (batch.to(self.device) for batch in self.data_train.batches(BATCH_SIZE))
 
-    def _some_training_images(self) -> Tensor:
+    def _random_training_images(self) -> Tensor:
         order = torch.randperm(
             len(self.data_train), generator=torch.Generator().manual_seed(self.seed)
         )
         return self.data_train.batch(order[: self.samples]).to(self.device)
 
-    def _draw(self, encoder: Samples, domain: str) -> Tensor:
+    def _sample(self, encoder: SupportsSampling, domain: str) -> Tensor:
         generator = self._generator(domain)
         return self._checked(
-            torch.cat([encoder.sample(part, domain, generator) for part in _parts(self.samples)])
+            torch.cat(
+                [encoder.sample(size, domain, generator) for size in _batch_sizes(self.samples)]
+            )
         )
 
     def _checked(self, images: Tensor) -> Tensor:
-        """Refuse what no measure of images means anything for; NaN would even pass as no negative."""
-        if images.shape[1:] != self.data_test.shape or not bool(
-            ((images >= 0) & (images <= 1)).all()
-        ):
+        """Raise ValueError unless samples are images in [0, 1]; NaN would pass as not negative."""
+        in_range = bool(((images >= 0) & (images <= 1)).all())
+        if images.shape[1:] != self.data_test.shape or not in_range:
             raise ValueError(
-                f"samples of {self.encoder.name} must be images of shape {self.data_test.shape} from 0 to 1, but are "
-                f"of {tuple(images.shape[1:])} from {images.min().item():.3g} to {images.max().item():.3g}"
+                f"samples of {self.encoder.name} must be images of shape {self.data_test.shape} "
+                f"from 0 to 1, but have shape {tuple(images.shape[1:])} "
+                f"and range from {images.min().item():.3g} to {images.max().item():.3g}"
             )
         return images
 
     def _generator(self, name: str) -> torch.Generator:
-        """Make a source of random numbers of its own for each way of drawing, so that none depends on the others."""
+        """Create a random generator per domain, so that the domains do not affect each other.
+
+        The name enters the seed: a changed name gives different samples.
+        """
         seed = np.random.SeedSequence((self.seed, zlib.crc32(name.encode()))).generate_state(1)[0]
         return torch.Generator(self.device).manual_seed(int(seed))
 
 
-def _parts(count: int) -> Iterable[int]:
-    return (min(BATCH, count - start) for start in range(0, count, BATCH))
+def _batch_sizes(count: int) -> Iterable[int]:
+    return (min(BATCH_SIZE, count - start) for start in range(0, count, BATCH_SIZE))
 
 
-def without_nan(value: Any) -> Any:
-    """Put None in the place of what JSON has no word for."""
+def nan_to_none(value: Any) -> Any:
+    """Replace NaN and infinity, which JSON cannot represent, by None, recursively."""
     if isinstance(value, dict):
-        return {key: without_nan(each) for key, each in value.items()}
+        return {key: nan_to_none(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [without_nan(each) for each in value]
+        return [nan_to_none(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-# Rows of the table: label, where the value is found, format
+# Rows of the table: label, path of the value in an evaluation, format
 
 CODE_ROWS = (
-    ("numbers", "code_size", "d"),
+    ("code size", "code_size", "d"),
     ("linear probe, test accuracy", "probe.test_accuracy", ".4f"),
     ("linear probe, training accuracy", "probe.train_accuracy", ".4f"),
-    ("linear probe on firing alone", "probe_of_firing.test_accuracy", ".4f"),
-    ("NMI, most active expert and label", "specialisation.normalised", ".3f"),
-    ("the same, adjusted for chance", "specialisation.adjusted", ".3f"),
+    ("linear probe on firing probabilities", "firing_probe.test_accuracy", ".4f"),
+    ("NMI of most active expert and label", "specialisation.normalised", ".3f"),
+    ("AMI (adjusted for chance)", "specialisation.adjusted", ".3f"),
     ("mutual information, nats", "specialisation.mutual_information", ".3f"),
-    ("experts ever most active, effective", "specialisation.experts", ".1f"),
+    ("effective number of active experts", "specialisation.effective_experts", ".1f"),
     ("effective rank", "effective_rank", ".1f"),
-    ("reconstruction error, of a pixel", "reconstruction.error", ".5f"),
-    ("reconstruction error, of the mean's", "reconstruction.relative", ".1%"),
+    ("reconstruction error per pixel", "reconstruction.error", ".5f"),
+    ("reconstruction error, % of mean image", "reconstruction.relative", ".1%"),
 )
-JUDGEMENT_ROWS = (
-    ("recognisable (at least 90 % sure)", "recognisability.share", ".1%"),
-    ("diversity, effective classes", "diversity.classes", ".2f"),
+CLASSIFIER_ROWS = (
+    ("recognisable (confidence ≥ 90 %)", "recognisability.share", ".1%"),
+    ("diversity, effective classes", "diversity.effective_classes", ".2f"),
 )
 SAMPLE_ROWS = (
     ("Fréchet distance", "frechet.distance", ".2f"),
-    *JUDGEMENT_ROWS,
+    *CLASSIFIER_ROWS,
     ("negatives", "negatives.share", ".1%"),
 )
 EXPERT_ROWS = (
-    *JUDGEMENT_ROWS,
+    *CLASSIFIER_ROWS,
     ("purity", "purity.mean", ".1%"),
-    ("variety, of one class's", "variety.mean", ".1%"),
+    ("variety, % of the class", "variety.mean", ".1%"),
     *(
-        (f"variation of {name}, of one class's", f"variation.{name}", ".1%")
+        (f"variation of {name}, % of the class", f"variation.{name}", ".1%")
         for name in ("thickness", "slant", "width", "height")
     ),
 )
+DOMAIN_TITLES = {
+    "complete": "samples from a random expert, domain complete",
+    "restricted": "samples from a random expert, domain restricted",
+    "learned": "samples from a random expert, domain learned",
+    "joint": "samples from the whole code (all experts together), domain joint",
+}
 
 
-def side_by_side(evaluations: Sequence[Evaluation]) -> str:
-    """Lay several evaluations out as one table of aligned plain text, a column for each."""
+def comparison_table(evaluations: Sequence[Evaluation]) -> str:
+    """Format several evaluations as one table of aligned plain text, with a column for each."""
     if not evaluations:
-        raise ValueError("evaluations must hold at least one, but are empty")
+        raise ValueError("evaluations must contain at least one evaluation, but is empty")
     sections: dict[str, dict[str, list[str]]] = {}
     domains = list(
         dict.fromkeys(domain for evaluation in evaluations for domain in evaluation.domains)
     )
     for evaluation in evaluations:
-        for section, rows in _rows(evaluation, domains):
-            for label, text in rows:
+        for section, labelled_cells in _sections(evaluation, domains):
+            for label, text in labelled_cells:
                 sections.setdefault(section, {}).setdefault(label, []).append(text)
     sections = {
         section: {
-            label: cells for label, cells in rows.items() if any(cell != NOTHING for cell in cells)
+            label: cells for label, cells in rows.items() if any(cell != MISSING for cell in cells)
         }
         for section, rows in sections.items()
     }
     names = [evaluation.name for evaluation in evaluations]
-    cells_of = [cells for labelled in sections.values() for cells in labelled.values()]
+    all_cells = [cells for rows in sections.values() for cells in rows.values()]
     widths = [
-        max(len(name), *(len(cells[i]) for cells in cells_of)) for i, name in enumerate(names)
+        max(len(name), *(len(cells[i]) for cells in all_cells)) for i, name in enumerate(names)
     ]
-    left = max(len(label) for labelled in sections.values() for label in labelled) + 2
+    label_width = max(len(label) for rows in sections.values() for label in rows) + 2
     first = evaluations[0]
     lines = [
-        f"{first.data}: {first.training_images:,} training images, {first.test_images:,} test images, "
-        f"{first.samples:,} samples, seed {first.seed}",
+        f"{first.data}: {first.training_images:,} training images, {first.test_images:,} test "
+        f"images, {first.samples:,} samples, seed {first.seed}",
         "",
-        _line("", names, left, widths),
+        _line("", names, label_width, widths),
     ]
-    for section, labelled in sections.items():
-        if labelled:
+    for section, rows in sections.items():
+        if rows:
+            lines.append(section)
             lines += [
-                section,
-                *(_line(f"  {label}", cells, left, widths) for label, cells in labelled.items()),
+                _line(f"  {label}", cells, label_width, widths) for label, cells in rows.items()
             ]
-    notes = dict.fromkeys(f"{each.name}: {note}" for each in evaluations for note in each.notes)
+    notes = dict.fromkeys(
+        f"{evaluation.name}: {note}" for evaluation in evaluations for note in evaluation.notes
+    )
     return "\n".join([*lines, *([""] if notes else []), *notes])
 
 
-def _line(label: str, cells: Sequence[str], left: int, widths: Sequence[int]) -> str:
+def _line(label: str, cells: Sequence[str], label_width: int, widths: Sequence[int]) -> str:
     aligned = "".join(f"  {cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
-    return f"{label:<{left}}{aligned}".rstrip()
+    return f"{label:<{label_width}}{aligned}".rstrip()
 
 
-def _rows(of: Evaluation, domains: Sequence[str]) -> Iterator[tuple[str, list[tuple[str, str]]]]:
-    """Sections of a table, the same for every evaluation: the title and the labelled cells of each."""
-    yield "code", _cells(of, CODE_ROWS)
+def _sections(
+    evaluation: Evaluation, domains: Sequence[str]
+) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+    """Yield title and labelled cells of each section; the same sections for every evaluation."""
+    yield "code", _cells(evaluation, CODE_ROWS)
     for domain in domains:
-        yield f"samples, {domain}", _cells(of.domains.get(domain), SAMPLE_ROWS)
-    yield "samples, one expert at a time", _cells(of.experts, EXPERT_ROWS)
-    yield "training images in place of samples", _cells(of.training, SAMPLE_ROWS)
+        title = DOMAIN_TITLES.get(domain, f"samples, domain {domain}")
+        yield title, _cells(evaluation.domains.get(domain), SAMPLE_ROWS)
+    title = "samples from each expert in turn, domain learned"
+    yield title, _cells(evaluation.experts, EXPERT_ROWS)
+    title = "training images in place of samples"
+    yield title, _cells(evaluation.training_samples, SAMPLE_ROWS)
 
 
-def _cells(of: object, rows: Sequence[tuple[str, str, str]]) -> list[tuple[str, str]]:
-    """Label and formatted value of each row; a dash where the value, or what it belongs to, is None or NaN."""
+def _cells(metrics: object, rows: Sequence[tuple[str, str, str]]) -> list[tuple[str, str]]:
+    """Return label and formatted value of each row; a dash if the value is None or NaN."""
     cells = []
     for label, path, form in rows:
-        value: Any = of
+        value: Any = metrics
         for name in path.split("."):
             value = None if value is None else getattr(value, name)
-        shown = (
-            NOTHING
-            if value is None or math.isnan(value)
-            else format(value, form).replace("%", " %")
-        )
-        cells.append((label, shown))
+        missing = value is None or math.isnan(value)
+        cells.append((label, MISSING if missing else format(value, form).replace("%", " %")))
     return cells
