@@ -591,10 +591,10 @@ def test_faults_stop_the_build(
 @pytest.mark.parametrize(
     ("line", "fault"),
     [
-        ('<a href="gone.html">', "not there"),
-        ('<a href="../gone.html">', "not there"),
+        ('<a href="gone.html">', "does not exist"),
+        ('<a href="../gone.html">', "does not exist"),
         ('<a href="#gone">', "no such anchor"),
-        ('<img src="gone.png">', "not there"),
+        ('<img src="gone.png">', "does not exist"),
         ('<script src="https://example.org/x.js"></script>', "fetches"),
         ('<link rel="stylesheet" href="//example.org/x.css">', "fetches"),
         (
