@@ -154,7 +154,7 @@ def test_the_guide_to_own_images_runs_from_end_to_end(
     lines = [
         line
         for block in re.findall(r"```sh\n(.*?)```", text, re.DOTALL)
-        for line in block.splitlines()
+        for line in block.replace("\\\n", " ").splitlines()
     ]
     assert [line.split()[1] for line in lines] == [
         "train", "generate", "generate", "reconstruct", "traverse", "evaluate", "info",
