@@ -35,7 +35,7 @@ import poecaps
 from benchmarks import machine
 from benchmarks.baselines import Autoencoder, BernoulliRBM, Budget, limit
 from poecaps._modules import in_batches
-from poecaps.applications import encode, free_energy, inpaint, interpolate, nearest
+from poecaps.applications import encode, free_energy, inpaint, interpolate, nearest_neighbours
 from poecaps.data import ImageSet, load
 from poecaps.evaluation import CLASSIFIERS, load_classifier, recognisability
 
@@ -185,7 +185,7 @@ def measure_neighbours(
     }
     result = {}
     for name, feature in features.items():
-        found = nearest(feature(train_images), feature(test_images)).indices[:, 0].cpu()
+        found = nearest_neighbours(feature(train_images), feature(test_images)).indices[:, 0].cpu()
         result[name] = (train_labels[found] == test_labels).double().mean().item()
     return result
 

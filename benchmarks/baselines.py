@@ -51,6 +51,7 @@ from torch import nn
 from benchmarks import machine
 from poecaps import Architecture, CapsuleNetwork, ConvAutoencoder
 from poecaps._modules import in_batches
+from poecaps.code_density import PCAMixture
 from poecaps.data import ImageSet, load
 from poecaps.evaluation import (
     CLASSIFIERS,
@@ -59,7 +60,6 @@ from poecaps.evaluation import (
     evaluate,
     load_classifier,
 )
-from poecaps.network import MixtureOfCodes
 from poecaps.training import PRESETS
 
 if TYPE_CHECKING:
@@ -184,7 +184,7 @@ class CodeMixture:
     """The mixture that poecaps fits to whole codes, fitted to codes (N, S) of any model."""
 
     def __init__(self, codes: Tensor, seed: int) -> None:
-        self.density = MixtureOfCodes(codes.shape[1], Architecture().joint_components).to(
+        self.density = PCAMixture(codes.shape[1], Architecture().joint_components).to(
             codes.device
         )
         self.density.fit(codes, torch.Generator().manual_seed(seed))
@@ -456,7 +456,7 @@ class Autoencoder:
         self.model = ConvAutoencoder(
             data.shape[0],
             features=shape.features,
-            kernel=shape.kernel_size,
+            kernel_size=shape.kernel_size,
             dropout=shape.dropout,
             generator=generator,
         ).to(budget.device)

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from poecaps.code_density import Domain
     from poecaps.evaluation import Classifier
-    from poecaps.network import Domain
 
 ROWS = 4
 DRAWS = 500  # draws of each expert

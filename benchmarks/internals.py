@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 import torch
 
-from poecaps import kernels
-from poecaps.kernels import lanes, votefree
-from poecaps.kernels.common import Options
-from poecaps.network import Architecture, CapsuleNetwork
-from poecaps.training import PRESETS, loop
-from poecaps.training.config import changes
-from poecaps.training.config import command as command_for
-from poecaps.training.loop import find_device
-from poecaps.training.stages import AutoencoderTask, Material
-from poecaps.training.steps import FEWEST, PLAIN, Steps
-from poecaps.training.workers import Workers
+from poecaps._devices import find_device, use_bfloat16
+from poecaps.cli.arguments import command_for
+from poecaps.kernels import cpu, dispatch
+from poecaps.network import CapsuleNetwork
+from poecaps.options import Architecture
+from poecaps.training import PRESETS
+from poecaps.training.config import changed_options
+from poecaps.training.distributed import Distributed
+from poecaps.training.features import FeatureCache
+from poecaps.training.graphs import MIN_REPLAYS, WARMUP_STEPS, GraphedStep
+from poecaps.training.optim import make_optimizer, set_learning_rate
+from poecaps.training.stages import AutoencoderTrainer
+from poecaps.training.trainer import TrainingStep
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from poecaps import CapsuleExperts
     from poecaps.data import ImageSet
 
 __all__ = [
@@ -30,12 +31,11 @@ __all__ = [
     "WARM_UP_STEPS",
     "AutoencoderSteps",
     "backend_name",
-    "changes",
+    "changed_options",
     "command_for",
     "compiler",
     "describe_backend",
     "find_device",
-    "plain_torch_loss",
     "release_buffers",
     "simd_available",
 ]
@@ -46,43 +46,37 @@ __all__ = [
 
 def simd_available() -> bool:
     """Return whether the compiled CPU backend can run on this machine."""
-    return lanes.obstacle() is None
+    return cpu.why_not_compiled() is None
 
 
 def compiler() -> str | None:
     """Return the C compiler of the compiled CPU backend, or None if there is none."""
-    return lanes.compiler()
+    return cpu.compiler_version()
 
 
 def describe_backend(device: torch.device) -> str:
     """Describe in one line the backend that float32 layers use on a device."""
-    return kernels.describe(device)
+    return dispatch.describe(device)
 
 
 def backend_name(device: torch.device) -> str:
     """Return the name, in tables, of the backend that float32 layers use on a device."""
-    if device.type == "cuda" and kernels.describe(device).startswith("triton"):
-        return "Triton"
-    return "compiled C" if device.type == "cpu" and simd_available() else "plain PyTorch"
+    x, weight = torch.zeros(256, 576, 8, device=device), torch.zeros(576, 20, 16, 8, device=device)
+    names: dict[dispatch.Backend, str] = {"triton": "Triton", "simd": "compiled C"}
+    return names.get(dispatch.choose(x, weight), "plain PyTorch")
 
 
 def release_buffers() -> None:
     """Free the memory that the compiled CPU backend keeps between calls."""
-    lanes.forget()
-
-
-def plain_torch_loss(layer: CapsuleExperts, x: Tensor) -> Tensor:
-    """Compute the loss of CD-1 with the plain PyTorch backend: (B, I, K) → ()."""
-    options = Options(layer.iterations, layer.sharpness, layer.normalize)
-    return votefree.contrastive_divergence(x, layer.weight, 1, options, lambda _: None)[0]
+    cpu.release_workspace()
 
 
 # --------------------------------------------------------------------------------------------------
 # Training
 
 
-WARM_UP_STEPS = PLAIN + 1  # steps after which libraries are initialised and buffers allocated
-CAPTURE_STEPS = PLAIN + FEWEST  # steps of a stage from which one is captured as a CUDA graph
+WARM_UP_STEPS = WARMUP_STEPS + 1  # steps after which libraries are initialised
+CAPTURE_STEPS = WARMUP_STEPS + MIN_REPLAYS  # steps of a stage from which one is captured
 
 
 class AutoencoderSteps:
@@ -90,26 +84,26 @@ class AutoencoderSteps:
 
     def __init__(self, data: ImageSet, batch_size: int, device: torch.device) -> None:
         config = replace(PRESETS["default"](), batch_size=batch_size, device=str(device))
-        options = {each.name: getattr(config.model, each.name) for each in fields(config.model)}
-        self.architecture = Architecture(**options, image_shape=data.shape)
+        self.architecture = Architecture(**asdict(config.model), image_shape=data.shape)
         generator = torch.Generator().manual_seed(0)
         network = CapsuleNetwork(self.architecture, generator=generator).to(device)
         network.autoencoder.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        half, workers = loop._wants_bfloat16(config.precision, device), Workers()
-        material = Material(data, network, device, workers, half=half)
-        task = AutoencoderTask("autoencoder", config.autoencoder, network.autoencoder, material)
-        task.prepare(True, torch.Generator().manual_seed(0))
-        self.precision = "bfloat16" if half else "float32"
-        self.cuda_graph = device.type == "cuda" and task.is_resident()
-        self.optimizer = loop._optimizer(task.stage, list(task.part.parameters()))
+        bfloat16, distributed = use_bfloat16(config.precision, device), Distributed()
+        cache = FeatureCache(data, network, device, distributed, bfloat16=bfloat16)
+        stage = AutoencoderTrainer(config.autoencoder, cache)
+        stage.prepare(True, torch.Generator().manual_seed(0))
+        self.precision = "bfloat16" if bfloat16 else "float32"
+        self.cuda_graph = device.type == "cuda" and stage.data_on_device()
+        self.options = stage.options
+        self.optimizer = make_optimizer(stage.options, list(stage.module.parameters()))
         self.generator = torch.Generator(device).manual_seed(0)
         network.eval()
-        task.part.train()
-        self.stage = task.stage
-        self.steps = Steps(task, self.optimizer, workers, self.generator, recorded=self.cuda_graph)
+        stage.module.train()
+        step = TrainingStep(stage, self.optimizer, distributed, self.generator)
+        self.step = GraphedStep(step, self.generator) if self.cuda_graph else step
 
     def take(self, indices: Tensor, seed: int) -> Tensor:
         """Take one step on the images with these indices; the seed is that of the dropout."""
-        loop._set_rate(self.optimizer, self.stage.learning_rate_at(0))
+        set_learning_rate(self.optimizer, self.options.learning_rate_at(0))
         self.generator.manual_seed(seed)
-        return self.steps.take(indices)
+        return self.step(indices)

@@ -101,7 +101,7 @@ def measure_optimizer(rounds: int, device: torch.device) -> dict[str, Any]:
         for name, module in {"autoencoder": autoencoder, "encoder": encoder}.items():
             steps = _optimizer_steps(list(module.parameters()))
             graphs = {f"{key}, CUDA graph": _graphed(step) for key, step in steps.items()}
-            found[f"step, {name}"] = machine.in_turns(steps | graphs, rounds, device)
+            found[f"step, {name}"] = machine.time_in_turns(steps | graphs, rounds, device)
     else:
         found["step"] = NEEDS_GPU
     names = ("FusedAdam", "torch.optim.Adam")
@@ -109,7 +109,7 @@ def measure_optimizer(rounds: int, device: torch.device) -> dict[str, Any]:
     for _ in range(rounds):
         for name in names:
             times[name].append(_first_step_seconds(name, device))
-    found["first step in a process"] = {name: machine.spread(times[name]) for name in names}
+    found["first step in a process"] = {name: machine.summary(times[name]) for name in names}
     return found
 
 
@@ -203,7 +203,7 @@ def _with_and_without_reuse(step: Step, timer: Callable[[Step], float], rounds: 
                 times[name].append(timer(step))
     finally:
         launch.REUSE_COMPILED = before
-    return {name: machine.spread(values) for name, values in times.items()}
+    return {name: machine.summary(values) for name, values in times.items()}
 
 
 def _host_seconds(step: Step, repeats: int) -> float:
@@ -251,7 +251,7 @@ def _compare_directions(points: Tensor, exact: float, rounds: int) -> dict[str, 
     device, chunk = points.device, CHUNKS[points.device.type]
 
     def streaming() -> Tensor:
-        return leading_directions(lambda: points.split(chunk), points.shape[1], COMPONENTS)[1]
+        return leading_directions(points.split(chunk), points.shape[1], COMPONENTS)[1]
 
     def lowrank(iterations: int) -> Tensor:
         torch.manual_seed(0)
@@ -264,7 +264,7 @@ def _compare_directions(points: Tensor, exact: float, rounds: int) -> dict[str, 
         "torch.pca_lowrank, niter=8": lambda: lowrank(8),
     }
     found: dict[str, dict[str, Any]] = {}
-    for name, times in machine.in_turns(dict(methods), rounds, device).items():
+    for name, times in machine.time_in_turns(dict(methods), rounds, device).items():
         captured = (points.double() @ methods[name]().double()).square().sum().item() / len(points)
         memory = machine.extra_memory(methods[name], device)
         found[name] = {**times, "captured": captured / exact, "memory_bytes": memory}
@@ -303,7 +303,7 @@ def _compare_eigenvectors(matrices: Tensor, rounds: int) -> dict[str, dict[str, 
         "torch.linalg.eigh": eigh,
     }
     found: dict[str, dict[str, Any]] = {}
-    for name, times in machine.in_turns(dict(methods), rounds, matrices.device).items():
+    for name, times in machine.time_in_turns(dict(methods), rounds, matrices.device).items():
         values, vectors = methods[name]()
         error = ((values - exact).abs().amax(1) / exact[:, -1]).max().item()
         captured = (vectors * (matrices @ vectors)).sum((1, 2)) / exact.sum(1)

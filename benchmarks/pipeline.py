@@ -34,15 +34,16 @@ from benchmarks import machine
 from benchmarks.claims import figure
 from benchmarks.internals import CAPTURE_STEPS
 from benchmarks.study import lookup
+from poecaps.code_density import CodeDensity
 from poecaps.data import ImageSet, load
 from poecaps.evaluation import CLASSIFIERS, evaluate, load_classifier
-from poecaps.network import CapsuleNetwork, CodeDensity
+from poecaps.network import CapsuleNetwork
 from poecaps.training import PRESETS, train
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from poecaps.network import Domain
+    from poecaps.code_density import Domain
     from poecaps.training import Config, Progress
 
 PANELS: tuple[Domain, ...] = ("complete", "restricted", "learned")

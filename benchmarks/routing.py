@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from benchmarks import machine
-from benchmarks.internals import backend_name, plain_torch_loss, simd_available
+from benchmarks.internals import backend_name, simd_available
 from poecaps import CapsuleExperts, squash
 from poecaps import functional as F
 from poecaps.layer import CapsuleDecoder
@@ -531,7 +531,8 @@ def _step(layer: CapsuleExperts, x: Tensor) -> Step:
 def _plain_step(sizes: Sizes, device: torch.device) -> Step:
     """Return the step of the plain PyTorch backend."""
     layer, x = _problem(sizes, device)
-    return lambda: _gradient(layer, plain_torch_loss(layer, x))
+    layer.backend = "torch"
+    return _step(layer, x)
 
 
 def _decoder_step(sizes: Sizes, device: torch.device, *, reference: bool) -> Step:

@@ -21,7 +21,7 @@ from PIL import Image
 
 import poecaps
 from poecaps import Architecture, CapsuleNetwork, card, hub
-from poecaps.cli import main
+from poecaps.cli.main import main
 from poecaps.training import PRESETS, record
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ def test_an_edited_card_is_not_overwritten(run: Path, capsys: pytest.CaptureFixt
     (run / "README.md").write_text(mine, encoding="utf-8")
     assert main(["evaluate", str(run), "--samples", "20", "--device", "cpu"]) == 0
     assert text_of(run) == mine
-    assert f"{run / 'README.md'} was edited, so it is left as it is" in capsys.readouterr().err
+    assert f"{run / 'README.md'} was edited, so it is not overwritten" in capsys.readouterr().err
 
 
 def test_a_card_without_figures_shows_none(trained: Path, tmp_path: Path) -> None:
@@ -295,7 +295,7 @@ def test_a_card_that_is_not_utf8_is_not_overwritten(
     assert not card.write(run, poecaps.load(run))
     assert main(["evaluate", str(run), "--samples", "20", "--device", "cpu"]) == 0
     assert (run / "README.md").read_bytes() == mine
-    assert "was edited, so it is left as it is" in capsys.readouterr().err
+    assert "was edited, so it is not overwritten" in capsys.readouterr().err
 
 
 # The Hub
@@ -410,7 +410,7 @@ def test_without_huggingface_hub_a_folder_opens_and_a_name_raises_an_error(
 
 def test_neither_the_library_nor_the_command_line_imports_the_hub() -> None:
     program = (
-        "import sys, poecaps, poecaps.cli, poecaps.hub; print('huggingface_hub' in sys.modules)"
+        "import sys, poecaps, poecaps.cli.main, poecaps.hub; print('huggingface_hub' in sys.modules)"
     )
     result = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True

@@ -10,12 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from poecaps import CapsuleExperts, check_capsules, kernels, squash
+from poecaps import CapsuleExperts, check_capsules, squash
 from poecaps import functional as F
 from poecaps.autoencoder import ConvAutoencoder
-from poecaps.kernels import convolution
+from poecaps.kernels import convolution, dispatch
 from poecaps.kernels.triton import launch, support
-from poecaps.layer import MIXINGS, Mixing
 from poecaps.options import ModelOptions
 from poecaps.training import (
     Config,
@@ -24,10 +23,10 @@ from poecaps.training import (
     PixelDecoderStage,
     Progress,
     Stage,
-    trainer,
     optim,
     resume,
     train,
+    trainer,
 )
 from tests.training.fused_adam_facts import assert_steps_of_torch
 
@@ -171,10 +170,10 @@ def test_compiled_kernels_take_any_batch_size(reuse: bool, monkeypatch: pytest.M
         assert ((ours.grad_weight - exact).norm() / exact.norm()).item() < 1e-5
 
 
-@pytest.mark.parametrize("mixing", MIXINGS)
+@pytest.mark.parametrize("mixing", F.MIXINGS)
 @pytest.mark.parametrize("winners", [None, 2])
 def test_training_by_replays_gives_what_plain_steps_give(
-    winners: int | None, mixing: Mixing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    winners: int | None, mixing: F.Mixing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All four stages, with dropout and Bernoulli draws, which must be those of each step.
 
@@ -253,7 +252,7 @@ def test_without_triton_the_gpu_takes_the_version_without_votes(monkeypatch: pyt
     with torch.no_grad():
         expected = layer(x)
     monkeypatch.setattr(support, "installed", lambda: False)
-    assert kernels.choose(x, layer.weight) == "cpu"
+    assert dispatch.choose(x, layer.weight) == "torch"
     with torch.no_grad():
         torch.testing.assert_close(layer(x), expected)
     layer.backend = "triton"
@@ -267,7 +266,7 @@ def test_a_training_step_never_waits(winners: int | None) -> None:
     layer, x = layer_and_capsules(torch.float32, winners=winners)
     chain, generator = x.clone(), torch.Generator("cuda").manual_seed(0)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
-    for mixing in MIXINGS:
+    for mixing in F.MIXINGS:
         with no_waiting():
             optimizer.zero_grad()
             layer.contrastive_divergence(x, 2, mixing=mixing, chain=chain, generator=generator).backward()

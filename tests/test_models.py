@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 import shutil
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,11 +17,10 @@ from PIL import Image
 import poecaps
 from poecaps import Architecture, CapsuleNetwork, hub, models
 from poecaps.card import is_unedited
-from poecaps.cli import main
+from poecaps.cli.main import main
 from poecaps.code_density import DOMAINS
 from poecaps.data import datasets
-from poecaps.training import PRESETS, Config, EncoderStage, record, train
-from poecaps.training.config import command, nearest_preset
+from poecaps.training import PRESETS, record, train
 from tools.ship_model import main as ship_model
 from tools.ship_model import ship
 
@@ -69,14 +67,14 @@ def shipped(
     monkeypatch.chdir(tmp_path)
     nowhere = package / "__pycache__"
     nowhere.mkdir()
-    monkeypatch.setattr(named, "SYSTEM", nowhere)
-    monkeypatch.setattr(named, "cache", lambda: nowhere)
+    monkeypatch.setattr(datasets, "SYSTEM_FOLDER", nowhere)
+    monkeypatch.setattr(datasets, "cache_folder", lambda: nowhere)
     monkeypatch.delenv("POECAPS_DATA", raising=False)
 
     def refuse(*_: Any) -> None:
         raise AssertionError("nothing may be downloaded unasked")
 
-    monkeypatch.setattr(named, "fetch", refuse)
+    monkeypatch.setattr(datasets, "download_split", refuse)
     return package
 
 
@@ -104,14 +102,14 @@ def test_a_name_means_the_shipped_model_and_a_path_the_folder(
         assert poecaps.load(path).architecture.experts == ((2, 9),)
     assert main(["info", "mnist"]) == 0
     said = capsys.readouterr()
-    assert "3 of 5 numbers" in said.out
+    assert "3 of dimension 5" in said.out
     assert (
-        "mnist is the model that comes with poecaps; the one in the folder here is ./mnist"
+        "mnist is the model of the package; for the model in the folder here write ./mnist"
         in said.err
     )
     assert main(["info", "./mnist"]) == 0
     said = capsys.readouterr()
-    assert "2 of 9 numbers" in said.out
+    assert "2 of dimension 9" in said.out
     assert said.err == ""
 
 
@@ -184,7 +182,7 @@ def test_a_shipped_model_takes_the_bundled_sample_if_its_own_set_is_missing(
 ) -> None:
     assert main(["reconstruct", "mnist", "--count", "5"]) == 0
     assert (
-        "the full set mnist is not on this machine; takes the bundled mnist-sample"
+        "the full dataset mnist is not on this machine; using mnist-sample of the package"
         in capsys.readouterr().err
     )
     with np.load("mnist-reconstructions.npz") as drawn:
@@ -201,9 +199,9 @@ def test_a_shipped_model_takes_its_own_set_if_it_is_there(
     """It needs both splits: otherwise one would be compared with the sample of the other."""
     monkeypatch.setenv("POECAPS_DATA", str(tmp_path))
     shutil.copytree(
-        named.BUNDLED / "fashion-mnist", tmp_path / "mnist"
+        datasets.BUNDLED / "fashion-mnist", tmp_path / "mnist"
     )  # images that can be told apart
-    monkeypatch.setattr(named, "_refuse_another_set", lambda *_: None)
+    monkeypatch.setattr(datasets, "_require_own_labels", lambda *_: None)
     assert main(["reconstruct", "mnist", "--count", "5", "--out", "a.png"]) == 0
     assert capsys.readouterr().err == ""
     assert main(["info"]) == 0
@@ -213,7 +211,7 @@ def test_a_shipped_model_takes_its_own_set_if_it_is_there(
         np.testing.assert_array_equal(drawn["originals"], clothes.numpy())
     (tmp_path / "mnist" / "t10k-images-idx3-ubyte.gz").unlink()
     assert main(["encode", "mnist", "--out", "b.npz"]) == 0
-    assert "takes the bundled mnist-sample" in capsys.readouterr().err
+    assert "using mnist-sample of the package" in capsys.readouterr().err
 
 
 def test_a_shipped_model_is_evaluated_on_one_set_with_its_classifier(
@@ -231,11 +229,11 @@ def test_a_shipped_model_is_evaluated_on_one_set_with_its_classifier(
         assert whole.labels is not None
         return poecaps.data.ImageSet(whole.images[:60], whole.labels[:60], source=source)
 
-    monkeypatch.setattr("poecaps.cli.datasets.load", load)
+    monkeypatch.setattr("poecaps.data.load", load)
     assert main(["evaluate", "mnist", "--samples", "20"]) == 0
     assert asked == [("mnist-sample", "train", None), ("mnist-sample", "test", None)]
     said = capsys.readouterr()
-    assert said.err.count("takes the bundled mnist-sample") == 1
+    assert said.err.count("using mnist-sample of the package") == 1
     assert "written to mnist-evaluation.json" in said.out
     assert (
         json.loads((tmp_path / "mnist-evaluation.json").read_text())["classifier"]["data"]
@@ -252,7 +250,7 @@ def test_info_lists_shipped_models(shipped: Path, capsys: pytest.CaptureFixture[
     assert main(["info", "mnist"]) == 0
     text = capsys.readouterr().out
     for fact in (
-        "mnist, which comes with poecaps",
+        "mnist, a model of the package",
         "mnist (train) (60,000 images",
         "poecaps train --data mnist",
         "seed = 7",
@@ -284,7 +282,7 @@ def test_a_shipped_model_is_the_run_in_half_precision_without_its_machine(
     for file in ("README.md", "config.json", "run.json"):
         text = (folder / file).read_text(encoding="utf-8")
         assert str(run.parent) not in text
-        assert record.describe_machine()["platform"] not in text
+        assert record.describe_versions()["platform"] not in text
     about = record.read(folder)
     options = record.read(run)["config"]
     assert about["config"] == options | {"data_path": None, "device": "auto"}
@@ -371,40 +369,6 @@ def test_a_run_that_cannot_be_shipped_raises_an_error(
     assert ship_model([str(copy), name]) == 1
     assert message in capsys.readouterr().err
     assert not (tmp_path / "package").exists()
-
-
-@pytest.mark.parametrize("preset", PRESETS)
-def test_the_command_of_a_config_trains_with_its_options(
-    preset: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    usual = PRESETS[preset]()
-    model = replace(
-        usual.model, experts=((40, 8), (20, 16)), whiten=not usual.model.whiten, scale=None
-    )
-    encoder = EncoderStage(
-        **asdict(usual.encoder) | {"epochs": 30, "winners": None, "final_learning_rate_ratio": 1e-5}
-    )
-    config = replace(
-        usual, data="fashion-mnist", seed=3, model=model, encoder=encoder, batch_size=512
-    )
-    asked: list[Config] = []
-
-    def note(given: Config, *_: Any, **__: Any) -> None:
-        asked.append(given)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("poecaps.cli.train_network", note)
-    assert nearest_preset(config) == preset
-    assert (
-        main(
-            [
-                *shlex.split(command(replace(config, device="cuda", data_path="/data")))[1:],
-                "--quiet",
-            ]
-        )
-        == 130
-    )
-    assert asked == [config]
 
 
 # The real ones

@@ -20,11 +20,11 @@ from poecaps.plotting import (
     SEPARATOR,
     expert_grid,
     image_grid,
-    read_metrics,
     reconstructions,
     training_curves,
     traversal_grid,
 )
+from poecaps.training.metrics import read_metrics
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

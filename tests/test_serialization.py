@@ -24,7 +24,7 @@ from poecaps.serialization import (
     read_tensors,
     write_tensors,
 )
-from poecaps.training.loop import CHECKPOINT
+from poecaps.training.checkpoint import CHECKPOINT
 from tests.networks import TINY, tiny_network, untrained
 
 if TYPE_CHECKING:

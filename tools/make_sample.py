@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from poecaps.data import load
-from poecaps.data.idx import PREFIX, Split
 from poecaps.data.datasets import BUNDLED, PUBLIC_DATASETS
+from poecaps.data.idx import PREFIX, Split
 
 STEP: dict[Split, int] = {"train": 6, "test": 5}
 

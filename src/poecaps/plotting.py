@@ -13,7 +13,6 @@ only ASCII; other characters are replaced by similar ones.
 from __future__ import annotations
 
 import io
-import json
 import math
 import textwrap
 import unicodedata
@@ -26,6 +25,7 @@ import torch
 
 from poecaps import _checks as checks
 from poecaps._files import atomic_write
+from poecaps.training.metrics import read_metrics
 
 if TYPE_CHECKING:
     import os

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks import study
-from benchmarks.internals import changes, command_for
+from benchmarks.internals import changed_options, command_for
 from benchmarks.study import STUDY, Variant, default_with, main, table
 from poecaps.training import PRESETS, TrainingError
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 def test_a_variant_is_valid_and_changes_only_its_options(name: str) -> None:
     variant = STUDY[name]
     config = variant.config(data="mnist", seed=3)
-    config.check()
-    assert changes(config, variant.preset) == {"data": "mnist", "seed": 3, **variant.changes}
+    config.validate()
+    assert changed_options(config, variant.preset) == {"data": "mnist", "seed": 3, **variant.changes}
 
 
 def test_no_two_variants_are_the_same() -> None:

@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING
 
 from poecaps.cli.main import main
-from poecaps.network import DOMAINS
+from poecaps.code_density import DOMAINS
 
 if TYPE_CHECKING:
     from pathlib import Path

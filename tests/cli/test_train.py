@@ -16,12 +16,13 @@ import pytest
 from PIL import Image
 
 import poecaps
-from poecaps._files import read_tensors
+from poecaps._json import dataclass_from_json
 from poecaps.cli.main import main
-from poecaps.network import DOMAINS
+from poecaps.code_density import DOMAINS
+from poecaps.serialization import read_tensors
 from poecaps.training import PRESETS
-from poecaps.training.config import Config, from_json
-from poecaps.training.loop import CHECKPOINT
+from poecaps.training.checkpoint import CHECKPOINT
+from poecaps.training.config import Config
 from tests.cli.conftest import SMALL, arrays
 
 
@@ -59,7 +60,7 @@ def test_every_field_can_be_set_and_nothing_else_changes(source: Path, tmp_path:
         )
         == 0
     )
-    used = from_json(Config, json.loads((tmp_path / "run" / "run.json").read_text())["config"])
+    used = dataclass_from_json(Config, json.loads((tmp_path / "run" / "run.json").read_text())["config"])
     paper = PRESETS["paper"]()
     assert (
         used.encoder.k,
@@ -188,7 +189,7 @@ def test_no_set_of_images_is_loaded_twice(
         return images
 
     monkeypatch.setattr("poecaps.data.load", note)
-    monkeypatch.setattr("poecaps.training.loop.load", note)
+    monkeypatch.setattr("poecaps.training.run.load", note)
     unsplit = tmp_path / "unsplit.npz"
     np.savez(unsplit, images=arrays(source)["x_train"])
     for number, data in enumerate((source, unsplit)):
@@ -369,7 +370,7 @@ def test_one_line_says_what_was_found_and_what_was_skipped_and_why(
     assert main(["reconstruct", str(tmp_path / "run"), "--device", "cpu"]) == 0
     assert [each for each in capsys.readouterr().err.splitlines() if "skipped" in each] == [line]
 
-    config = from_json(Config, json.loads((tmp_path / "run" / "run.json").read_text())["config"])
+    config = dataclass_from_json(Config, json.loads((tmp_path / "run" / "run.json").read_text())["config"])
     with pytest.warns(UserWarning, match="4 files skipped") as told:
         poecaps.train(config, tmp_path / "again")
     assert [(str(each.message), each.filename) for each in told] == [(line, __file__)]

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from poecaps import functional as F
+from poecaps.code_density import DOMAINS
 from poecaps.explorer.render import STEPS, ExplorerModel, Setting, as_pixels
-from poecaps.network import DOMAINS
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from poecaps.network import Domain
+    from poecaps.code_density import Domain
 
 SOME = (Setting(1, (0.5, -2.25, 0.0, 1.0, 3.0), 1.4, negative=True), Setting(3, (1.0,), 0.6))
 

@@ -14,7 +14,9 @@ import torch
 if TYPE_CHECKING:
     from pathlib import Path
 
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="Triton is not installed"
+)
 
 
 def assert_facts(file: Path) -> None:
@@ -23,5 +25,7 @@ def assert_facts(file: Path) -> None:
     if not torch.cuda.is_available():
         environment["TRITON_INTERPRET"] = "1"
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(file)]
-    done = subprocess.run(command, env=environment, cwd=file.parents[2], capture_output=True, text=True)
+    done = subprocess.run(
+        command, env=environment, cwd=file.parents[2], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout + done.stderr

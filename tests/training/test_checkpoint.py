@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from poecaps import ModelError
-from poecaps._files import read_tensors, write_tensors
+from poecaps.serialization import read_tensors, write_tensors
 from poecaps.training import Progress, TrainingError, resume, train
 from poecaps.training.checkpoint import CHECKPOINT
 from poecaps.training.metrics import METRICS

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from poecaps.network import ModelOptions
+from poecaps.options import ModelOptions
 from poecaps.training import (
     PRESETS,
     DecoderStage,

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from poecaps import functional as F
-from poecaps import kernels, unsquash
-from poecaps._files import read_tensors
-from poecaps.kernels import lanes
+from poecaps import unsquash
+from poecaps.kernels import cpu, dispatch
+from poecaps.serialization import read_tensors
 from poecaps.training import (
     PRESETS,
     DecoderStage,
@@ -66,16 +66,16 @@ def test_fast_versions_learn_what_the_reference_learns(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if version == "compiled" and lanes.obstacle() is not None:
-        pytest.skip(f"cannot compile: {lanes.obstacle()}")
+    if version == "compiled" and cpu.why_not_compiled() is not None:
+        pytest.skip(f"cannot compile: {cpu.why_not_compiled()}")
     config = config_for(data)
     encoder = replace(config.encoder, mixing=mixing)
     config = replace(config, model=replace(config.model, normalize=normalize), encoder=encoder)
-    monkeypatch.setattr(lanes, "SMALLEST", 0 if version == "compiled" else math.inf)
-    lanes.forget()
+    monkeypatch.setattr(cpu.routing, "MIN_MULTIPLICATIONS", 0 if version == "compiled" else math.inf)
+    cpu.release_workspace()
     train(config, tmp_path / "fast")
-    assert len(lanes._spare) == (version == "compiled")  # it keeps its workspace
-    monkeypatch.setattr(kernels, "choose", lambda *_: "reference")
+    assert len(cpu.routing._spare_workspaces) == (version == "compiled")  # it keeps its workspace
+    monkeypatch.setattr(dispatch, "choose", lambda *_, **__: "reference")
     train(config, tmp_path / "reference")
     for ours, theirs in zip(
         metrics(tmp_path / "fast"), metrics(tmp_path / "reference"), strict=True

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from poecaps import _checks as checks
-from poecaps._files import ModelError, read_tensors, write_tensors
+from poecaps._files import ModelError
 from poecaps._modules import in_batches
-from poecaps.network import check_version
+from poecaps.serialization import CLASSIFIER_VERSION, read_tensors, write_tensors
 
 if TYPE_CHECKING:
     import os
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 WEIGHTS = Path(__file__).parent / "weights"
 CLASSIFIERS = ("mnist", "fashion-mnist")  # the datasets with a trained classifier in the package
-FORMAT, VERSION = "poecaps", 1
 BATCH_SIZE = 100  # images classified together; activations of larger batches exceed a CPU's caches
 
 
@@ -109,7 +108,8 @@ class Classifier(nn.Module):
         write_tensors(
             Path(path),
             self.state_dict(),
-            {"format": FORMAT, "version": VERSION, "classifier": sizes} | metadata,
+            {"classifier": sizes} | metadata,
+            version=CLASSIFIER_VERSION,
         )
 
 
@@ -149,8 +149,7 @@ def load_classifier(name: str | os.PathLike[str], device: torch.device | str = "
                 "or evaluate without one (classifier=None)"
             )
         path = WEIGHTS / f"{dataset}.safetensors"
-    tensors, metadata = read_tensors(path)
-    check_version(metadata, path)
+    tensors, metadata = read_tensors(path, version=CLASSIFIER_VERSION)
     sizes = metadata.get("classifier")
     if not isinstance(sizes, dict):
         raise ModelError(f"{path} does not contain a classifier")

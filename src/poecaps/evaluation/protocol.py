@@ -13,10 +13,11 @@ import torch
 
 from poecaps import _checks as checks
 from poecaps._modules import BATCH_SIZE, device_of, in_batches
+from poecaps.code_density import DOMAINS, Domain
 from poecaps.evaluation import measures
 from poecaps.evaluation.probe import LinearProbe, linear_probe
 from poecaps.metrics import effective_rank
-from poecaps.network import DOMAINS, CapsuleNetwork, Domain
+from poecaps.network import CapsuleNetwork
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -185,7 +185,7 @@ class Config:
         self.encoder.validate("encoder")
         self.decoder.validate("decoder")
         self.pixel_decoder.validate("pixel_decoder")
-        self.model.check("model.")
+        self.model.validate("model.")
         if self.pixel_decoder.epochs > 0 and not self.model.pixel_decoder:
             raise ValueError(
                 "pixel_decoder.epochs must be 0 for a model without a pixel decoder; "

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from poecaps._files import ModelError, read_json, write_json
-from poecaps._version import __version__
 from poecaps._json import dataclass_from_json
+from poecaps._version import __version__
 from poecaps.data.datasets import NAMES
 from poecaps.training.config import MACHINE_OPTIONS, Config
 

@@ -226,7 +226,7 @@ class PixelDecoderTrainer(StageTrainer):
         """Compute the codes; a fresh pixel decoder starts with the filters of the autoencoder."""
         self.cache.compute_codes(self.top)
         if fresh:
-            self.pixel_decoder.follow(self.cache.network.autoencoder)
+            self.pixel_decoder.copy_from(self.cache.network.autoencoder)
 
     def data_on_device(self) -> bool:
         """Return whether all inputs of the stage are in the memory of the device."""
@@ -259,7 +259,7 @@ class PixelDecoderTrainer(StageTrainer):
         with torch.no_grad():
             for decoder in reversed(self.higher):
                 y = decoder(y)
-        activations = self.cache.network.preprocessing.undo(self.lowest.held_preactivation(y))
+        activations = self.cache.network.preprocessing.inverse_transform(self.lowest.held_preactivation(y))
         with self.cache.autocast():
             return self.cache.network.logits(activations).float()
 

@@ -1,0 +1,246 @@
+"""The choice of a backend, and the layers that run it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from poecaps import CapsuleExperts
+from poecaps import functional as F
+from poecaps.kernels import cpu, dispatch, torch_routing
+from poecaps.kernels.cpu import build
+from poecaps.kernels.triton import support
+from tests.kernels.problems import OPTIONS, problem, relative_error
+
+if TYPE_CHECKING:
+    from poecaps.kernels.dispatch import Backend
+
+needs_simd = pytest.mark.skipif(
+    cpu.why_not_compiled() is not None, reason=f"cannot compile: {cpu.why_not_compiled()}"
+)
+
+
+def refuse(*_: Any, **__: Any) -> None:
+    raise AssertionError("another backend was called")
+
+
+# --------------------------------------------------------------------------------------------------
+# The choice
+
+
+def test_the_choice_by_device_dtype_and_size() -> None:
+    x, weight = torch.zeros(1, 4, 3), torch.zeros(4, 2, 2, 3)
+    assert dispatch.choose(x, weight) == "torch"
+    assert dispatch.choose(x, weight, "reference") == "reference"
+    assert dispatch.choose(x.double(), weight.double()) == "torch"
+    assert dispatch.choose(x.half(), weight.half()) == "reference"
+    assert dispatch.choose(x.to("meta"), weight.to("meta")) == "reference"
+    assert dispatch.choose(x, weight.double()) == "reference"
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert dispatch.choose(x, weight) == "reference"
+    assert dispatch.choose(x, weight, needs_grad=True) == "reference"
+
+
+@needs_simd
+def test_large_float32_calls_on_a_cpu_run_compiled_c() -> None:
+    x, weight = torch.zeros(128, 64, 8), torch.zeros(64, 10, 16, 8)
+    assert dispatch.choose(x, weight) == "simd"
+    assert dispatch.choose(x, weight, needs_grad=True) == "reference"
+    small = torch.zeros(1, 4, 8), torch.zeros(4, 2, 16, 8)
+    assert dispatch.choose(*small) == "torch"
+    assert dispatch.choose(*small, "simd") == "simd"  # forced, it runs although it does not pay
+
+
+@pytest.mark.parametrize("backend", ["torch", "simd"])
+def test_a_forced_backend_without_a_gradient_raises_if_one_is_required(backend: Backend) -> None:
+    layer = CapsuleExperts(4, 3, 2, 2, backend=backend)
+    x = torch.zeros(1, 4, 3)
+    for call in (layer, layer.route, layer.reconstruct, layer.free_energy):
+        with pytest.raises(ValueError, match=f"backend='{backend}' does not support this call"):
+            call(x)
+    layer.contrastive_divergence(x).backward()  # the learning rule has its own gradient
+    assert layer.weight.grad is not None
+    layer.requires_grad_(False)
+    with pytest.raises(ValueError, match="gradient"):
+        layer(x.requires_grad_())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton supports the call")
+def test_a_forced_backend_that_cannot_run_says_why() -> None:
+    layer = CapsuleExperts(4, 3, 2, 2, backend="triton")
+    with pytest.raises(ValueError, match=r"CUDA device|pip install triton"), torch.no_grad():
+        layer(torch.zeros(1, 4, 3))
+
+
+@pytest.mark.parametrize("backend", ["torch", "simd"])
+def test_a_forced_backend_raises_for_other_dtypes(backend: Backend) -> None:
+    layer = CapsuleExperts(4, 3, 2, 2, backend=backend, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="backend='reference'"), torch.no_grad():
+        layer(torch.zeros(1, 4, 3, dtype=torch.bfloat16))
+
+
+# The first dual level of a process makes torch script its decompositions.
+@pytest.mark.filterwarnings("ignore:.torch.jit.script.:DeprecationWarning")
+@pytest.mark.parametrize("backend", ["torch", "simd", "triton"])
+def test_transformed_tensors_are_left_to_the_reference(backend: Backend) -> None:
+    x, weight = torch.zeros(2, 4, 3), torch.zeros(4, 2, 2, 3)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, torch.ones_like(x))
+        assert dispatch.choose(dual, weight) == "reference"
+        assert "forward-mode" in (dispatch.why_not(backend, dual, weight) or "")
+    chosen: list[str] = []
+
+    def note(each: Tensor) -> Tensor:
+        chosen.append(dispatch.choose(each.unsqueeze(0), weight))
+        return each
+
+    torch.func.vmap(note)(x)
+    assert chosen == ["reference"]
+
+
+def test_an_unknown_backend_raises_an_error() -> None:
+    with pytest.raises(ValueError, match="did you mean 'triton'"):
+        CapsuleExperts(4, 3, 2, 2, backend="tritn")  # type: ignore[arg-type]
+    layer = CapsuleExperts(4, 3, 2, 2)
+    with pytest.raises(ValueError, match="backend must be one of"):
+        layer.backend = "gpu"  # type: ignore[assignment]
+
+
+def test_the_description_names_the_backend_and_the_obstacle(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reason = cpu.why_not_compiled()
+    expected = f"torch: vote-free PyTorch, because {reason}"
+    if reason is None:
+        expected = f"simd: vote-free C for AVX-512, compiled by {build.compiler_version()}"
+    assert dispatch.describe("cpu") == expected
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    line = dispatch.describe("cpu")
+    assert line.startswith("torch: vote-free PyTorch, because ")
+    assert "AVX-512" in line
+    monkeypatch.setattr(support, "installed", lambda: False)
+    assert dispatch.describe("cuda") == "torch: vote-free PyTorch, because Triton is not installed"
+
+
+def test_without_a_compiler_layers_learn_by_plain_pytorch(
+    generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    monkeypatch.setattr(cpu.routing, "MIN_MULTIPLICATIONS", 0)
+    layer = CapsuleExperts(13, 8, 3, 16, generator=generator)
+    x, _ = problem((5, 13, 8, 3, 16), generator)
+    loss = layer.contrastive_divergence(x)
+    layer.backend = "torch"
+    assert torch.equal(loss, layer.contrastive_divergence(x))
+    layer.backend = "simd"
+    with pytest.raises(ValueError, match="AVX-512"):
+        layer.contrastive_divergence(x)
+
+
+# --------------------------------------------------------------------------------------------------
+# Layers
+
+
+@pytest.mark.parametrize("backend", [None, "torch", pytest.param("simd", marks=needs_simd)])
+@pytest.mark.parametrize("winners", [None, 2])
+@pytest.mark.parametrize("experts", [5, 9])
+def test_layers_learn_by_every_backend_as_by_the_reference(
+    experts: int, winners: int | None, backend: Backend | None, generator: torch.Generator
+) -> None:
+    layer = CapsuleExperts(7, 3, experts, 4, winners=winners, sharpness=5.0, backend=backend)
+    exact = CapsuleExperts(
+        7,
+        3,
+        experts,
+        4,
+        winners=winners,
+        sharpness=5.0,
+        backend="reference",
+        dtype=torch.float64,
+    )
+    layer.reset_parameters(std=1.0, generator=generator)
+    exact.load_state_dict(layer.state_dict())
+    x, _ = problem((5, 7, 3, 1, 1), generator)
+    loss = layer.contrastive_divergence(x, 2)
+    (3 * loss).backward()
+    expected = exact.contrastive_divergence(x.double(), 2)
+    (3 * expected).backward()
+    assert layer.weight.grad is not None
+    assert exact.weight.grad is not None
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-4, abs=1e-6)
+    assert relative_error(layer.weight.grad, exact.weight.grad) < 1e-5
+    torch.testing.assert_close(layer.balance, exact.balance.float())
+    with torch.no_grad():
+        assert relative_error(layer(x), exact(x.double())) < 1e-5
+        assert relative_error(layer.reconstruct(x), exact.reconstruct(x.double())) < 1e-5
+
+
+@pytest.mark.parametrize(("normalize", "agreement"), OPTIONS)
+def test_the_loss_without_gradients(
+    normalize: F.Axis, agreement: F.Agreement, generator: torch.Generator
+) -> None:
+    x, weight = problem((9, 13, 3, 5, 4), generator)
+    options: dict[str, Any] = {"normalize": normalize, "agreement": agreement}
+    layer = CapsuleExperts(13, 3, 5, 4, **options)
+    layer.load_state_dict({"weight": weight, "balance": torch.zeros(5)})
+    with torch.no_grad():
+        loss = layer.contrastive_divergence(x)
+    assert not loss.requires_grad
+    assert torch.equal(loss, layer.contrastive_divergence(x).detach())
+
+
+@pytest.mark.parametrize("experts", [5, 9])
+@torch.no_grad()
+def test_an_empty_batch(experts: int) -> None:
+    layer = CapsuleExperts(7, 3, experts, 4)
+    x = torch.zeros(0, 7, 3)
+    assert layer(x).shape == (0, experts, 4)
+    assert layer.reconstruct(x).shape == (0, 7, 3)
+    assert layer.free_energy(x).shape == (0,)
+
+
+@pytest.mark.parametrize("experts", [5, 9])
+def test_learning_on_a_cpu_computes_no_votes(
+    experts: int, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither a learning step nor an encoding calls the reference, unless it needs a gradient."""
+
+    def no_votes(*_: Tensor) -> Tensor:
+        raise AssertionError("votes were computed")
+
+    layer = CapsuleExperts(7, 3, experts, 4, winners=2, generator=generator).eval()
+    x, _ = problem((2, 7, 3, 5, 4), generator)
+    expected = layer(x).detach()
+    monkeypatch.setattr(F, "votes", no_votes)
+    layer.contrastive_divergence(
+        x, 2, mixing="bernoulli", chain=x.clone(), generator=generator
+    ).backward()
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x), expected)
+    with pytest.raises(AssertionError, match="votes were computed"):
+        layer(x)
+    layer.requires_grad_(False)  # a frozen layer needs no gradient, also outside of no_grad
+    torch.testing.assert_close(layer(x), expected)
+
+
+@needs_simd
+@pytest.mark.parametrize("experts", [5, 30])
+def test_large_layers_learn_and_encode_by_compiled_c(
+    experts: int, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With fewer experts than inputs, and with more."""
+    layer = CapsuleExperts(13, 8, experts, 16, winners=2, sharpness=5.0, generator=generator)
+    layer.reset_parameters(std=1.0, generator=generator)
+    x, _ = problem((18, 13, 8, 1, 1), generator)
+    monkeypatch.setattr(cpu.routing, "MIN_MULTIPLICATIONS", 0)
+    for name in ("routing_by_agreement", "contrastive_divergence"):
+        monkeypatch.setattr(torch_routing, name, refuse)
+        monkeypatch.setattr(F, name, refuse)
+    layer.contrastive_divergence(x, 2).backward()
+    with torch.no_grad():
+        layer(x)
+        layer.reconstruct(x)
