@@ -51,8 +51,8 @@ def load_maps(
     offs_d = offs_n % BLOCK_D
     row = (i * J + offs_j).to(tl.int64) * D + offs_d
     mask = ((offs_j < J) & (offs_d < D))[:, None] & (offs_k < K)[None, :]
-    offsets = row[:, None] * K + offs_k[None, :]
-    return tl.load(w_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    pointers = w_ptr + row[:, None] * K + offs_k[None, :]
+    return tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -159,9 +159,9 @@ def load_input_maps(
     offs_i = i0 + offs_n // BLOCK_K
     offs_k = offs_n % BLOCK_K
     column = (offs_i * J + j).to(tl.int64) * (D * K) + offs_k
-    offsets = column[None, :] + (offs_d * K)[:, None]
     mask = (offs_d < D)[:, None] & ((offs_i < I) & (offs_k < K))[None, :]
-    return tl.load(w_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    pointers = w_ptr + column[None, :] + (offs_d * K)[:, None]
+    return tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -259,6 +259,6 @@ def squashed_norm(norm, MAX_NORM: tl.constexpr):
     """n²/(1+n²), written as 1/(1+n⁻²) above 1 so that n² cannot overflow; at most MAX_NORM."""
     small = tl.minimum(norm, 1.0)
     inverse = 1.0 / tl.maximum(norm, 1.0)
-    squared = small * small
-    firing = tl.where(norm > 1, 1.0 / (1.0 + inverse * inverse), squared / (1.0 + squared))
-    return tl.minimum(firing, MAX_NORM)
+    above = 1.0 / (1.0 + inverse * inverse)
+    below = small * small / (1.0 + small * small)
+    return tl.minimum(tl.where(norm > 1, above, below), MAX_NORM)

@@ -101,8 +101,8 @@ def input_coefficients(
     P = padded_batch(B)
     offs_i = i0 + tl.arange(0, BLOCK_I)
     mask = (offs_i < I)[:, None] & (offs_b < P)[None, :]
-    offsets = ((j * I + offs_i) * P)[:, None] + offs_b[None, :]
-    logit = tl.load(logits_ptr + offsets, mask=mask, other=float("-inf"))
+    pointers = logits_ptr + ((j * I + offs_i) * P)[:, None] + offs_b[None, :]
+    logit = tl.load(pointers, mask=mask, other=float("-inf"))
     if NORMALIZE_INPUTS:
         lse = tl.load(lse_ptr + j * P + offs_b, mask=offs_b < P, other=0.0)[None, :]
     else:

@@ -106,8 +106,8 @@ def _reconstruction_from_logits_kernel(
         )
         y = load_expert(y_ptr, offs_b, j, B, J, D, BLOCK_D)
         maps = load_input_maps(w_ptr, i0, j, I, J, D, K, BLOCK_N, BLOCK_D, BLOCK_K)
-        back = tl.reshape(dot(y, maps, TF32X3), [BLOCK_B, BLOCK_I, BLOCK_K])
-        acc += tl.trans(c)[:, :, None] * back
+        back = dot(y, maps, TF32X3)
+        acc += tl.trans(c)[:, :, None] * tl.reshape(back, [BLOCK_B, BLOCK_I, BLOCK_K])
     # As `squash_rows`, for three axes.
     scale = tl.max(tl.abs(acc), 2)
     scale = tl.where(scale > 0, scale, 1.0)[:, :, None]

@@ -71,8 +71,9 @@ def _output_delta_kernel(
         maps = load_maps(w_ptr, i, j0, J, D, K, BLOCK_N, BLOCK_D, BLOCK_K)
         u = votes(x, maps, BLOCK_J, BLOCK_D, TF32X3)
         h = load_scaled_h(h_ptr, beta, offs_b, j0, B, J, D, BLOCK_J, BLOCK_D)
+        logit = agreement(u, h, COSINE)
         lse = load_softmax_statistic(lse_ptr, offs_b, i, j0, B, J, BLOCK_J, False)
-        c = tl.exp2(agreement(u, h, COSINE) - lse)
+        c = tl.exp2(logit - lse)
         grad_z = load_experts(grad_z_ptr, offs_b, j0, B, J, D, BLOCK_J, BLOCK_D)
         acc += tl.sum(c * tl.sum(u * grad_z, 2), 1)
     P = padded_batch(B)
@@ -100,10 +101,12 @@ def _grad_h_kernel(
         x = load_capsules(x_ptr, offs_b, i, B, I, K, BLOCK_K)
         maps = load_maps(w_ptr, i, j0, J, D, K, BLOCK_N, BLOCK_D, BLOCK_K)
         u = votes(x, maps, BLOCK_J, BLOCK_D, TF32X3)
+        logit = agreement(u, h, COSINE)
         lse = load_softmax_statistic(lse_ptr, offs_b, i, j0, B, J, BLOCK_J, NORMALIZE_INPUTS)
-        c = tl.exp2(agreement(u, h, COSINE) - lse)
+        c = tl.exp2(logit - lse)
+        inner = tl.sum(u * grad_z, 2)
         delta = load_softmax_statistic(delta_ptr, offs_b, i, j0, B, J, BLOCK_J, NORMALIZE_INPUTS)
-        grad_b = c * (tl.sum(u * grad_z, 2) - delta) * beta
+        grad_b = c * (inner - delta) * beta
         if COSINE:
             grad_b = grad_b * inverse_norm(u)
         acc += grad_b[:, :, None] * u
@@ -172,16 +175,17 @@ def _grad_votes(
     inverse = inverse_norm(u)
     for r in range(1, R):
         vectors = r * B.to(tl.int64) * J * D
-        statistics = r * (J if NORMALIZE_INPUTS else I) * padded_batch(B)
         h = load_experts(h_ptr + vectors, offs_b, j0, B, J, D, BLOCK_J, BLOCK_D)
         grad_z = load_experts(grad_z_ptr + vectors, offs_b, j0, B, J, D, BLOCK_J, BLOCK_D)
+        statistics = r * (J if NORMALIZE_INPUTS else I) * padded_batch(B)
         agree = tl.sum(u * h, 2)
         if COSINE:
             agree = agree * inverse
+        logit = agree * (beta * LOG2E)
         lse = load_softmax_statistic(
             lse_ptr + statistics, offs_b, i, j0, B, J, BLOCK_J, NORMALIZE_INPUTS
         )
-        c = tl.exp2(agree * (beta * LOG2E) - lse)
+        c = tl.exp2(logit - lse)
         delta = load_softmax_statistic(
             delta_ptr + statistics, offs_b, i, j0, B, J, BLOCK_J, NORMALIZE_INPUTS
         )

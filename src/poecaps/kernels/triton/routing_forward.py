@@ -173,7 +173,6 @@ def _uniform_preactivation_kernel(
     offs_n = tl.arange(0, BLOCK_N)
     offs_j = tl.program_id(1) * BLOCK_J + offs_n // BLOCK_D
     offs_d = offs_n % BLOCK_D
-    is_expert = (offs_j < J) & (offs_d < D)
     high = tl.minimum((split + 1) * inputs_per_split, I) * K
     acc = tl.zeros([BLOCK_B, BLOCK_N], tl.float32)
     for start in range(split * inputs_per_split * K, high, BLOCK_K):
@@ -191,13 +190,14 @@ def _uniform_preactivation_kernel(
             + ((offs_i.to(tl.int64) * J)[None, :] + offs_j[:, None]) * (D * K)
             + (offs_d * K)[:, None]
             + offs_k[None, :],
-            mask=is_expert[:, None] & is_input,
+            mask=((offs_j < J) & (offs_d < D))[:, None] & is_input,
             other=0.0,
         ).to(tl.float32)
         acc += dot(v, tl.trans(maps), TF32X3)
     row = (split * B + offs_b).to(tl.int64) * J
     offsets = row[:, None] * D + (offs_j * D + offs_d)[None, :]
-    tl.store(part_ptr + offsets, acc, mask=(offs_b < B)[:, None] & is_expert[None, :])
+    mask = (offs_b < B)[:, None] & ((offs_j < J) & (offs_d < D))[None, :]
+    tl.store(part_ptr + offsets, acc, mask=mask)
 
 
 @kernel
@@ -216,10 +216,11 @@ def _preactivation_from_logits_kernel(
     acc = tl.zeros([BLOCK_B, BLOCK_D], tl.float32)
     for i0 in range(low, tl.minimum(low + inputs_per_split, I), BLOCK_I):
         c = input_coefficients(logits_ptr, lse_ptr, offs_b, i0, j, B, I, BLOCK_I, NORMALIZE_INPUTS)
+        c = tl.trans(c)[:, :, None]
         v = load_input_capsules(v_ptr, offs_b, i0, B, I, K, BLOCK_N, BLOCK_K)
-        cv = tl.trans(c)[:, :, None] * tl.reshape(v, [BLOCK_B, BLOCK_I, BLOCK_K])
+        cv = tl.reshape(c * tl.reshape(v, [BLOCK_B, BLOCK_I, BLOCK_K]), [BLOCK_B, BLOCK_N])
         maps = load_input_maps(w_ptr, i0, j, I, J, D, K, BLOCK_N, BLOCK_D, BLOCK_K)
-        acc += dot(tl.reshape(cv, [BLOCK_B, BLOCK_N]), tl.trans(maps), TF32X3)
+        acc += dot(cv, tl.trans(maps), TF32X3)
     offs_d = tl.arange(0, BLOCK_D)
     row = (split * B + offs_b).to(tl.int64) * J + j
     mask = (offs_b < B)[:, None] & (offs_d < D)[None, :]
