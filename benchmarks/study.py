@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from poecaps._files import write_atomically
+from poecaps.cli.arguments import command_for
 from poecaps.data import load
 from poecaps.evaluation import CLASSIFIERS, evaluate, load_classifier
 from poecaps.training import PRESETS, Config, Progress, TrainingError, train
-from poecaps.training.config import command
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -209,7 +209,11 @@ def do(job: Job) -> dict[str, Any]:
             Path(job.keep or scratch) / f"{job.name.replace(' ', '-').replace(',', '')}-{job.seed}"
         )
         began = time.perf_counter()
-        row: dict[str, Any] = {"variant": job.name, "seed": job.seed, "command": command(config)}
+        row: dict[str, Any] = {
+            "variant": job.name,
+            "seed": job.seed,
+            "command": command_for(config),
+        }
         try:
             network = train(config, folder, report=report)
         except TrainingError as error:

@@ -21,10 +21,11 @@ import torch
 
 from poecaps import plotting
 from poecaps._files import read_json, read_tensors, write_atomically
+from poecaps.cli.arguments import command_for
 from poecaps.data.datasets import NAMES
 from poecaps.network import DOMAINS
 from poecaps.training import record
-from poecaps.training.config import Config, changes, command, from_json, nearest_preset
+from poecaps.training.config import Config, changes, from_json, nearest_preset
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -219,7 +220,7 @@ def _lines(
     yield f"| licence | of the weights {choice}; {theirs} |"
     if config is not None:
         yield "\nTrained by this command; all options are in `run.json`:\n"
-        yield _fenced("sh", command(config))
+        yield _fenced("sh", command_for(config))
     yield "\n## Measured\n"
     yield from _table(shlex.quote(name) if shipped else "FOLDER", measured, half)
     yield "\n## What it is for\n"

@@ -13,7 +13,7 @@ from benchmarks import report
 from benchmarks.report import PEERS, SETS, defaults, fill, lay_out, main, numbers, peers_named
 from benchmarks.routing import ORDERS
 from benchmarks.study import STUDY, find
-from poecaps.training.config import command
+from poecaps.cli.arguments import command_for
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -36,7 +36,7 @@ def test_every_row_says_the_command_that_makes_it_today(data: str) -> None:
     rows = numbers(data, "study")
     for row in rows:
         config = STUDY[row["variant"]].config(data=data, seed=row["seed"])
-        assert row["command"] == command(config), row["variant"]
+        assert row["command"] == command_for(config), row["variant"]
         assert row["evaluation"]["samples"] == 10_000
         assert row["evaluation"]["training_images"] == 60_000
     assert len({(row["variant"], row["seed"]) for row in rows}) == len(rows)

@@ -12,8 +12,9 @@ import torch
 
 from benchmarks import study
 from benchmarks.study import STUDY, Variant, changed, main, table
+from poecaps.cli.arguments import command_for
 from poecaps.training import PRESETS, TrainingError
-from poecaps.training.config import changes, command
+from poecaps.training.config import changes
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,7 +29,7 @@ def test_a_variant_is_possible_and_changes_what_it_says(name: str) -> None:
 
 
 def test_no_two_variants_are_the_same() -> None:
-    commands = [command(variant.config()) for variant in STUDY.values()]
+    commands = [command_for(variant.config()) for variant in STUDY.values()]
     assert len(set(commands)) == len(commands)
 
 
