@@ -19,9 +19,7 @@ if TYPE_CHECKING:
     import pytest
 
 
-def test_info_tells_what_a_run_is(
-    run: Path, source: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_info_describes_a_run(run: Path, source: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["info", str(run)]) == 0
     text = capsys.readouterr().out
     for fact in (
@@ -38,7 +36,7 @@ def test_info_tells_what_a_run_is(
     assert f"torch        {torch.__version__}" in capsys.readouterr().out
 
 
-def test_info_tells_how_to_go_on_with_a_broken_run(
+def test_info_has_the_command_that_resumes_a_run(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     copy = tmp_path / "copy"
@@ -54,7 +52,7 @@ def test_info_tells_how_to_go_on_with_a_broken_run(
     )
 
 
-def test_output_without_the_letters_for_it(run: Path) -> None:
+def test_output_in_an_encoding_without_some_characters(run: Path) -> None:
     environment = os.environ | {"PYTHONIOENCODING": "ascii"}
     arguments = [sys.executable, "-m", "poecaps", "info", str(run)]
     done = subprocess.run(arguments, env=environment, capture_output=True, text=True, check=True)

@@ -100,10 +100,10 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
         (["evaluate", "{run}", "--samples", "1"], "samples must be"),
     ],
 )
-def test_misuse_has_status_2_and_names_what_would_be_right(
+def test_misuse_has_status_2_and_names_the_remedy(
     arguments: list[str], named: str, run: Path, tmp_path: Path
 ) -> None:
-    check_complaint(arguments, named, 2 if arguments else 0, run, tmp_path)
+    check_error(arguments, named, 2 if arguments else 0, run, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_failure_has_status_1_and_says_what_is_wrong(
     (tmp_path / "pictures").mkdir()
     for index, side in enumerate((28, 30)):
         Image.new("L", (side, side)).save(tmp_path / "pictures" / f"{index}.png")
-    check_complaint(
+    check_error(
         [argument.replace("{broken}", str(broken)) for argument in arguments],
         named,
         1,
@@ -169,8 +169,8 @@ def test_failure_has_status_1_and_says_what_is_wrong(
     )
 
 
-def check_complaint(arguments: list[str], named: str, status: int, run: Path, folder: Path) -> None:
-    """Run in this process, as if from a folder, and look at what a user sees."""
+def check_error(arguments: list[str], named: str, status: int, run: Path, folder: Path) -> None:
+    """Run a command in this process, from a folder, and check its output."""
     out, err, here = io.StringIO(), io.StringIO(), Path.cwd()
     before = {file: file.read_bytes() for file in run.rglob("*") if file.is_file()}
     with pytest.MonkeyPatch.context() as patch:
@@ -190,7 +190,7 @@ def check_complaint(arguments: list[str], named: str, status: int, run: Path, fo
     assert not (folder / "runs").exists()
 
 
-def test_a_stranger_to_data_says_what_it_needs(
+def test_without_a_record_images_must_be_given(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     poecaps.load(run).save(tmp_path / "bare")

@@ -144,8 +144,8 @@ def test_progress_is_one_live_line_for_each_stage_on_a_terminal(
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs a pseudo-terminal")
-def test_a_run_goes_on_on_a_terminal(source: Path, tmp_path: Path) -> None:
-    """From the middle of a stage, where no pace is known yet."""
+def test_a_run_is_resumed_on_a_terminal(source: Path, tmp_path: Path) -> None:
+    """In the middle of a stage, when the speed is not known yet."""
     train = [sys.executable, "-m", "poecaps", "train", "--no-figures"]
     options = ["--data", str(source), "--out", "run", *SMALL]
     slow = ["--autoencoder.epochs", "200", "--checkpoint-every", "0.1"]
@@ -165,7 +165,7 @@ def test_a_run_goes_on_on_a_terminal(source: Path, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "run" / "run.json").read_text())["finished"]
 
 
-def test_a_run_may_go_on_on_another_device(
+def test_a_run_may_be_resumed_on_another_device(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     copy = tmp_path / "copy"
@@ -237,7 +237,7 @@ def test_the_flag_for_tensorboard_writes_its_events(source: Path, tmp_path: Path
     assert list((tmp_path / "run" / "tensorboard").glob("events.out.tfevents.*"))
 
 
-def test_several_processes_must_be_told_a_folder(
+def test_several_processes_need_a_folder(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -286,7 +286,7 @@ def test_quiet_is_quiet(source: Path, tmp_path: Path, capfd: pytest.CaptureFixtu
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_finished_run_can_be_resumed_and_a_broken_disk_is_no_traceback(
+def test_a_finished_run_can_be_resumed_and_a_broken_disk_is_not_a_traceback(
     run: Path,
     source: Path,
     tmp_path: Path,
@@ -382,7 +382,7 @@ def test_one_line_says_what_was_found_and_what_was_skipped_and_why(
     assert seen == [line]
 
 
-def test_missing_matplotlib_is_said_and_stops_nothing(
+def test_missing_matplotlib_is_reported_and_stops_nothing(
     source: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],

@@ -223,7 +223,7 @@ def test_a_drawn_digit_is_seen_and_loaded(page: Page) -> None:
 
 def test_a_test_image_and_where_each_expert_listens(page: Page, digits: ExplorerModel) -> None:
     page.get_by_label("Test image", exact=True).fill("7")
-    page.get_by_role("button", name="Encode").click()
+    page.get_by_role("button", name="Use", exact=True).click()
     assert digits.images is not None
     shows(page, digits.images.images[7, ..., 0], "#seen")
     shows(
@@ -433,7 +433,9 @@ def test_a_busy_server_is_asked_again(
     problems.clear()
 
 
-def test_a_server_that_is_gone_is_told_of(opened: Callable[..., Page], problems: list[str]) -> None:
+def test_a_server_that_is_gone_is_reported(
+    opened: Callable[..., Page], problems: list[str]
+) -> None:
     page = opened()
     page.route("**/decode?as=pixels", lambda route: route.abort())
     page.get_by_label("Parameter 0", exact=True).fill("3")

@@ -1,4 +1,4 @@
-"""The HTTP interface: what it answers, and what it refuses."""
+"""The HTTP interface: its responses and its errors."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def error_of(response: httpx.Response) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# Answers
+# Responses
 
 
 def test_models_and_their_sizes(client: httpx.Client, digits: ExplorerModel) -> None:
@@ -135,7 +135,7 @@ def test_lines_of_python_are_the_models(client: httpx.Client, digits: ExplorerMo
 
 
 # --------------------------------------------------------------------------------------------------
-# Refusals
+# Errors
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ def test_a_fault_is_a_json_error_that_tells_nothing(colours: ExplorerModel) -> N
 
 
 # --------------------------------------------------------------------------------------------------
-# Who may ask, and how much
+# Security
 
 
 @pytest.mark.parametrize(
@@ -391,7 +391,7 @@ def test_fifty_clients_at_once_get_answers_or_an_honest_429(
 
 
 # --------------------------------------------------------------------------------------------------
-# Everything the interface says of itself
+# The OpenAPI description
 
 
 def test_schemathesis_finds_nothing(address: str, tmp_path: Path) -> None:
