@@ -184,9 +184,7 @@ class CodeMixture:
     """The mixture that poecaps fits to whole codes, fitted to codes (N, S) of any model."""
 
     def __init__(self, codes: Tensor, seed: int) -> None:
-        self.density = PCAMixture(codes.shape[1], Architecture().joint_components).to(
-            codes.device
-        )
+        self.density = PCAMixture(codes.shape[1], Architecture().joint_components).to(codes.device)
         self.density.fit(codes, torch.Generator().manual_seed(seed))
 
     def sample(self, count: int, generator: torch.Generator) -> Tensor:

@@ -16,10 +16,9 @@ from poecaps.training import PRESETS
 from poecaps.training.config import changed_options
 from poecaps.training.distributed import Distributed
 from poecaps.training.features import FeatureCache
-from poecaps.training.graphs import MIN_REPLAYS, WARMUP_STEPS, GraphedStep
 from poecaps.training.optim import make_optimizer, set_learning_rate
 from poecaps.training.stages import AutoencoderTrainer
-from poecaps.training.trainer import TrainingStep
+from poecaps.training.steps import MIN_REPLAYS, WARMUP_STEPS, GraphedStep, TrainingStep
 
 if TYPE_CHECKING:
     from torch import Tensor

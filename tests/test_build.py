@@ -38,7 +38,9 @@ def sdist_of(folder: Path, names: list[str]) -> Path:
     return folder / "poecaps-1.0.tar.gz"
 
 
-def test_a_wheel_holds_every_file_of_the_package(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wheel_holds_every_file_of_the_package(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     check_wheel(wheel_of(tmp_path, [*FILES, METADATA]))
     assert f"{len(FILES)} files" in capsys.readouterr().out
 
@@ -85,13 +87,20 @@ def test_an_empty_folder_raises_an_error(
     assert "must hold one *.whl, but holds none" in capsys.readouterr().err
 
 
-def test_a_command_that_does_not_end_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_that_does_not_end_is_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert run([sys.executable, "-c", "print(3)"], tmp_path) == "3\n"
     monkeypatch.setattr(check_build, "LONGEST", 0.5)
-    with pytest.raises(BuildError, match=r"must end within 0.5 seconds, but was still running: .*sleep"):
+    with pytest.raises(
+        BuildError, match=r"must end within 0.5 seconds, but was still running: .*sleep"
+    ):
         run([sys.executable, "-c", "import time; time.sleep(60)"], tmp_path)
 
 
 def test_a_command_that_fails_raises_an_error(tmp_path: Path) -> None:
     with pytest.raises(BuildError, match="ended with status 3: no luck"):
-        run([sys.executable, "-c", "import sys; print('no luck', file=sys.stderr); sys.exit(3)"], tmp_path)
+        run(
+            [sys.executable, "-c", "import sys; print('no luck', file=sys.stderr); sys.exit(3)"],
+            tmp_path,
+        )

@@ -410,7 +410,8 @@ def test_without_huggingface_hub_a_folder_opens_and_a_name_raises_an_error(
 
 def test_neither_the_library_nor_the_command_line_imports_the_hub() -> None:
     program = (
-        "import sys, poecaps, poecaps.cli.main, poecaps.hub; print('huggingface_hub' in sys.modules)"
+        "import sys, poecaps, poecaps.cli.main, poecaps.hub; "
+        "print('huggingface_hub' in sys.modules)"
     )
     result = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True

@@ -49,7 +49,9 @@ def no_waiting() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def layer_and_capsules(dtype: torch.dtype, **options: object) -> tuple[CapsuleExperts, torch.Tensor]:
+def layer_and_capsules(
+    dtype: torch.dtype, **options: object
+) -> tuple[CapsuleExperts, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     layer = CapsuleExperts(40, 8, 6, 16, sharpness=3.0, dtype=torch.float64, **options)  # type: ignore[arg-type]
     layer.reset_parameters(std=1.0, generator=generator)
@@ -67,19 +69,28 @@ def test_the_gpu_agrees_with_float64_on_the_cpu(
     normalize: F.Axis, agreement: F.Agreement, dtype: torch.dtype, tolerance: float
 ) -> None:
     layer, x = layer_and_capsules(dtype, normalize=normalize, agreement=agreement)
-    exact = CapsuleExperts(40, 8, 6, 16, sharpness=3.0, normalize=normalize, agreement=agreement, dtype=torch.float64)
-    exact.load_state_dict({name: value.cpu().double() for name, value in layer.state_dict().items()})
+    exact = CapsuleExperts(
+        40, 8, 6, 16, sharpness=3.0, normalize=normalize, agreement=agreement, dtype=torch.float64
+    )
+    exact.load_state_dict(
+        {name: value.cpu().double() for name, value in layer.state_dict().items()}
+    )
     layer.contrastive_divergence(x).backward()
     exact.contrastive_divergence(x.cpu().double()).backward()
     assert layer.weight.grad is not None
     assert exact.weight.grad is not None
-    for ours, reference in ((layer(x), exact(x.cpu().double())), (layer.weight.grad, exact.weight.grad)):
+    for ours, reference in (
+        (layer(x), exact(x.cpu().double())),
+        (layer.weight.grad, exact.weight.grad),
+    ):
         error = (ours.cpu().double() - reference).norm() / reference.norm()
         assert error.item() < tolerance * (3 if ours is layer.weight.grad else 1)
 
 
 @pytest.mark.parametrize("keep", [True, False], ids=["logits kept", "logits made again"])
-@pytest.mark.parametrize("sizes", [(256, 576, 8, 20, 16), (130, 20, 16, 577, 8)], ids=["encoder", "decoder"])
+@pytest.mark.parametrize(
+    "sizes", [(256, 576, 8, 20, 16), (130, 20, 16, 577, 8)], ids=["encoder", "decoder"]
+)
 @pytest.mark.parametrize(("normalize", "agreement"), OPTIONS)
 def test_the_kernels_at_full_size(
     normalize: F.Axis,
@@ -139,8 +150,14 @@ def test_a_large_batch_learns_block_by_block(winners: int | None) -> None:
     weight = torch.randn(576, 20, 16, 8, generator=generator, device="cuda") / 3
     assert learning.images_per_block(len(x), weight) == 384
     gradients = []
-    for dtype, backend in ((torch.float32, None), (torch.float64, "reference")):
-        layer = CapsuleExperts(576, 8, 20, 16, winners=winners, backend=backend, device="cuda", dtype=dtype)  # type: ignore[arg-type]
+    backends: list[tuple[torch.dtype, dispatch.Backend | None]] = [
+        (torch.float32, None),
+        (torch.float64, "reference"),
+    ]
+    for dtype, backend in backends:
+        layer = CapsuleExperts(
+            576, 8, 20, 16, winners=winners, backend=backend, device="cuda", dtype=dtype
+        )
         with torch.no_grad():
             layer.weight.copy_(weight)
         layer.contrastive_divergence(x.to(dtype)).backward()
@@ -152,7 +169,9 @@ def test_a_large_batch_learns_block_by_block(winners: int | None) -> None:
 
 @pytest.mark.parametrize("reuse", [True, False], ids=["reused", "by Triton"])
 def test_compiled_kernels_take_any_batch_size(reuse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton would compile a kernel for a size of 1 or a multiple of 16; also for aligned addresses."""
+    """Triton would compile a kernel for a size of 1 or a multiple of 16; also for aligned
+    addresses.
+    """
     pytest.importorskip("triton")
     from poecaps.kernels.triton import backend
 
@@ -177,7 +196,8 @@ def test_training_by_replays_gives_what_plain_steps_give(
 ) -> None:
     """All four stages, with dropout and Bernoulli draws, which must be those of each step.
 
-    Twelve steps each: convolutions add up in any order, and longer training lets that grow by itself.
+    Twelve steps each: convolutions add up in any order, and in longer training the difference
+    grows by itself.
     """
     images = np.random.default_rng(0).integers(0, 255, (192, 20, 19), dtype=np.uint8)
     images[:, 5:9] //= 4
@@ -185,10 +205,18 @@ def test_training_by_replays_gives_what_plain_steps_give(
     config = Config(
         data=str(tmp_path / "images.npy"),
         model=ModelOptions(
-            features=8, capsule_dim=4, experts=((4, 5), (3, 4)), normalize="outputs", whiten=True, equalized_components=2, pixel_decoder=True
+            features=8,
+            capsule_dim=4,
+            experts=((4, 5), (3, 4)),
+            normalize="outputs",
+            whiten=True,
+            equalized_components=2,
+            pixel_decoder=True,
         ),
         autoencoder=Stage(epochs=1),
-        encoder=EncoderStage(epochs=1, learning_rate=1e-3, mixing=mixing, winners=winners, target_firing=0.5),
+        encoder=EncoderStage(
+            epochs=1, learning_rate=1e-3, mixing=mixing, winners=winners, target_firing=0.5
+        ),
         decoder=DecoderStage(epochs=1, learning_rate=1e-3, single_expert_share=0.5),
         pixel_decoder=PixelDecoderStage(epochs=1, single_expert_share=0.5),
         batch_size=16,
@@ -219,7 +247,9 @@ def test_a_run_goes_on_on_a_gpu(tmp_path: Path) -> None:
     np.save(tmp_path / "images.npy", images)
     config = Config(
         data=str(tmp_path / "images.npy"),
-        model=ModelOptions(features=8, capsule_dim=4, experts=((4, 5),), whiten=True, pixel_decoder=True),
+        model=ModelOptions(
+            features=8, capsule_dim=4, experts=((4, 5),), whiten=True, pixel_decoder=True
+        ),
         autoencoder=Stage(epochs=1),
         encoder=EncoderStage(epochs=1, learning_rate=1e-3),
         decoder=DecoderStage(epochs=1, learning_rate=1e-3),
@@ -247,7 +277,9 @@ def test_a_run_goes_on_on_a_gpu(tmp_path: Path) -> None:
             assert (whole[name] - value).norm() <= 0.02 * value.norm() + 1e-6, name
 
 
-def test_without_triton_the_gpu_takes_the_version_without_votes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_triton_the_gpu_takes_the_version_without_votes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     layer, x = layer_and_capsules(torch.float32)
     with torch.no_grad():
         expected = layer(x)
@@ -269,7 +301,9 @@ def test_a_training_step_never_waits(winners: int | None) -> None:
     for mixing in F.MIXINGS:
         with no_waiting():
             optimizer.zero_grad()
-            layer.contrastive_divergence(x, 2, mixing=mixing, chain=chain, generator=generator).backward()
+            layer.contrastive_divergence(
+                x, 2, mixing=mixing, chain=chain, generator=generator
+            ).backward()
             optimizer.step()
     with pytest.raises(RuntimeError, match="synchronizing"), no_waiting():
         check_capsules(x)
@@ -304,7 +338,9 @@ def learned_in_a_loop(normalize: F.Axis, *, recorded: bool) -> Tensor:
 
 @pytest.mark.parametrize("normalize", F.AXES)
 def test_a_loop_can_be_recorded(normalize: F.Axis) -> None:
-    plain, replayed = (learned_in_a_loop(normalize, recorded=recorded) for recorded in (False, True))
+    plain, replayed = (
+        learned_in_a_loop(normalize, recorded=recorded) for recorded in (False, True)
+    )
     torch.testing.assert_close(replayed, plain, rtol=1e-4, atol=1e-5)
 
 

@@ -1,4 +1,6 @@
-"""Facts about squashing and routing, each checked against the equation or another route to the same number."""
+"""Facts about squashing and routing, each checked against the equation or another route to the same
+number.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ def representable(norm: float, dtype: torch.dtype) -> float:
     return min(norm, torch.finfo(dtype).max / 8)
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # squash and unsquash
 
 
@@ -63,7 +65,8 @@ def test_unsquash_undoes_squash(
 ) -> None:
     """Exact up to what rounding the squashed vector must lose.
 
-    Rounding a norm p = n²/(1+n²) by a relative ε moves n by a relative ε(1+n²)/2, and p below the smallest number of
+    Rounding a norm p = n²/(1+n²) by a relative ε moves n by a relative ε(1+n²)/2, and p below the
+    smallest number of
     the dtype is 0. Where ε(1+n²) is large, all that is left of n is that it is large.
     """
     info = torch.finfo(dtype)
@@ -141,7 +144,9 @@ def test_gradcheck(generator: torch.Generator) -> None:
 
 
 def test_rounding_near_one_does_not_flatten_the_gradient() -> None:
-    """In bfloat16 ‖squash(z)‖ would round to 1 from ‖z‖ ≈ 16 on; its derivative 2n/(1+n²)² must survive."""
+    """In bfloat16 ‖squash(z)‖ would round to 1 from ‖z‖ ≈ 16 on; its derivative 2n/(1+n²)² must
+    survive.
+    """
     n = torch.tensor([16.0, 20.0, 30.0], dtype=torch.bfloat16)[:, None].requires_grad_()
     squash(n).sum().backward()
     exact = n.detach().double()
@@ -168,7 +173,7 @@ def test_norm_of_squash_is_the_firing_probability(generator: torch.Generator) ->
     torch.testing.assert_close(F.firing_probability(z), torch.sigmoid(square.log()))
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Routing
 
 
@@ -324,7 +329,9 @@ class TestSymmetries:
 
 
 def test_a_zero_vote_agrees_with_nothing(x: Tensor, weight: Tensor) -> None:
-    """Its cosine is 0, so its weight is below that of every vote that agrees and above every one that does not."""
+    """Its cosine is 0, so its weight is below that of every vote that agrees and above every one
+    that does not.
+    """
     x[:, 2] = 0
     routing = routing_by_agreement(x, weight, iterations=2, sharpness=1.0)
     first = routing_by_agreement(x, weight, iterations=1).preactivation
@@ -339,7 +346,9 @@ def test_zero_sharpness_keeps_the_coefficients_uniform(x: Tensor, weight: Tensor
 
 
 def test_reconstruction_is_the_transpose_of_preactivation(x: Tensor, weight: Tensor) -> None:
-    """⟨y, forward(x)⟩ = ⟨backward(y), x⟩ for the linear maps, so the unsquashed reconstruction is the adjoint."""
+    """⟨y, forward(x)⟩ = ⟨backward(y), x⟩ for the linear maps, so the unsquashed reconstruction is
+    the adjoint.
+    """
     c = routing_by_agreement(x, weight).coefficients
     y = squash(F.preactivation(x, weight, c))
     up = (y * F.preactivation(x, weight, c)).sum()
@@ -347,7 +356,7 @@ def test_reconstruction_is_the_transpose_of_preactivation(x: Tensor, weight: Ten
     torch.testing.assert_close(up, down)
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # What a caller can get wrong
 
 

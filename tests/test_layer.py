@@ -1,4 +1,6 @@
-"""Facts about one layer of experts: its probabilities, its learning rule, and that it is an ordinary module."""
+"""Facts about one layer of experts: its probabilities, its learning rule, and that it is an
+ordinary module.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,7 @@ def capsules(
     return squash(torch.randn(count, I, K, dtype=torch.float64, generator=generator)).to(dtype)
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The model
 
 
@@ -91,12 +93,15 @@ def test_reconstruct_is_one_deterministic_mixing(generator: torch.Generator) -> 
     torch.testing.assert_close(layer.reconstruct(x), chain)
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Learning: Algorithm 1 with plain loops is one route, autograd of the loss another, finite differences a third
+# --------------------------------------------------------------------------------------------------
+# Learning. Algorithm 1 with plain loops is one route, autograd of the loss another, finite
+# differences a third.
 
 
 def algorithm_1(layer: CapsuleExperts, x: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """ΔW, the coefficients and x̃, from the paper's Algorithm 1 with a loop over images, inputs and experts."""
+    """ΔW, the coefficients and x̃, from the paper's Algorithm 1 with a loop over images, inputs and
+    experts.
+    """
     w, c = layer.weight.detach(), layer.route(x).coefficients.detach()
     inputs, experts = range(I), range(J)
 
@@ -160,7 +165,9 @@ def test_gradient_of_contrastive_divergence(
 def test_bernoulli_mixing_draws_each_state_as_often_as_the_model_says(
     generator: torch.Generator,
 ) -> None:
-    """Every x̃ is the reconstruction from unit vectors of some on/off state, and states occur with P(a|x)."""
+    """Every x̃ is the reconstruction from unit vectors of some on/off state, and states occur with
+    P(a|x).
+    """
     layer = make_layer(generator, std=2.0, out_capsules=3)
     x, draws = capsules(generator, 1), 20_000
     routing = layer.route(x)
@@ -195,7 +202,9 @@ def test_a_persistent_chain_goes_on_from_where_it_was(generator: torch.Generator
 def positive_phase(
     layer: CapsuleExperts, x: Tensor, after: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """2 · mean c_ij g(z_j) x_iᵀ at the capsules reached from `x` by `after` mixings with its coefficients."""
+    """2 · mean c_ij g(z_j) x_iᵀ at the capsules reached from `x` by `after` mixings with its
+    coefficients.
+    """
     w, c = layer.weight.detach(), layer.route(x).coefficients.detach()
     for _ in range(after):
         x = F.reconstruction(squash(F.preactivation(x, w, c)), w, c)
@@ -205,7 +214,9 @@ def positive_phase(
 
 
 def test_learning_lowers_the_reconstruction_error(generator: torch.Generator) -> None:
-    """Data on a few directions per capsule: after learning, one mixing keeps most of what it lost before."""
+    """Data on a few directions per capsule: after learning, one mixing keeps most of what it lost
+    before.
+    """
     basis = torch.randn(3, I, K, generator=generator)
     x = squash(torch.einsum("bn,nik->bik", torch.randn(256, 3, generator=generator), basis))
     layer = make_layer(generator, std=0.01, dtype=torch.float32, sharpness=5.0)
@@ -224,7 +235,7 @@ def test_learning_lowers_the_reconstruction_error(generator: torch.Generator) ->
     assert error() < 0.5
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Competition
 
 
@@ -246,7 +257,9 @@ def test_only_the_winners_fire_and_the_balance_decides_close_calls(
 
 
 def test_the_score_is_the_log_of_the_squared_norm_plus_the_balance() -> None:
-    """A head start of log 4 beats a rival whose ‖z‖² is 3 times as large, and not one where it is 8 times as large."""
+    """A head start of log 4 beats a rival whose ‖z‖² is 3 times as large, and not one where it is 8
+    times as large.
+    """
     layer = CapsuleExperts(1, 1, 2, 1, iterations=1, winners=1, dtype=torch.float64)
     layer.balance[0] = math.log(4)
     for ratio, winner in ((3, 0), (8, 1)):
@@ -265,7 +278,9 @@ def test_reconstruct_hears_only_the_winners(generator: torch.Generator) -> None:
 
 
 def test_competition_with_a_chain(generator: torch.Generator) -> None:
-    """Data and chain have winners of their own, held while they are mixed; the data's alone move the balance."""
+    """Data and chain have winners of their own, held while they are mixed; the data's alone move
+    the balance.
+    """
     layer, x, chain = (
         make_layer(generator, winners=2, balance_rate=0.3),
         capsules(generator, 5),
@@ -331,7 +346,7 @@ def test_the_balance_makes_all_experts_win_equally_often(generator: torch.Genera
     assert torch.equal(layer.balance, held)
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # An ordinary module
 
 
@@ -460,7 +475,9 @@ BACKENDS = [
 @pytest.mark.filterwarnings("ignore")  # the compiler's own warnings differ from release to release
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_compile(backend: str, generator: torch.Generator) -> None:
-    """The layer and its loss compile without a graph break, and give the same numbers and gradients."""
+    """The layer and its loss compile without a graph break, and give the same numbers and
+    gradients.
+    """
     layer = make_layer(generator, dtype=torch.float32, winners=3).eval()
     x = capsules(generator, dtype=torch.float32)
 
@@ -516,7 +533,7 @@ def test_state_dict_deepcopy_and_trained_balance_survive(
 
 
 def test_it_trains_inside_an_ordinary_network(generator: torch.Generator) -> None:
-    """Two stacked layers behind a linear map: gradients of a supervised loss reach every parameter."""
+    """Behind a linear map and another layer: gradients of a supervised loss reach every weight."""
     second = CapsuleExperts(J, D, 2, 3, generator=generator)
     second.reset_parameters(std=1.0, generator=generator)
     network = nn.Sequential(
@@ -562,7 +579,7 @@ def test_distributed_data_parallel(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         )
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # What a caller can get wrong
 
 

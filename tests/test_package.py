@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import shlex
 import subprocess
@@ -18,14 +17,6 @@ from poecaps.cli.main import main
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "poecaps"
-# Modules and subpackages of poecaps; each imports only those that come before it.
-ORDER = (
-    *("_version", "_checks", "_files", "_json", "_modules", "data"),
-    *("functional", "kernels", "autoencoder", "layer"),
-    *("options", "preprocessing", "code_density", "serialization", "network", "models"),
-    *("training", "evaluation", "plotting", "card", "hub"),
-    *("applications", "export", "_table", "sklearn", "explorer", "cli", "__main__"),
-)
 
 
 def test_every_public_name_is_there_and_documented() -> None:
@@ -52,39 +43,6 @@ def test_importing_is_light() -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
     assert result.stdout.strip() == "{'poecaps'}"
-
-
-def imported_parts(file: Path) -> set[str]:
-    """Modules and subpackages of poecaps that a file imports, also inside functions and for types.
-
-    A name that is not a module comes from `poecaps` itself, which imports everything.
-    """
-    parts = set()
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module == "poecaps":
-            names = [f"poecaps.{alias.name}" for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            names = [node.module or ""]
-        else:
-            continue
-        for name in names:
-            package, _, rest = name.partition(".")
-            if package == "poecaps":
-                part = rest.partition(".")[0]
-                parts.add(part if part in ORDER else "poecaps")
-    return parts
-
-
-def test_no_module_imports_a_higher_one() -> None:
-    place = {part: index for index, part in enumerate((*ORDER, "poecaps"))}
-    for file in PACKAGE.rglob("*.py"):
-        part = file.relative_to(PACKAGE).parts[0].removesuffix(".py")
-        if part != "__init__":
-            assert part in place, f"{part} must have a place in ORDER"
-            higher = [each for each in imported_parts(file) if place[each] > place[part]]
-            assert not higher, f"{file.relative_to(ROOT)} imports {higher}"
 
 
 def test_the_citation_states_this_version_and_the_paper() -> None:

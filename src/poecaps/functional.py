@@ -65,15 +65,16 @@ AGREEMENTS: tuple[Agreement, ...] = get_args(Agreement)
 MIXINGS: tuple[Mixing, ...] = get_args(Mixing)
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Squashing
 
 
 def squash(z: Tensor, dim: int = -1) -> Tensor:
     """Shrink vectors into the open unit ball: squash(z) = ‖z‖²/(1+‖z‖²) · z/‖z‖.
 
-    The direction is kept; the norm becomes the probability that the capsule is on. squash(0) = 0, gradients are
-    finite everywhere, and the norm stays below 1 even where ‖z‖²/(1+‖z‖²) would round to 1.
+    The direction is kept, and the norm becomes the probability that the capsule is on.
+    squash(0) = 0, gradients are finite everywhere, and the norm stays below 1 even where
+    ‖z‖²/(1+‖z‖²) would round to 1.
 
     Parameters
     ----------
@@ -88,7 +89,7 @@ def squash(z: Tensor, dim: int = -1) -> Tensor:
     checks.require_floating("z", z)
     norm, unit = _polar(z, dim)
     p = _firing(norm)
-    # Rounded down, not clamped: the value stays in the ball, the derivative is that of the equation.
+    # Rounded down, not clamped: the value stays in the ball, with the derivative of the equation.
     p = p - (p - _largest_norm(z.dtype)).clamp(min=0).detach()
     return (p * unit).to(z.dtype)
 
@@ -96,9 +97,9 @@ def squash(z: Tensor, dim: int = -1) -> Tensor:
 def unsquash(x: Tensor, dim: int = -1) -> Tensor:
     """Invert `squash`: unsquash(x) = √(‖x‖/(1−‖x‖)) · x/‖x‖.
 
-    Norms are clamped just below 1 (at 1 − 5ε for float32 and float64, at about 1 − ε for half precision, with ε the
-    spacing of the dtype at 1), so the result is finite for any finite input; no value is looked at, no error raised.
-    The derivative grows as ‖x‖^(−1/2) towards 0; at 0 itself it is taken to be 0.
+    Norms are clamped just below 1 (at 1 − 5ε for float32 and float64, at about 1 − ε for half
+    precision, with ε the spacing of the dtype at 1), so the result is finite for any finite input.
+    Values are not checked. The derivative grows as ‖x‖^(−1/2) towards 0; at 0 it is defined as 0.
 
     Parameters
     ----------
@@ -136,7 +137,7 @@ def direction(v: Tensor, dim: int = -1) -> Tensor:
     return _polar(v, dim)[1].to(v.dtype)
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Routing
 
 
@@ -198,7 +199,8 @@ class Routing:
 
     def __repr__(self) -> str:
         inputs, (batch, experts, dim) = self.coefficients.shape[1], self.preactivation.shape
-        return f"Routing(coefficients=({batch}, {inputs}, {experts}), preactivation=({batch}, {experts}, {dim}))"
+        coefficients, preactivation = (batch, inputs, experts), (batch, experts, dim)
+        return f"Routing(coefficients={coefficients}, preactivation={preactivation})"
 
 
 def routing_by_agreement(
@@ -214,7 +216,11 @@ def routing_by_agreement(
 
     Starting from b = 0, repeat `iterations` times::
 
-        c = softmax(b),   z_j = Σ_i c_ij u_ij,   and between repeats   b_ij += sharpness · agreement(u_ij, z_j)
+        c = softmax(b),   z_j = Σ_i c_ij u_ij
+
+    and between the iterations::
+
+        b_ij += sharpness · agreement(u_ij, z_j)
 
     One iteration is a plain average with uniform coefficients.
 
@@ -305,7 +311,7 @@ def reconstruction(y: Tensor, weight: Tensor, coefficients: Tensor) -> Tensor:
     return squash(torch.einsum("bij,bijk->bik", coefficients.to(back.dtype), back))
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Energies and probabilities, as functions of the preactivations z_j
 
 
@@ -390,7 +396,7 @@ def winning_experts(z: Tensor, winners: int | None, balance: Tensor | None = Non
         return torch.zeros_like(score, dtype=torch.bool).scatter(-1, best, True)
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Learning. The coefficients c, the winners and the mixed capsules x̃ are held fixed in both rules.
 
 
@@ -432,7 +438,8 @@ def contrastive_divergence(
 
     Route the data, hold the coefficients c, and mix `k` times::
 
-        z_j = Σ_i c_ij W_ij x_i,   y_j = squash(z_j),   x̃_i = squash(Σ_j c_ij W_ijᵀ y_j),   z̃_j = Σ_i c_ij W_ij x̃_i
+        z_j = Σ_i c_ij W_ij x_i
+        y_j = squash(z_j),   x̃_i = squash(Σ_j c_ij W_ijᵀ y_j),   z̃_j = Σ_i c_ij W_ij x̃_i
 
     With g(z) = z/(1+‖z‖²), the weights move by::
 
@@ -553,8 +560,8 @@ def expert_states(
         Experts that may fire.
     mixing
         ``"deterministic"``: squash(z_j), the paper's choice.
-        ``"bernoulli"``: expert j fires with probability ‖squash(z_j)‖ and then sends the unit vector
-        z_j/‖z_j‖; on average this is squash(z_j).
+        ``"bernoulli"``: expert j fires with probability ‖squash(z_j)‖ and then sends the unit
+        vector z_j/‖z_j‖; on average this is squash(z_j).
     uniform : (B, J), optional
         Uniform random numbers from 0 to 1 that decide which experts fire; drawn by torch if None.
 
@@ -626,7 +633,7 @@ def _only(on: Tensor | None, y: Tensor) -> Tensor:
     return y if on is None else y * on.unsqueeze(-1)
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Arguments and floating point
 
 
@@ -668,8 +675,8 @@ def _mix_votes(coefficients: Tensor, u: Tensor) -> Tensor:
 def _polar(v: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     """Norm (..., 1) and direction of v, at least float32; the direction of 0 is 0.
 
-    Dividing by the largest component first keeps the sum of squares from under- or overflowing, so that 1e-30 and
-    1e30 keep their norm in float32. The scale cancels, so it needs no gradient.
+    Dividing by the largest component first prevents underflow and overflow of the sum of squares,
+    so that 1e-30 and 1e30 keep their norm in float32. The scale cancels, so it needs no gradient.
     """
     v = v.to(_at_least_float32(v.dtype))
     scale = v.detach().abs().amax(dim, keepdim=True)
@@ -686,7 +693,7 @@ def _firing(norm: Tensor) -> Tensor:
 
 
 def _largest_norm(dtype: torch.dtype) -> float:
-    """Largest norm that squash gives and unsquash takes: rounding a vector of this norm cannot reach 1."""
+    """Largest norm of a squashed vector: rounding a vector of this norm cannot reach 1."""
     eps = torch.finfo(dtype).eps
     return 1 - eps - 4 * torch.finfo(_at_least_float32(dtype)).eps
 

@@ -426,7 +426,7 @@ class CapsuleExperts(CapsuleRouting):
         if mixing == "bernoulli" and uniform is None:
             shape = (k, len(x if chain is None else chain), self.out_capsules)
             uniform = torch.rand(shape, generator=generator, device=self.weight.device)
-        step = dispatch.select(x, self.weight, self.backend).contrastive_divergence(
+        step = dispatch.select(x, self.weight, self.backend, chain=chain).contrastive_divergence(
             x.detach(),
             self.weight,
             self.routing,

@@ -216,7 +216,13 @@ class CapsuleExpertsTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixi
             self._train(rows)
         else:
             images, seed = self._images(rows), self._seed()
-            fine_tune(self.model_, self._config(), images, learning_rate_ratio=FINE_TUNING_RATIO, seed=seed)
+            fine_tune(
+                self.model_,
+                self._config(),
+                images,
+                learning_rate_ratio=FINE_TUNING_RATIO,
+                seed=seed,
+            )
         self._finish(rows, self.n_iter if first and self.image_shape_ is not None else 1)
         sample = self._reservoir[0]
         if self.image_shape_ is None:

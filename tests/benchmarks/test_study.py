@@ -24,7 +24,11 @@ def test_a_variant_is_valid_and_changes_only_its_options(name: str) -> None:
     variant = STUDY[name]
     config = variant.config(data="mnist", seed=3)
     config.validate()
-    assert changed_options(config, variant.preset) == {"data": "mnist", "seed": 3, **variant.changes}
+    assert changed_options(config, variant.preset) == {
+        "data": "mnist",
+        "seed": 3,
+        **variant.changes,
+    }
 
 
 def test_no_two_variants_are_the_same() -> None:

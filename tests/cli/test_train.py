@@ -60,7 +60,9 @@ def test_every_field_can_be_set_and_nothing_else_changes(source: Path, tmp_path:
         )
         == 0
     )
-    used = dataclass_from_json(Config, json.loads((tmp_path / "run" / "run.json").read_text())["config"])
+    used = dataclass_from_json(
+        Config, json.loads((tmp_path / "run" / "run.json").read_text())["config"]
+    )
     paper = PRESETS["paper"]()
     assert (
         used.encoder.k,
@@ -370,7 +372,9 @@ def test_one_line_says_what_was_found_and_what_was_skipped_and_why(
     assert main(["reconstruct", str(tmp_path / "run"), "--device", "cpu"]) == 0
     assert [each for each in capsys.readouterr().err.splitlines() if "skipped" in each] == [line]
 
-    config = dataclass_from_json(Config, json.loads((tmp_path / "run" / "run.json").read_text())["config"])
+    config = dataclass_from_json(
+        Config, json.loads((tmp_path / "run" / "run.json").read_text())["config"]
+    )
     with pytest.warns(UserWarning, match="4 files skipped") as told:
         poecaps.train(config, tmp_path / "again")
     assert [(str(each.message), each.filename) for each in told] == [(line, __file__)]

@@ -20,7 +20,9 @@ needs_triton = pytest.mark.skipif(
 
 
 def assert_facts(file: Path) -> None:
-    """Triton decides when it is imported whether to interpret, so facts cannot share the process of other tests."""
+    """Triton decides when it is imported whether to interpret, so facts cannot share the process of
+    other tests.
+    """
     environment = dict(os.environ)
     if not torch.cuda.is_available():
         environment["TRITON_INTERPRET"] = "1"

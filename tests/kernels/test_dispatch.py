@@ -53,6 +53,8 @@ def test_large_float32_calls_on_a_cpu_run_compiled_c() -> None:
     small = torch.zeros(1, 4, 8), torch.zeros(4, 2, 16, 8)
     assert dispatch.choose(*small) == "torch"
     assert dispatch.choose(*small, "simd") == "simd"  # forced, it runs although it does not pay
+    assert dispatch.choose(x, weight, chain=x.clone()) == "simd"
+    assert dispatch.choose(x, weight, chain=torch._neg_view(x)) == "torch"  # not plain memory
 
 
 @pytest.mark.parametrize("backend", ["torch", "simd"])

@@ -71,7 +71,9 @@ def test_fast_versions_learn_what_the_reference_learns(
     config = config_for(data)
     encoder = replace(config.encoder, mixing=mixing)
     config = replace(config, model=replace(config.model, normalize=normalize), encoder=encoder)
-    monkeypatch.setattr(cpu.routing, "MIN_MULTIPLICATIONS", 0 if version == "compiled" else math.inf)
+    monkeypatch.setattr(
+        cpu.routing, "MIN_MULTIPLICATIONS", 0 if version == "compiled" else math.inf
+    )
     cpu.release_workspace()
     train(config, tmp_path / "fast")
     assert len(cpu.routing._spare_workspaces) == (version == "compiled")  # it keeps its workspace

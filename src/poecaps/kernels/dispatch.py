@@ -92,14 +92,24 @@ class RoutingBackend(Protocol):
 
 
 def select(
-    x: Tensor, weight: Tensor, backend: Backend | None = None, *, needs_grad: bool = False
+    x: Tensor,
+    weight: Tensor,
+    backend: Backend | None = None,
+    *,
+    chain: Tensor | None = None,
+    needs_grad: bool = False,
 ) -> RoutingBackend:
     """Return the backend that computes a call; see `choose`."""
-    return implementation(choose(x, weight, backend, needs_grad=needs_grad))
+    return implementation(choose(x, weight, backend, chain=chain, needs_grad=needs_grad))
 
 
 def choose(
-    x: Tensor, weight: Tensor, backend: Backend | None = None, *, needs_grad: bool = False
+    x: Tensor,
+    weight: Tensor,
+    backend: Backend | None = None,
+    *,
+    chain: Tensor | None = None,
+    needs_grad: bool = False,
 ) -> Backend:
     """Return the name of the backend that computes a call.
 
@@ -109,6 +119,8 @@ def choose(
     weight : (I, J, D, K)
     backend
         The backend to force. None: the fastest one that supports the call.
+    chain : (N, I, K), optional
+        Further capsules that the call routes.
     needs_grad
         Whether a gradient through the routing is required. The learning rules compute their own
         gradient and do not need it.
@@ -120,20 +132,30 @@ def choose(
     """
     if backend is None:
         for name in PREFERRED.get(x.device.type, ()):
-            if why_not(name, x, weight, needs_grad=needs_grad) is None and _pays(name, x, weight):
+            reason = why_not(name, x, weight, chain=chain, needs_grad=needs_grad)
+            if reason is None and _pays(name, x, weight):
                 return name
         return "reference"
-    reason = why_not(backend, x, weight, needs_grad=needs_grad)
+    reason = why_not(backend, x, weight, chain=chain, needs_grad=needs_grad)
     if reason is not None:
         remedy = "or leave backend=None, which chooses the fastest backend that supports the call"
         raise ValueError(f"backend={backend!r} does not support this call: {reason}; {remedy}")
     return backend
 
 
-def why_not(name: Backend, x: Tensor, weight: Tensor, *, needs_grad: bool = False) -> str | None:
+def why_not(
+    name: Backend,
+    x: Tensor,
+    weight: Tensor,
+    *,
+    chain: Tensor | None = None,
+    needs_grad: bool = False,
+) -> str | None:
     """Return why a backend does not support a call, with a remedy; None if it does."""
     if name == "reference":
         return None
+    if chain is not None and (reason := why_not(name, chain, weight, needs_grad=needs_grad)):
+        return reason
     if torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type):
         return "it runs outside torch.compile and autocast only; call the layer outside of them"
     if _is_transformed(x) or _is_transformed(weight):

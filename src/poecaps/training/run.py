@@ -221,7 +221,8 @@ def _run(
                 f"{folder} is not empty; choose a new folder, or continue its run with resume"
             )
         if data is None:
-            with nullcontext() if found is None and distributed.is_main else suppress_skipped_warnings():
+            warns = found is None and distributed.is_main
+            with nullcontext() if warns else suppress_skipped_warnings():
                 data = _load_images(config)
         if found is not None:
             found(data)

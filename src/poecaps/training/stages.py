@@ -259,7 +259,8 @@ class PixelDecoderTrainer(StageTrainer):
         with torch.no_grad():
             for decoder in reversed(self.higher):
                 y = decoder(y)
-        activations = self.cache.network.preprocessing.inverse_transform(self.lowest.held_preactivation(y))
+        z = self.lowest.held_preactivation(y)
+        activations = self.cache.network.preprocessing.inverse_transform(z)
         with self.cache.autocast():
             return self.cache.network.logits(activations).float()
 

@@ -25,10 +25,8 @@ from poecaps.training.checkpoint import (
     write_checkpoint,
     write_errors,
 )
-from poecaps.training.distributed import RandomNumbers
 from poecaps.training.errors import TrainingError
 from poecaps.training.features import FeatureCache
-from poecaps.training.graphs import MIN_REPLAYS, WARMUP_STEPS, GraphedStep
 from poecaps.training.metrics import MetricsLog
 from poecaps.training.optim import (
     load_optimizer_state,
@@ -39,6 +37,7 @@ from poecaps.training.optim import (
 from poecaps.training.progress import Progress, ProgressMeter
 from poecaps.training.seeds import Stream, derive_seed, make_generator
 from poecaps.training.stages import StageTrainer, make_stages
+from poecaps.training.steps import MIN_REPLAYS, WARMUP_STEPS, GraphedStep, TrainingStep
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -357,44 +356,6 @@ class Trainer:
             run_record.write(self.folder, record)
             self.metrics_log.truncate_after(checkpoint.stage, checkpoint.step, names)
         return record
-
-
-class TrainingStep:
-    """One step of a stage's optimizer on one batch.
-
-    Parameters
-    ----------
-    stage
-        Stage to train.
-    optimizer
-        Optimizer of the stage's parameters.
-    distributed
-        Processes that train together, each on its shard of the batch.
-    generator
-        Source of the step's random numbers, on the stage's device.
-    """
-
-    def __init__(
-        self,
-        stage: StageTrainer,
-        optimizer: Optimizer,
-        distributed: Distributed,
-        generator: torch.Generator,
-    ) -> None:
-        self.stage, self.optimizer, self.distributed = stage, optimizer, distributed
-        self.random = RandomNumbers(generator, distributed)
-        self.parameters = list(stage.module.parameters())
-        self.buffers = list(stage.module.buffers())
-
-    def __call__(self, indices: Tensor) -> Tensor:
-        """Train on the images with these indices: (B,) → loss ()."""
-        self.optimizer.zero_grad()
-        loss = self.stage.loss(self.distributed.shard(indices), self.random)
-        loss.backward()
-        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-        self.distributed.all_reduce_mean([*gradients, *self.buffers])
-        self.optimizer.step()
-        return loss.detach()
 
 
 class _ImageOrder:
