@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def test_a_variant_is_possible_and_changes_what_it_says(name: str) -> None:
     variant = STUDY[name]
     config = variant.config(data="mnist", seed=3)
-    config.check()
+    config.validate()
     assert changed_options(config, variant.preset) == {"data": "mnist", "seed": 3, **variant.changes}
 
 
