@@ -114,7 +114,7 @@ def test_a_killed_worker_costs_at_most_the_steps_since_the_last_checkpoint(
     finish(process)
     first, second = json.loads((folder / "run.json").read_text())["starts"]
     assert first["stage"] == "autoencoder"
-    assert second["stage"] != "autoencoder"  # it did not begin anew
+    assert second["stage"] != "autoencoder"  # it did not start again
     assert (
         second["stage"] != "encoder 1" or second["step"] >= before["step"]
     )  # but where the last checkpoint was
@@ -155,7 +155,7 @@ def test_a_restart_does_not_go_on_with_the_run_of_another(
     assert {file.name: file.read_bytes() for file in (tmp_path / "other").iterdir()} == before
 
 
-def test_a_batch_that_cannot_be_shared_is_refused(data: Path, tmp_path: Path) -> None:
+def test_a_batch_that_cannot_be_divided_is_an_error(data: Path, tmp_path: Path) -> None:
     process = torchrun(data, tmp_path / "run", "--batch-size", "15")
     _, err = process.communicate(timeout=300)
     assert process.returncode != 0

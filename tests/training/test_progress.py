@@ -130,10 +130,10 @@ def test_every_step_is_reported_and_every_number_is_written(data: Path, tmp_path
     written = [
         json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     ]
-    told = [each for each in seen if each.measured]
-    assert [line["stage"] for line in written] == [each.stage for each in told]
+    measured = [each for each in seen if each.measured]
+    assert [line["stage"] for line in written] == [each.stage for each in measured]
     assert all(
-        each.metrics.items() <= line.items() for line, each in zip(written, told, strict=True)
+        each.metrics.items() <= line.items() for line, each in zip(written, measured, strict=True)
     )
     assert all(line["images_per_second"] > 0 for line in written)
     assert seen[-1].seconds_left == 0

@@ -1,4 +1,4 @@
-"""What a run says about itself."""
+"""The record of a run."""
 
 from __future__ import annotations
 
@@ -60,8 +60,25 @@ def test_the_record_holds_the_config_as_json(data: Path) -> None:
 
 
 @pytest.mark.parametrize(("threads", "said"), [(1, "cpu (1 thread)"), (8, "cpu (8 threads)")])
-def test_a_cpu_is_told_with_its_threads(
+def test_a_cpu_is_described_with_its_threads(
     threads: int, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     assert record.describe_device(torch.device("cpu")) == said
+
+
+def test_a_record_without_its_machine_has_no_paths_and_no_commands(
+    data: Path, finished: Path
+) -> None:
+    full = record.read(finished)
+    public = record.without_machine(full)
+    config = dataclass_from_json(Config, public["config"])
+    assert config.data == public["data"]["source"] == data.name
+    assert (config.device, config.checkpoint_every) == (Config().device, Config().checkpoint_every)
+    (start,) = public["starts"]
+    assert "command" not in start
+    assert "platform" not in start["versions"]
+    assert start["versions"]["torch"] == torch.__version__
+    assert str(data.parent) not in json.dumps(public)
+    for name in ("seed", "finished"):
+        assert public[name] == full[name]
