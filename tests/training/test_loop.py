@@ -431,7 +431,7 @@ def test_a_full_disk_stops_the_run_and_leaves_the_last_checkpoint_whole(
 
 
 def test_what_is_no_run_is_refused(data: Path, finished: Path, tmp_path: Path) -> None:
-    with pytest.raises(FileExistsError, match="is not empty; name a new folder"):
+    with pytest.raises(FileExistsError, match="is not empty; resume the run in it"):
         train(config_for(data), finished)
     with pytest.raises(FileNotFoundError, match="holds no run to go on with"):
         resume(tmp_path)
