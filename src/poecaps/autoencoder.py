@@ -9,7 +9,7 @@ from torch import nn
 
 from poecaps import _checks as checks
 from poecaps.kernels import convolution
-from poecaps.kernels.convolution import ConvParameters
+from poecaps.kernels.torch_convolution import ConvParameters
 
 if TYPE_CHECKING:
     from torch import Tensor

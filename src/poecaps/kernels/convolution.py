@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -21,22 +21,13 @@ from poecaps.kernels.triton import support
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from poecaps.kernels.torch_convolution import ConvParameters
+
 # Features per 16-byte vector of bfloat16, times two: the least that the matrix units multiply.
 FEATURE_MULTIPLE = 16
 
 # Major compute capabilities with enough shared memory for the pipelines of the kernels.
 CAPABILITIES = (9, 10)
-
-
-class ConvParameters(NamedTuple):
-    """Filters of both convolutions, and the biases of the encoder and of the decoder."""
-
-    conv1_weight: Tensor  # (F, C, S, S)
-    conv2_weight: Tensor  # (F, F, S, S)
-    conv1_bias: Tensor | None  # (F,)
-    conv2_bias: Tensor | None  # (F,)
-    deconv2_bias: Tensor | None  # (F,)
-    deconv1_bias: Tensor | None  # (C,)
 
 
 def encode(images: Tensor, parameters: ConvParameters, *, negative_slope: float) -> Tensor:

@@ -8,7 +8,7 @@ and GPUs.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -18,10 +18,19 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from poecaps.kernels.convolution import ConvParameters
-
 # Tensor cores want rows of a multiple of 8 numbers.
 ROW_MULTIPLE = 8
+
+
+class ConvParameters(NamedTuple):
+    """Filters of both convolutions, and the biases of the encoder and of the decoder."""
+
+    conv1_weight: Tensor  # (F, C, S, S)
+    conv2_weight: Tensor  # (F, F, S, S)
+    conv1_bias: Tensor | None  # (F,)
+    conv2_bias: Tensor | None  # (F,)
+    deconv2_bias: Tensor | None  # (F,)
+    deconv1_bias: Tensor | None  # (C,)
 
 
 def encode(images: Tensor, parameters: ConvParameters, *, negative_slope: float) -> Tensor:

@@ -26,7 +26,7 @@ from poecaps.kernels.triton.conv_common import Epilogue, ProblemSize, problem_si
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from poecaps.kernels.convolution import ConvParameters
+    from poecaps.kernels.torch_convolution import ConvParameters
 
 
 # --------------------------------------------------------------------------------------------------
