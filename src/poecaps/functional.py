@@ -44,6 +44,7 @@ __all__ = [
     "contrastive_divergence",
     "decoder_contrastive_divergence",
     "direction",
+    "encode",
     "energy",
     "expert_states",
     "firing_probability",
@@ -593,6 +594,32 @@ def held_preactivation(x: Tensor, weight: Tensor, routing: RoutingOptions) -> Te
     with torch.no_grad():
         c = routing_by_agreement(x, weight, **asdict(routing)).coefficients
     return preactivation(x.detach(), weight, c)
+
+
+def encode(
+    x: Tensor,
+    weight: Tensor,
+    routing: RoutingOptions = RoutingOptions(),  # noqa: B008 (frozen)
+    *,
+    winners: int | None = None,
+    balance: Tensor | None = None,
+) -> Tensor:
+    """Encode capsules: the squashed experts squash(z_j), 0 for experts that lose the competition.
+
+    Parameters
+    ----------
+    x : (B, I, K)
+    weight : (I, J, D, K)
+    routing
+        Options of the routing.
+    winners, balance : see `winning_experts`
+
+    Returns
+    -------
+    (B, J, D)
+    """
+    z = routing_by_agreement(x, weight, **asdict(routing)).preactivation
+    return expert_states(z, winning_experts(z, winners, balance))
 
 
 def reconstruct(

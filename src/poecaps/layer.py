@@ -132,10 +132,12 @@ class CapsuleRouting(nn.Module):
         )
 
     def _route(self, x: Tensor) -> F.Routing:
-        backend = dispatch.select(
-            x, self.weight, self.backend, needs_grad=dispatch.needs_grad(x, self.weight)
-        )
-        return backend.routing_by_agreement(x, self.weight, **asdict(self.routing))
+        return self._backend_for(x).routing_by_agreement(x, self.weight, **asdict(self.routing))
+
+    def _backend_for(self, x: Tensor) -> dispatch.RoutingBackend:
+        """Return the backend for a call that autograd may have to differentiate."""
+        needs_grad = dispatch.needs_grad(x, self.weight)
+        return dispatch.select(x, self.weight, self.backend, needs_grad=needs_grad)
 
     def _check(self, x: Tensor, *, ball: bool, name: str = "x") -> None:
         checks.require_floating(name, x)
@@ -279,8 +281,9 @@ class CapsuleExperts(CapsuleRouting):
         (B, J, D)
         """
         self._check(x, ball=False)
-        z = self._route(x).preactivation
-        return F.expert_states(z, self._winning(z))
+        return self._backend_for(x).encode(
+            x, self.weight, self.routing, winners=self.winners, balance=self.balance
+        )
 
     def reconstruct(self, x: Tensor) -> Tensor:
         """Go up and down once with the coefficients of x: x̃_i = squash(Σ_j c_ij W_ijᵀ squash(z_j)).
@@ -295,10 +298,7 @@ class CapsuleExperts(CapsuleRouting):
         (B, I, K)
         """
         self._check(x, ball=True)
-        backend = dispatch.select(
-            x, self.weight, self.backend, needs_grad=dispatch.needs_grad(x, self.weight)
-        )
-        return backend.reconstruct(
+        return self._backend_for(x).reconstruct(
             x, self.weight, self.routing, winners=self.winners, balance=self.balance
         )
 
@@ -477,7 +477,8 @@ class CapsuleDecoder(CapsuleRouting):
         (B, I, K)
         """
         self._check(y, ball=False)
-        return F.squash(self._route(y).preactivation)
+        backend = self._backend_for(y)
+        return backend.encode(y, self.weight, self.routing, winners=None, balance=None)
 
     def held_preactivation(self, y: Tensor) -> Tensor:
         """Compute z̃_i = Σ_j e_ji U_ji y_j with e and y held fixed: a gradient reaches U alone.

@@ -27,7 +27,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     for name, value in sizes.items():
         monkeypatch.setattr(libraries, name, value)
-    monkeypatch.setattr(machine, "ENOUGH", 1e-3)
+    monkeypatch.setattr(machine, "MIN_TURN_SECONDS", 1e-3)
 
 
 @pytest.mark.usefixtures("small")

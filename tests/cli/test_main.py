@@ -25,7 +25,7 @@ def test_help_shows_the_values_of_the_preset(
         main(["train", *arguments, "--help"])
     assert leave.value.code == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert "Learning rate at the start. (default: 100.0)" in text
+    assert "Initial learning rate. (default: 100.0)" in text
 
 
 def test_help_shows_optional_values_plainly(capsys: pytest.CaptureFixture[str]) -> None:
@@ -128,12 +128,12 @@ def test_misuse_has_status_2_and_names_the_remedy(
             "give the data path of the folder that contains them,",
         ),
         (["train", "--resume", "nowhere"], "nowhere"),
-        (["train", "--out", "/proc/none/run"], "cannot write into /proc/none/run"),
+        (["train", "--out", "/proc/none/run"], "cannot write to /proc/none/run"),
         (
             ["generate", "nowhere"],
             "there is no folder nowhere, and no model of that name comes with poecaps",
         ),
-        (["generate", "empty"], "empty holds no trained model"),
+        (["generate", "empty"], "empty does not contain a trained model"),
         (["generate", "{broken}"], "model.safetensors"),
         (["reconstruct", "{run}", "--data", "wide.npy"], "the model expects grey images of 28×28"),
         (["encode", "{run}", "--data", "text.npz"], "text.npz"),

@@ -162,7 +162,7 @@ def test_a_run_is_resumed_on_a_terminal(source: Path, tmp_path: Path) -> None:
     process.kill()
     process.wait()
     seen = on_a_terminal([*train, "--resume", "run"], tmp_path)
-    assert "goes on from epoch" in seen
+    assert "resumes at epoch" in seen
     assert "Traceback" not in seen
     assert json.loads((tmp_path / "run" / "run.json").read_text())["finished"]
 
@@ -304,7 +304,7 @@ def test_a_finished_run_can_be_resumed_and_a_broken_disk_is_not_a_traceback(
 
     monkeypatch.setattr("os.fsync", full)
     assert main(["train", "--data", str(source), "--out", str(tmp_path / "full"), *SMALL]) == 1
-    assert "cannot write into" in capsys.readouterr().err
+    assert "cannot write to" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

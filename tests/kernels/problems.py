@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -13,6 +13,9 @@ from poecaps import functional as F
 from poecaps import squash
 from poecaps.kernels import cpu, torch_routing
 
+if TYPE_CHECKING:
+    from poecaps.kernels.dispatch import RoutingBackend
+
 OPTIONS = [(axis, agreement) for axis in F.AXES for agreement in F.AGREEMENTS]
 
 needs_simd = pytest.mark.skipif(
@@ -20,27 +23,10 @@ needs_simd = pytest.mark.skipif(
 )
 
 
-class Backend(Protocol):
-    """The functions of a backend, as a module."""
-
-    @property
-    def routing_by_agreement(self) -> Any: ...
-    @property
-    def held_preactivation(self) -> Any: ...
-    @property
-    def reconstruct(self) -> Any: ...
-    @property
-    def contrastive_divergence(self) -> Any: ...
-    @property
-    def decoder_contrastive_divergence(self) -> Any: ...
-
-
 BACKENDS = [
     pytest.param(torch_routing, id="torch"),
     pytest.param(cpu, id="simd", marks=needs_simd),
 ]
-if TYPE_CHECKING:
-    implementations: list[Backend] = [F, torch_routing, cpu]
 
 
 def problem(sizes: tuple[int, ...], generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -64,13 +50,15 @@ def relative_error(ours: Tensor, exact: Tensor) -> float:
     return ((ours.double() - exact).norm() / exact.norm().clamp(min=1e-300)).item()
 
 
-def routed(backend: Backend, x: Tensor, weight: Tensor, routing: F.RoutingOptions) -> F.Routing:
+def routed(
+    backend: RoutingBackend, x: Tensor, weight: Tensor, routing: F.RoutingOptions
+) -> F.Routing:
     routing_: F.Routing = backend.routing_by_agreement(x, weight, **asdict(routing))
     return routing_
 
 
 def learned(
-    backend: Backend, x: Tensor, weight: Tensor, routing: F.RoutingOptions, **given: Any
+    backend: RoutingBackend, x: Tensor, weight: Tensor, routing: F.RoutingOptions, **given: Any
 ) -> F.LearningStep:
     """Learn with a weight that requires a gradient; options default to one deterministic mixing."""
     arguments: dict[str, Any] = {
@@ -92,7 +80,11 @@ def gradient(step: F.LearningStep) -> Tensor:
 
 
 def assert_routed(
-    backend: Backend, x: Tensor, weight: Tensor, routing: F.RoutingOptions, bound: float = 1e-5
+    backend: RoutingBackend,
+    x: Tensor,
+    weight: Tensor,
+    routing: F.RoutingOptions,
+    bound: float = 1e-5,
 ) -> None:
     """Compare with the reference in float64."""
     exact = routed(F, x.double(), weight.double(), routing)
@@ -102,7 +94,7 @@ def assert_routed(
 
 
 def assert_learned(
-    backend: Backend, x: Tensor, weight: Tensor, routing: F.RoutingOptions, **given: Any
+    backend: RoutingBackend, x: Tensor, weight: Tensor, routing: F.RoutingOptions, **given: Any
 ) -> None:
     """Compare loss, gradient, winners and chain with the reference in float64."""
     chain = given.get("chain")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 import torch
 
@@ -10,7 +12,6 @@ from poecaps import squash
 from tests.kernels.problems import (
     BACKENDS,
     OPTIONS,
-    Backend,
     assert_learned,
     assert_routed,
     gradient,
@@ -21,6 +22,9 @@ from tests.kernels.problems import (
     routed,
 )
 
+if TYPE_CHECKING:
+    from poecaps.kernels.dispatch import RoutingBackend
+
 # B, I, K, J, D: fewer experts than inputs, as many, and more.
 SIZES = [(18, 23, 5, 6, 17), (5, 7, 8, 7, 4), (20, 6, 16, 30, 8)]
 
@@ -29,7 +33,7 @@ SIZES = [(18, 23, 5, 6, 17), (5, 7, 8, 7, 4), (20, 6, 16, 30, 8)]
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize(("normalize", "agreement"), OPTIONS)
 def test_routing(
-    backend: Backend,
+    backend: RoutingBackend,
     sizes: tuple[int, ...],
     normalize: F.Axis,
     agreement: F.Agreement,
@@ -47,7 +51,7 @@ def test_routing(
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("normalize", F.AXES)
 def test_held_preactivation(
-    backend: Backend, sizes: tuple[int, ...], normalize: F.Axis, generator: torch.Generator
+    backend: RoutingBackend, sizes: tuple[int, ...], normalize: F.Axis, generator: torch.Generator
 ) -> None:
     """Its gradient reaches the weight, not the capsules."""
     x, weight = problem(sizes, generator)
@@ -73,8 +77,8 @@ def test_held_preactivation(
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("normalize", F.AXES)
 @pytest.mark.parametrize("winners", [None, 2])
-def test_reconstruct(
-    backend: Backend,
+def test_encode_and_reconstruct(
+    backend: RoutingBackend,
     sizes: tuple[int, ...],
     normalize: F.Axis,
     winners: int | None,
@@ -84,11 +88,14 @@ def test_reconstruct(
     balance = torch.randn(sizes[3], generator=generator)
     routing = options(3, normalize, "cosine")
     exact = F.reconstruct(x.double(), weight.double(), routing, winners=winners, balance=balance)
-    ours = backend.reconstruct(
-        x, weight.requires_grad_(), routing, winners=winners, balance=balance
-    )
+    exact_code = F.encode(x.double(), weight.double(), routing, winners=winners, balance=balance)
+    weight.requires_grad_()
+    ours = backend.reconstruct(x, weight, routing, winners=winners, balance=balance)
+    code = backend.encode(x, weight, routing, winners=winners, balance=balance)
     assert not ours.requires_grad
+    assert not code.requires_grad
     assert relative_error(ours, exact) < 1e-5
+    assert relative_error(code, exact_code) < 1e-5
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -98,7 +105,7 @@ def test_reconstruct(
 @pytest.mark.parametrize("winners", [None, 2])
 @pytest.mark.parametrize("normalize", F.AXES)
 def test_contrastive_divergence(
-    backend: Backend,
+    backend: RoutingBackend,
     sizes: tuple[int, ...],
     mixing: F.Mixing,
     chained: bool,
@@ -134,7 +141,7 @@ def test_contrastive_divergence(
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize(("normalize", "agreement"), OPTIONS)
 def test_decoder_contrastive_divergence(
-    backend: Backend,
+    backend: RoutingBackend,
     sizes: tuple[int, ...],
     normalize: F.Axis,
     agreement: F.Agreement,
@@ -157,11 +164,11 @@ def test_decoder_contrastive_divergence(
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("mixing", F.MIXINGS)
 def test_a_gradient_is_computed_only_if_required(
-    backend: Backend, sizes: tuple[int, ...], mixing: F.Mixing, generator: torch.Generator
+    backend: RoutingBackend, sizes: tuple[int, ...], mixing: F.Mixing, generator: torch.Generator
 ) -> None:
     x, weight = problem(sizes, generator)
     routing = options(3, "inputs", "cosine")
-    given = {
+    given: dict[str, Any] = {
         "k": 1,
         "mixing": mixing,
         "uniform": torch.rand(1, sizes[0], sizes[3], generator=generator),
@@ -189,7 +196,7 @@ def test_a_gradient_is_computed_only_if_required(
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("normalize", F.AXES)
-def test_an_empty_batch(backend: Backend, sizes: tuple[int, ...], normalize: F.Axis) -> None:
+def test_an_empty_batch(backend: RoutingBackend, sizes: tuple[int, ...], normalize: F.Axis) -> None:
     _, inputs, dim, experts, out_dim = sizes
     x, weight = torch.zeros(0, inputs, dim), torch.zeros(inputs, experts, out_dim, dim)
     routing = options(3, normalize, "cosine")

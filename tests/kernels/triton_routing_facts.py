@@ -200,6 +200,24 @@ def test_reconstruct_and_its_gradient(
     assert_close(weight.grad, exact_weight.grad)
 
 
+@pytest.mark.parametrize("winners", [None, 2])
+def test_encode_and_its_gradient(winners: int | None, generator: torch.Generator) -> None:
+    x, weight = problem(ODD, generator)
+    balance = torch.randn(5, generator=generator).to(DEVICE)
+    competition: dict[str, Any] = {"winners": winners, "balance": balance}
+    routing = routing_options("outputs", "cosine")
+    exact_x, exact_weight = x.double().requires_grad_(), weight.double().requires_grad_()
+    exact = F.encode(exact_x, exact_weight, routing, **competition)
+    exact.square().sum().backward()
+    assert_close(backend.encode(x, weight, routing, **competition), exact)
+    x, weight = x.requires_grad_(), weight.requires_grad_()
+    ours = backend.encode(x, weight, routing, **competition)
+    ours.square().sum().backward()
+    assert_close(ours, exact)
+    assert_close(x.grad, exact_x.grad)
+    assert_close(weight.grad, exact_weight.grad)
+
+
 # --------------------------------------------------------------------------------------------------
 # Learning
 

@@ -118,7 +118,7 @@ def test_an_interrupt_saves_and_prints_the_command_to_resume(
     process.send_signal(number)
     _, err = process.communicate()
     assert process.returncode == 130
-    assert f"go on with: poecaps train --resume '{folder}'" in err
+    assert f"resume with: poecaps train --resume '{folder}'" in err
     assert "Traceback" not in err
     _, about = read_tensors(folder / CHECKPOINT)
     assert about["stage"] >= 1
@@ -236,10 +236,10 @@ class Hostile:
 def test_reading_an_untrusted_checkpoint_runs_no_code(tmp_path: Path) -> None:
     touched = tmp_path / "touched"
     (tmp_path / CHECKPOINT).write_bytes(pickle.dumps({"model": Hostile(touched)}))
-    with pytest.raises(ModelError, match="no safetensors file"):
+    with pytest.raises(ModelError, match="not a safetensors file"):
         resume(tmp_path)
     torch.save({"model": Hostile(touched)}, tmp_path / CHECKPOINT)
-    with pytest.raises(ModelError, match="no safetensors file"):
+    with pytest.raises(ModelError, match="not a safetensors file"):
         resume(tmp_path)
     assert not touched.exists()
     pickle.loads(pickle.dumps(Hostile(touched)))  # what a program would do that unpickles
@@ -277,7 +277,7 @@ def test_reading_an_untrusted_checkpoint_runs_no_code(tmp_path: Path) -> None:
             {"optimizer.0.step": torch.tensor(torch.nan)},
             "optimizer.0.step must hold finite floating-point numbers",
         ),
-        ({}, {"model.more": torch.zeros(2)}, "does not fit its architecture: more"),
+        ({}, {"model.more": torch.zeros(2)}, "does not match its architecture: more"),
         (
             {},
             {"model.autoencoder.conv1_bias": torch.zeros(8, dtype=torch.float64)},

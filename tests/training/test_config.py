@@ -56,7 +56,7 @@ if TYPE_CHECKING:
             r"model.joint_components must be a whole number of at least 1",
         ),
         ({"model": ModelOptions(capsule_dim=0)}, r"model.capsule_dim must be"),
-        ({"model": ModelOptions(experts=())}, r"model.experts must be one pair or more"),
+        ({"model": ModelOptions(experts=())}, r"model.experts must be one or more pairs"),
         ({"model": ModelOptions(scale=0.0)}, r"model.scale must be above 0"),
         ({"model": ModelOptions(scale=float("nan"))}, r"model.scale must be a finite number"),
     ],

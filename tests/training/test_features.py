@@ -17,7 +17,7 @@ def test_tensors_that_do_not_fit_into_memory_are_mapped_files(
     data: Path, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Images, features and codes; the trained network does not depend on where they are."""
-    monkeypatch.setattr("poecaps.data.buffers.SPILL", 0)
+    monkeypatch.setattr("poecaps.data.buffers.MAX_IN_MEMORY", 0)
     mapped: dict[str, tuple[int, int]] = {}
 
     def temporary() -> set[str]:

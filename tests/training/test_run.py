@@ -61,7 +61,7 @@ def test_the_result_of_a_finished_run_is_read_from_its_folder(data: Path, finish
 def test_a_folder_without_a_valid_checkpoint_cannot_be_resumed(
     data: Path, finished: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(FileExistsError, match="is not empty; choose a new folder"):
+    with pytest.raises(FileExistsError, match="is not empty; resume the run in it"):
         train(config_for(data), finished)
     with pytest.raises(
         FileNotFoundError, match=f"cannot resume the run in .*: it contains no {CHECKPOINT}"

@@ -11,6 +11,7 @@ from poecaps import models
 from poecaps._devices import find_device
 from poecaps._files import ModelError
 from poecaps._json import dataclass_from_json
+from poecaps.cli.arguments import command_for
 from poecaps.cli.loading import find_model, is_on_this_machine
 from poecaps.cli.options import OptionalModel  # noqa: TC001 (tyro reads the annotations)
 from poecaps.data import datasets
@@ -73,8 +74,6 @@ def _describe_run(run: str) -> Iterator[tuple[str, str]]:
     )
     resume = f"not yet; resume with: poecaps train --resume {shlex.quote(str(folder))}"
     yield "finished", about.get("finished") or resume
-    for start in about["starts"]:
-        yield "command", f"{start.get('command')}  ({start.get('time')}, {start.get('device')})"
     for stage, values in last_values(folder / METRICS).items():
         yield (
             stage,
@@ -86,5 +85,9 @@ def _describe_run(run: str) -> Iterator[tuple[str, str]]:
         raise ModelError(
             f"{folder / record.RECORD} has no valid configuration ({error})"
         ) from error
+    for start in about["starts"]:
+        # A published record has no command; the options give an equivalent one.
+        command = start.get("command") or command_for(config)
+        yield "command", f"{command}  ({start.get('time')}, {start.get('device')})"
     for name, value in changed_options(config, "default").items():
         yield "option", f"{name} = {value}"

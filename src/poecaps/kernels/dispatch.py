@@ -59,6 +59,17 @@ class RoutingBackend(Protocol):
     def held_preactivation(self, x: Tensor, weight: Tensor, routing: RoutingOptions) -> Tensor:
         """See `poecaps.functional.held_preactivation`."""
 
+    def encode(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        routing: RoutingOptions,
+        *,
+        winners: int | None,
+        balance: Tensor | None,
+    ) -> Tensor:
+        """See `poecaps.functional.encode`."""
+
     def reconstruct(
         self,
         x: Tensor,

@@ -218,7 +218,7 @@ def _run(
     with interrupts.installed(), process_group(device) as distributed:
         if is_new and distributed.any(distributed.is_main and not _is_empty(folder), device):
             raise FileExistsError(
-                f"{folder} is not empty; choose a new folder, or continue its run with resume"
+                f"{folder} is not empty; resume the run in it, or choose a new folder"
             )
         if data is None:
             warns = found is None and distributed.is_main

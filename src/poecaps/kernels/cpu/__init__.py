@@ -9,6 +9,7 @@ from poecaps.kernels.cpu.build import why_not as why_not_compiled
 from poecaps.kernels.cpu.routing import (
     contrastive_divergence,
     decoder_contrastive_divergence,
+    encode,
     held_preactivation,
     pays,
     reconstruct,
@@ -21,6 +22,7 @@ __all__ = [
     "compiler_version",
     "contrastive_divergence",
     "decoder_contrastive_divergence",
+    "encode",
     "held_preactivation",
     "pays",
     "reconstruct",

@@ -131,6 +131,19 @@ def held_preactivation(x: Tensor, weight: Tensor, routing: F.RoutingOptions) -> 
     return torch_routing.preactivation(x, weight, routed.coefficients)
 
 
+def encode(
+    x: Tensor,
+    weight: Tensor,
+    routing: F.RoutingOptions,
+    *,
+    winners: int | None,
+    balance: Tensor | None,
+) -> Tensor:
+    """Compute `functional.encode`, without a gradient: (B, I, K), (I, J, D, K) → (B, J, D)."""
+    z = routing_by_agreement(x, weight, **asdict(routing)).preactivation
+    return F.expert_states(z, F.winning_experts(z, winners, balance))
+
+
 def reconstruct(
     x: Tensor,
     weight: Tensor,

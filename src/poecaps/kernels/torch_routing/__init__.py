@@ -25,6 +25,7 @@ __all__ = [
     "contrastive_divergence_from",
     "decoder_contrastive_divergence",
     "decoder_contrastive_divergence_from",
+    "encode",
     "held_preactivation",
     "preactivation",
     "reconstruct",
@@ -87,6 +88,20 @@ def held_preactivation(x: Tensor, weight: Tensor, routing: F.RoutingOptions) -> 
     """Compute `functional.held_preactivation`: (B, I, K), (I, J, D, K) → (B, J, D)."""
     routed = routing_by_agreement(x, weight, **asdict(routing))
     return preactivation(x, weight, routed.coefficients)
+
+
+@torch.no_grad()
+def encode(
+    x: Tensor,
+    weight: Tensor,
+    routing: F.RoutingOptions,
+    *,
+    winners: int | None,
+    balance: Tensor | None,
+) -> Tensor:
+    """Compute `functional.encode`, without a gradient: (B, I, K), (I, J, D, K) → (B, J, D)."""
+    z = routing_by_agreement(x, weight, **asdict(routing)).preactivation
+    return F.expert_states(z, F.winning_experts(z, winners, balance))
 
 
 @torch.no_grad()

@@ -7,12 +7,18 @@ possible.
 from __future__ import annotations
 
 from poecaps.kernels.triton.learning import contrastive_divergence, decoder_contrastive_divergence
-from poecaps.kernels.triton.routing import held_preactivation, reconstruct, routing_by_agreement
+from poecaps.kernels.triton.routing import (
+    encode,
+    held_preactivation,
+    reconstruct,
+    routing_by_agreement,
+)
 from poecaps.kernels.triton.support import why_not
 
 __all__ = [
     "contrastive_divergence",
     "decoder_contrastive_divergence",
+    "encode",
     "held_preactivation",
     "reconstruct",
     "routing_by_agreement",

@@ -153,6 +153,33 @@ class _HeldPreactivation(torch.autograd.Function):
         return None, grad_weight, None
 
 
+def encode(
+    x: Tensor,
+    weight: Tensor,
+    routing: F.RoutingOptions,
+    *,
+    winners: int | None = None,
+    balance: Tensor | None = None,
+) -> Tensor:
+    """Compute `functional.encode`; without a gradient, one kernel squashes and selects.
+
+    Parameters
+    ----------
+    x : (B, I, K)
+    weight : (I, J, D, K)
+    routing
+        Options of the routing.
+    winners, balance : see `functional.winning_experts`
+
+    Returns
+    -------
+    (B, J, D)
+    """
+    z = _route(x, weight, routing).preactivation
+    on = F.winning_experts(z, winners, balance)
+    return F.expert_states(z, on) if z.requires_grad else squash(z, on)
+
+
 def reconstruct(
     x: Tensor,
     weight: Tensor,
