@@ -136,8 +136,13 @@ class CapsuleRouting(nn.Module):
 
     def _backend_for(self, x: Tensor) -> dispatch.RoutingBackend:
         """Return the backend for a call that autograd may have to differentiate."""
-        needs_grad = dispatch.needs_grad(x, self.weight)
-        return dispatch.select(x, self.weight, self.backend, needs_grad=needs_grad)
+        return dispatch.select(
+            x,
+            self.weight,
+            self.backend,
+            routing=self.routing,
+            needs_grad=dispatch.needs_grad(x, self.weight),
+        )
 
     def _check(self, x: Tensor, *, ball: bool, name: str = "x") -> None:
         checks.require_floating(name, x)
@@ -426,7 +431,8 @@ class CapsuleExperts(CapsuleRouting):
         if mixing == "bernoulli" and uniform is None:
             shape = (k, len(x if chain is None else chain), self.out_capsules)
             uniform = torch.rand(shape, generator=generator, device=self.weight.device)
-        step = dispatch.select(x, self.weight, self.backend, chain=chain).contrastive_divergence(
+        backend = dispatch.select(x, self.weight, self.backend, routing=self.routing, chain=chain)
+        step = backend.contrastive_divergence(
             x.detach(),
             self.weight,
             self.routing,
@@ -492,7 +498,7 @@ class CapsuleDecoder(CapsuleRouting):
         (B, I, K)
         """
         self._check(y, ball=False)
-        backend = dispatch.select(y, self.weight, self.backend)
+        backend = dispatch.select(y, self.weight, self.backend, routing=self.routing)
         return backend.held_preactivation(y, self.weight, self.routing)
 
     def contrastive_divergence(self, y: Tensor, x: Tensor) -> Tensor:
@@ -512,7 +518,7 @@ class CapsuleDecoder(CapsuleRouting):
         """
         self._check(y, ball=False)
         checks.require_images("y", y)
-        backend = dispatch.select(y, self.weight, self.backend)
+        backend = dispatch.select(y, self.weight, self.backend, routing=self.routing)
         step = backend.decoder_contrastive_divergence(y, x, self.weight, self.routing)
         return _attach_gradient(step, self.weight)
 

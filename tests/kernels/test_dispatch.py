@@ -104,6 +104,26 @@ def test_transformed_tensors_are_left_to_the_reference(backend: Backend) -> None
     assert chosen == ["reference"]
 
 
+@pytest.mark.parametrize(
+    ("name", "implemented"),
+    [("IMPLEMENTED_AGREEMENTS", ("inner",)), ("IMPLEMENTED_AXES", ("outputs",))],
+)
+def test_routing_that_only_the_reference_implements(
+    name: str,
+    implemented: tuple[str, ...],
+    generator: torch.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(dispatch, name, implemented)
+    monkeypatch.setattr(torch_routing, "contrastive_divergence", refuse)
+    layer = CapsuleExperts(7, 3, 5, 4, generator=generator)
+    x, _ = problem((2, 7, 3, 5, 4), generator)
+    layer.contrastive_divergence(x).backward()
+    layer.backend = "torch"
+    with pytest.raises(ValueError, match="does not implement agreement='cosine'"):
+        layer.contrastive_divergence(x)
+
+
 def test_an_unknown_backend_raises_an_error() -> None:
     with pytest.raises(ValueError, match="did you mean 'triton'"):
         CapsuleExperts(4, 3, 2, 2, backend="tritn")  # type: ignore[arg-type]

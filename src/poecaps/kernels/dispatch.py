@@ -37,6 +37,11 @@ BACKENDS: tuple[Backend, ...] = get_args(Backend)
 # The fastest backends of each kind of device, in the order in which they are tried.
 PREFERRED: dict[str, tuple[Backend, ...]] = {"cuda": ("triton", "torch"), "cpu": ("simd", "torch")}
 
+# Routing options that the backends other than the reference implement. A new one runs by the
+# reference until they implement it, too.
+IMPLEMENTED_AGREEMENTS: tuple[Agreement, ...] = ("cosine", "inner")
+IMPLEMENTED_AXES: tuple[Axis, ...] = ("inputs", "outputs")
+
 
 class RoutingBackend(Protocol):
     """The operations of a backend. `poecaps.functional` implements and documents each of them.
@@ -107,11 +112,13 @@ def select(
     weight: Tensor,
     backend: Backend | None = None,
     *,
+    routing: RoutingOptions | None = None,
     chain: Tensor | None = None,
     needs_grad: bool = False,
 ) -> RoutingBackend:
     """Return the backend that computes a call; see `choose`."""
-    return implementation(choose(x, weight, backend, chain=chain, needs_grad=needs_grad))
+    name = choose(x, weight, backend, routing=routing, chain=chain, needs_grad=needs_grad)
+    return implementation(name)
 
 
 def choose(
@@ -119,6 +126,7 @@ def choose(
     weight: Tensor,
     backend: Backend | None = None,
     *,
+    routing: RoutingOptions | None = None,
     chain: Tensor | None = None,
     needs_grad: bool = False,
 ) -> Backend:
@@ -130,6 +138,8 @@ def choose(
     weight : (I, J, D, K)
     backend
         The backend to force. None: the fastest one that supports the call.
+    routing
+        Options of the routing. None: options that every backend implements.
     chain : (N, I, K), optional
         Further capsules that the call routes.
     needs_grad
@@ -143,11 +153,11 @@ def choose(
     """
     if backend is None:
         for name in PREFERRED.get(x.device.type, ()):
-            reason = why_not(name, x, weight, chain=chain, needs_grad=needs_grad)
+            reason = why_not(name, x, weight, routing=routing, chain=chain, needs_grad=needs_grad)
             if reason is None and _pays(name, x, weight):
                 return name
         return "reference"
-    reason = why_not(backend, x, weight, chain=chain, needs_grad=needs_grad)
+    reason = why_not(backend, x, weight, routing=routing, chain=chain, needs_grad=needs_grad)
     if reason is not None:
         remedy = "or leave backend=None, which chooses the fastest backend that supports the call"
         raise ValueError(f"backend={backend!r} does not support this call: {reason}; {remedy}")
@@ -159,6 +169,7 @@ def why_not(
     x: Tensor,
     weight: Tensor,
     *,
+    routing: RoutingOptions | None = None,
     chain: Tensor | None = None,
     needs_grad: bool = False,
 ) -> str | None:
@@ -167,6 +178,13 @@ def why_not(
         return None
     if chain is not None and (reason := why_not(name, chain, weight, needs_grad=needs_grad)):
         return reason
+    if routing is not None and (
+        routing.agreement not in IMPLEMENTED_AGREEMENTS or routing.normalize not in IMPLEMENTED_AXES
+    ):
+        return (
+            f"it does not implement agreement={routing.agreement!r} with "
+            f"normalize={routing.normalize!r}; use backend='reference'"
+        )
     if torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type):
         return "it runs outside torch.compile and autocast only; call the layer outside of them"
     if _is_transformed(x) or _is_transformed(weight):
