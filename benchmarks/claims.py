@@ -23,6 +23,7 @@ from benchmarks import machine
 from poecaps import CapsuleNetwork, plotting
 from poecaps import functional as F
 from poecaps._modules import BATCH_SIZE, device_of
+from poecaps.cli.generate import describe_draws
 from poecaps.data import load
 from poecaps.evaluation import Background, background, load_classifier, measures
 from poecaps.evaluation.protocol import nan_to_none
@@ -141,7 +142,7 @@ def figure(network: CapsuleNetwork, domain: Domain, path: Path, seed: int = 0) -
             for expert in range(experts)
         ]
     return plotting.expert_grid(
-        torch.stack(draws, 1), path, title=f"Domain {domain}: {ROWS} draws of each expert"
+        torch.stack(draws, 1), path, title=f"{describe_draws(domain)}, one column per expert"
     )
 
 

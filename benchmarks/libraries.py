@@ -12,9 +12,10 @@ poecaps with the library function that each replaces:
     (`poecaps.kernels.triton.launch.REUSE_COMPILED`): host time for a small kernel, host time and
     whole time for a learning step of the encoder.
 `directions`
-    `leading_directions`, which reads the points in batches, and `torch.pca_lowrank` on the whole
-    matrix: time, peak memory, and the variance that the directions capture, relative to that of the
-    exact ones.
+    `leading_directions`, which reads the points in batches, and `torch.pca_lowrank`, which needs
+    all of them in one matrix: time, memory, and the variance that the directions capture, relative
+    to that of the exact ones. As in training, the points are cached in float16, and batches are
+    converted to float32 when they are read.
 `eigenvectors`
     `leading_eigenvectors_by_iteration` and `torch.linalg.eigh` for many symmetric matrices: time,
     error of the eigenvalues, and the part of their sum that the eigenvectors capture.
@@ -44,7 +45,7 @@ from poecaps.preprocessing import leading_directions
 from poecaps.training.optim import FusedAdam
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import Tensor, nn
 
@@ -247,15 +248,26 @@ def _exact_variance(points: Tensor) -> float:
     return eigenvalues[-COMPONENTS:].sum().item()
 
 
+class _Batches:
+    """Cached points (N, S), converted to float32 batch by batch whenever they are read."""
+
+    def __init__(self, points: Tensor) -> None:
+        self.cached, self.size = points.half(), CHUNKS[points.device.type]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (batch.float() for batch in self.cached.split(self.size))
+
+
 def _compare_directions(points: Tensor, exact: float, rounds: int) -> dict[str, dict[str, Any]]:
-    device, chunk = points.device, CHUNKS[points.device.type]
+    device, batches = points.device, _Batches(points)
 
     def streaming() -> Tensor:
-        return leading_directions(points.split(chunk), points.shape[1], COMPONENTS)[1]
+        return leading_directions(batches, points.shape[1], COMPONENTS)[1]
 
     def lowrank(iterations: int) -> Tensor:
         torch.manual_seed(0)
-        basis = torch.pca_lowrank(points, COMPONENTS + SPARE, center=False, niter=iterations)[2]
+        matrix = torch.cat(list(batches))
+        basis = torch.pca_lowrank(matrix, COMPONENTS + SPARE, center=False, niter=iterations)[2]
         return basis[:, :COMPONENTS]
 
     methods: dict[str, Callable[[], Tensor]] = {

@@ -568,6 +568,28 @@ def pipeline_quality(device: str) -> str:
     return markdown_table(["measure", "models timed here", "models of results.md"], rows)
 
 
+def library_gains(device: str) -> str:
+    """Compare the parts of poecaps that go around a library with the library's own functions."""
+    report = measured("libraries", device)
+    if report is None:
+        return ""
+    rows = [
+        [
+            f"{task}: {name}",
+            _three_digits(1e3 * times["median_s"]),
+            _range(times, 1e3),
+            "" if "memory_bytes" not in times else _three_digits(times["memory_bytes"] / 1e6),
+            "" if "captured" not in times else f"{times['captured']:.4f}",
+        ]
+        for part in ("optimizer", "launch", "directions", "eigenvectors")
+        for task, methods in report[part].items()
+        for name, times in methods.items()
+    ]
+    return markdown_table(
+        ["task: implementation", "median ms", "min–max", "extra MB", "captured"], rows
+    )
+
+
 def _times(result: Mapping[str, Any]) -> list[str]:
     """Format median, range and ratio to poecaps, or the reason of a failure."""
     if "failed" in result:
@@ -617,6 +639,7 @@ TABLES: dict[str, Callable[..., str]] = {  # name in the comment of a page: tabl
     "autoencoder": autoencoder_steps,
     "pipeline": pipeline_parts,
     "quality": pipeline_quality,
+    "libraries": library_gains,
 }
 
 

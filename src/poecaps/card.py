@@ -244,7 +244,10 @@ class _Card:
             shape = ", ".join(map(str, self.network.architecture.image_shape))
             yield "Draw images with `poecaps generate FOLDER`, or in Python:\n"
             yield "```python\nimport poecaps\n"
-            yield f"network = poecaps.from_pretrained({_quote(self.name)})"
+            if "/" in self.name:  # a repository on the Hub
+                yield f"network = poecaps.from_pretrained({_quote(self.name)})"
+            else:
+                yield 'network = poecaps.load("FOLDER")  # the folder of this file'
             yield f"images = network.generate(20)  # (20, {shape})\n```\n"
 
     def _facts(self, config: Config | None, known: KnownData | None) -> Iterator[str]:

@@ -132,15 +132,17 @@ class CapsuleRouting(nn.Module):
         )
 
     def _route(self, x: Tensor) -> F.Routing:
-        return self._backend_for(x).routing_by_agreement(x, self.weight, **asdict(self.routing))
+        routing = self.routing
+        backend = self._backend_for(x, routing)
+        return backend.routing_by_agreement(x, self.weight, **asdict(routing))
 
-    def _backend_for(self, x: Tensor) -> dispatch.RoutingBackend:
+    def _backend_for(self, x: Tensor, routing: F.RoutingOptions) -> dispatch.RoutingBackend:
         """Return the backend for a call that autograd may have to differentiate."""
         return dispatch.select(
             x,
             self.weight,
             self.backend,
-            routing=self.routing,
+            routing=routing,
             needs_grad=dispatch.needs_grad(x, self.weight),
         )
 
@@ -286,9 +288,9 @@ class CapsuleExperts(CapsuleRouting):
         (B, J, D)
         """
         self._check(x, ball=False)
-        return self._backend_for(x).encode(
-            x, self.weight, self.routing, winners=self.winners, balance=self.balance
-        )
+        routing = self.routing
+        backend = self._backend_for(x, routing)
+        return backend.encode(x, self.weight, routing, winners=self.winners, balance=self.balance)
 
     def reconstruct(self, x: Tensor) -> Tensor:
         """Go up and down once with the coefficients of x: x̃_i = squash(Σ_j c_ij W_ijᵀ squash(z_j)).
@@ -303,8 +305,10 @@ class CapsuleExperts(CapsuleRouting):
         (B, I, K)
         """
         self._check(x, ball=True)
-        return self._backend_for(x).reconstruct(
-            x, self.weight, self.routing, winners=self.winners, balance=self.balance
+        routing = self.routing
+        backend = self._backend_for(x, routing)
+        return backend.reconstruct(
+            x, self.weight, routing, winners=self.winners, balance=self.balance
         )
 
     def energy(self, x: Tensor, on: Tensor) -> Tensor:
@@ -483,8 +487,9 @@ class CapsuleDecoder(CapsuleRouting):
         (B, I, K)
         """
         self._check(y, ball=False)
-        backend = self._backend_for(y)
-        return backend.encode(y, self.weight, self.routing, winners=None, balance=None)
+        routing = self.routing
+        backend = self._backend_for(y, routing)
+        return backend.encode(y, self.weight, routing, winners=None, balance=None)
 
     def held_preactivation(self, y: Tensor) -> Tensor:
         """Compute z̃_i = Σ_j e_ji U_ji y_j with e and y held fixed: a gradient reaches U alone.

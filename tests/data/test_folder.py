@@ -293,11 +293,11 @@ def test_an_image_too_large_to_be_true_is_refused(
 
 
 def test_a_folder_without_images_says_what_is_there(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"contains no images .*but nothing; give a folder"):
+    with pytest.raises(DataError, match=r"is empty; give a folder of PNG, JPEG or WebP"):
         read_folder(tmp_path)
     (tmp_path / "data.csv").write_text("1,2")
     with pytest.raises(
-        DataError, match=r"contains no images .*but data.csv; give a folder that contains images"
+        DataError, match=r"contains only data.csv; give a folder of PNG, JPEG or WebP"
     ):
         load(tmp_path)
 

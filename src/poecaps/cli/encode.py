@@ -58,4 +58,4 @@ def encode(
             np.savez(file, **arrays)
     except OSError as error:  # the error of a full disk does not name the file
         raise OSError(error.errno, error.strerror, str(out)) from error
-    print(f"{out}: codes {codes.shape[0]:,}×{codes.shape[1]}×{codes.shape[2]} of {images}")
+    print(f"{out}: codes {codes.shape[0]:,}×{codes.shape[1]}×{codes.shape[2]} of {images.source}")

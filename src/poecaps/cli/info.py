@@ -27,9 +27,11 @@ if TYPE_CHECKING:
 
 def info(run: Positional[OptionalModel] = None) -> None:
     """Describe a trained model, or without a model this installation."""
-    lines = _describe_installation() if run is None else _describe_run(run)
+    # All lines before the first is printed: an error must not follow half of them.
+    lines = list(_describe_installation() if run is None else _describe_run(run))
+    width = max(len(name) for name, _ in lines)
     for name, value in lines:
-        print(f"{name:12} {value}")
+        print(f"{name:{width}}  {value}")
 
 
 def _describe_installation() -> Iterator[tuple[str, str]]:

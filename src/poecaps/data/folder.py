@@ -85,8 +85,8 @@ def read_folder(
     if not pictures:
         found = ", ".join(file.name for file in files[:3]) + (", …" if len(files) > 3 else "")
         raise DataError(
-            f"{root} contains no images ({', '.join(SUFFIXES)}), but {found or 'nothing'}; give a "
-            "folder that contains images"
+            f"{root} {f'contains only {found}' if files else 'is empty'}; give a folder of PNG, "
+            "JPEG or WebP images"
         )
     problems, all_grey, candidates = [], True, []
     for file in pictures:

@@ -63,6 +63,8 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         If it is damaged, not a checkpoint of a run, or of a newer version.
     """
     source = folder / CHECKPOINT
+    if not folder.is_dir():
+        raise FileNotFoundError(f"cannot resume a run: there is no folder {folder}")
     if not source.is_file():
         raise FileNotFoundError(f"cannot resume the run in {folder}: it contains no {CHECKPOINT}")
     tensors, about = read_tensors(source)

@@ -217,9 +217,10 @@ def _run(
     device = find_device(config.device)
     with interrupts.installed(), process_group(device) as distributed:
         if is_new and distributed.any(distributed.is_main and not _is_empty(folder), device):
-            raise FileExistsError(
-                f"{folder} is not empty; resume the run in it, or choose a new folder"
-            )
+            remedy = "choose a new folder"
+            if (folder / CHECKPOINT).is_file():
+                remedy = f"resume the run in it, or {remedy}"
+            raise FileExistsError(f"{folder} is not empty; {remedy}")
         if data is None:
             warns = found is None and distributed.is_main
             with nullcontext() if warns else suppress_skipped_warnings():

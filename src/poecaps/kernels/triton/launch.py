@@ -83,6 +83,8 @@ def _launch_by_triton(
     config: LaunchConfig,
 ) -> Any:
     """Launch by Triton's public interface: → the compiled kernel, None if it is interpreted."""
+    if _constant_names.setdefault(id(kernel), tuple(constants)) != tuple(constants):
+        raise TypeError(f"all launches of {kernel} must give its constants in the same order")
     return kernel[grid](
         *arguments,
         **constants,
@@ -94,6 +96,10 @@ def _launch_by_triton(
 
 # Compiled kernels with the values of their constants, by everything they were compiled for.
 _compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+
+# The constants of each kernel by name, in the order in which all its launches must give them: the
+# keys of `_compiled` have their values alone, because longer keys take longer to hash.
+_constant_names: dict[int, tuple[str, ...]] = {}
 
 
 def _launch_reusing(
@@ -116,7 +122,7 @@ def _launch_reusing(
     # A JIT function is identified by its id: it lives as long as its module, and its own hash is
     # slow.
     key: list[Any] = [id(kernel), index, config.num_warps, config.num_stages, config.maxnreg]
-    key += [*constants, *constants.values()]
+    key += constants.values()
     values, addresses = [], 0
     for argument in arguments:
         if isinstance(argument, torch.Tensor):
