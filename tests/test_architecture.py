@@ -1,4 +1,4 @@
-"""The order of the house: nothing lower imports anything higher, not inside functions either."""
+"""The order of the imports: no module imports a higher one, not inside functions either."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import poecaps
 ROOT = Path(poecaps.__file__).parent
 
 # From the lowest floor to the highest. A module may import modules of lower floors, and of its own
-# package. CONTRIBUTING.md describes the rooms; a new module needs a place here and there.
+# package. CONTRIBUTING.md has a table with the same rows; a new module needs a place in both.
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("_checks", "_devices", "_files", "_json", "_modules", "_version", "metrics"),
     ("functional", "data"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -12,20 +13,26 @@ from poecaps import squash
 from poecaps.layer import CapsuleDecoder
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
+
+    from poecaps.kernels.dispatch import Backend
 
 
+@pytest.mark.parametrize("backend", ["reference", "torch"])
 def test_the_gradient_of_the_loss_is_the_rule_written_with_loops(
-    generator: torch.Generator,
+    backend: Backend, generator: torch.Generator
 ) -> None:
     experts, d, inputs, k = 3, 4, 5, 2
-    decoder = CapsuleDecoder(experts, d, inputs, k, sharpness=2.0, dtype=torch.float64)
+    decoder = CapsuleDecoder(
+        experts, d, inputs, k, sharpness=2.0, backend=backend, dtype=torch.float64
+    )
     decoder.reset_parameters(std=1.0, generator=generator)
     y = squash(torch.randn(6, experts, d, dtype=torch.float64, generator=generator))
     x = squash(torch.randn(6, inputs, k, dtype=torch.float64, generator=generator))
-    decoder.contrastive_divergence(y, x).backward()
+    (2 * decoder.contrastive_divergence(y, x)).backward()
 
-    u, e = decoder.weight.detach(), decoder.route(y).coefficients.detach()
+    with torch.no_grad():
+        u, e = decoder.weight.detach(), decoder.route(y).coefficients
     torch.testing.assert_close(e.sum(1), torch.ones(6, inputs, dtype=torch.float64))
 
     def squash_one(z: Tensor) -> Tensor:
@@ -51,7 +58,26 @@ def test_the_gradient_of_the_loss_is_the_rule_written_with_loops(
             z = x[n, i] / x[n, i].norm() * (x[n, i].norm() / (1 - x[n, i].norm())).sqrt()
             step = torch.outer(g(z), y[n, j]) - torch.outer(g(z_model[i]), y_model[j])
             delta[j, i] += 2 * e[n, j, i] * step / 6
-    torch.testing.assert_close(decoder.weight.grad, -delta, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(decoder.weight.grad, -2 * delta, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda x: x[:1], r"x must have shape \(B=6, I=5, K=2\)"),
+        (lambda x: x.float(), "x must have the dtype|x is torch.float32|dtype"),
+        (lambda x: x * torch.nan, "x must be finite"),
+        (lambda x: x * 100, "norm"),
+    ],
+)
+def test_capsules_that_do_not_fit_raise_an_error(
+    change: Callable[[Tensor], Tensor], message: str, generator: torch.Generator
+) -> None:
+    decoder = CapsuleDecoder(3, 4, 5, 2, dtype=torch.float64)
+    y = squash(torch.randn(6, 3, 4, dtype=torch.float64, generator=generator))
+    x = squash(torch.randn(6, 5, 2, dtype=torch.float64, generator=generator))
+    with pytest.raises((ValueError, TypeError), match=message):
+        decoder.contrastive_divergence(y, change(x))
 
 
 def test_the_held_preactivation_has_a_gradient_in_the_weight_alone(

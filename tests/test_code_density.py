@@ -7,11 +7,30 @@ import torch
 
 from poecaps import squash
 from poecaps.code_density import (
+    DOMAIN_INFO,
+    DOMAINS,
     CodeDensity,
+    Domain,
     kmeans,
     leading_eigenvectors,
     leading_eigenvectors_by_iteration,
 )
+
+
+def test_every_domain_has_its_own_description() -> None:
+    assert tuple(DOMAIN_INFO) == DOMAINS
+    assert len({info.description for info in DOMAIN_INFO.values()}) == len(DOMAINS)
+
+
+@pytest.mark.parametrize("domain", DOMAINS)
+def test_only_a_domain_of_whole_codes_draws_several_experts(
+    domain: Domain, generator: torch.Generator
+) -> None:
+    density = CodeDensity(3, 4, joint_components=1, expert_components=1)
+    density.fit(squash(torch.randn(200, 3, 4, generator=generator)), generator)
+    active = density.sample(20, domain, None, generator).any(dim=-1).sum(1)
+    assert (active > 1).all() == DOMAIN_INFO[domain].whole_code
+    assert (active == 1).all() != DOMAIN_INFO[domain].whole_code
 
 
 def test_densities_have_the_moments_of_the_codes(generator: torch.Generator) -> None:

@@ -458,3 +458,77 @@ def test_check_capsules_is_not_fooled_by_rounding_or_overflow() -> None:
 
 def test_coefficients_of_half_precision_capsules_are_float32(x: Tensor, weight: Tensor) -> None:
     assert routing_by_agreement(x.half(), weight.half()).coefficients.dtype == torch.float32
+
+
+# --------------------------------------------------------------------------------------------------
+# Learning
+
+
+def test_g_is_half_the_gradient_of_an_expert(generator: torch.Generator) -> None:
+    z = normal(generator, 3, 5, 4).requires_grad_()
+    (gradient,) = torch.autograd.grad(torch.log1p(z.square().sum(-1)).sum(), z)
+    torch.testing.assert_close(F.g(z), gradient / 2)
+    x = squash(z.detach())
+    torch.testing.assert_close(F.g_of_squashed(x), F.g(unsquash(x)))
+    assert not F.g_of_squashed(torch.zeros(2, 3)).any()
+
+
+@pytest.mark.parametrize("winners", [None, 2])
+@pytest.mark.parametrize("chained", [False, True])
+@pytest.mark.parametrize(("normalize", "agreement"), OPTIONS)
+def test_the_closed_form_of_the_learning_rule_is_the_gradient_of_its_loss(
+    normalize: F.Axis,
+    agreement: F.Agreement,
+    chained: bool,
+    winners: int | None,
+    x: Tensor,
+    weight: Tensor,
+    generator: torch.Generator,
+) -> None:
+    routing = F.RoutingOptions(3, 2.0, normalize, agreement)
+    weight = weight.clone().requires_grad_()
+    balance = normal(generator, weight.shape[1])
+    chain = squash(normal(generator, 5, *x.shape[1:])).to(x.dtype) if chained else None
+    step = F.contrastive_divergence(
+        x, weight, routing, k=2, chain=chain, winners=winners, balance=balance
+    )
+    assert step.grad_weight is not None
+    (gradient,) = torch.autograd.grad(step.loss, weight)
+    torch.testing.assert_close(step.grad_weight, gradient)
+    y = F.encode(x, weight.detach(), routing)
+    maps = normal(generator, weight.shape[1], weight.shape[0], *weight.shape[:1:-1])
+    maps = maps.to(x.dtype).requires_grad_()
+    step = F.decoder_contrastive_divergence(y, x, maps, routing)
+    assert step.grad_weight is not None
+    torch.testing.assert_close(step.grad_weight, torch.autograd.grad(step.loss, maps)[0])
+
+
+def test_winners_are_the_strongest_experts_with_their_head_start(
+    generator: torch.Generator,
+) -> None:
+    z, balance = normal(generator, 20, 6, 3), normal(generator, 6)
+    on = F.winning_experts(z, 2, balance)
+    assert on is not None
+    score = z.square().sum(-1).log() + balance
+    assert bool((on.sum(1) == 2).all())
+    assert bool((score.where(on, torch.inf).amin(1) >= score.where(~on, -torch.inf).amax(1)).all())
+    assert F.winning_experts(z, None, balance) is None
+
+
+def test_bernoulli_states_are_unit_vectors_of_the_experts_that_fire(
+    generator: torch.Generator,
+) -> None:
+    z = normal(generator, 20, 6, 3)
+    uniform = torch.rand(20, 6, generator=generator)
+    y = F.expert_states(z, None, "bernoulli", uniform)
+    fires = uniform < squash(z).norm(dim=-1).float()
+    torch.testing.assert_close(y, F.direction(z) * fires.unsqueeze(-1))
+    assert 0 < fires.sum() < fires.numel()
+
+
+def test_encoding_and_reconstruction_are_their_equations(x: Tensor, weight: Tensor) -> None:
+    routed = routing_by_agreement(x, weight)
+    torch.testing.assert_close(F.encode(x, weight), squash(routed.preactivation))
+    c, y = routed.coefficients.to(x.dtype), F.encode(x, weight)
+    expected = squash(torch.einsum("bij,ijdk,bjd->bik", c, weight, y))
+    torch.testing.assert_close(F.reconstruct(x, weight), expected)

@@ -24,6 +24,8 @@ from poecaps import functional as F
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from poecaps.kernels.dispatch import Backend
+
 OPTIONS = [(axis, agreement) for axis in F.AXES for agreement in F.AGREEMENTS]
 I, K, J, D = 6, 4, 5, 3  # noqa: E741
 
@@ -129,17 +131,27 @@ def algorithm_1(layer: CapsuleExperts, x: Tensor, k: int) -> tuple[Tensor, Tenso
     return delta, c, mixed
 
 
+@pytest.mark.parametrize("backend", ["reference", "torch"])
 @pytest.mark.parametrize("k", [1, 3])
 @pytest.mark.parametrize(("normalize", "agreement"), OPTIONS)
 def test_gradient_of_contrastive_divergence(
-    normalize: F.Axis, agreement: F.Agreement, k: int, generator: torch.Generator
+    normalize: F.Axis,
+    agreement: F.Agreement,
+    k: int,
+    backend: Backend,
+    generator: torch.Generator,
 ) -> None:
-    layer = make_layer(generator, normalize=normalize, agreement=agreement, sharpness=3.0)
+    options: dict[str, Any] = {"normalize": normalize, "agreement": agreement, "sharpness": 3.0}
+    layer = make_layer(generator, backend=backend, **options)
     x = capsules(generator, 3).requires_grad_()
-    layer.contrastive_divergence(x, k).backward()
+    loss = layer.contrastive_divergence(x, k)
+    (3 * loss).backward()
     gradient = layer.weight.grad
     assert gradient is not None
+    gradient = gradient / 3
     assert x.grad is None
+    layer.backend = None  # for the coefficients
+    layer.requires_grad_(False)
 
     delta, c, mixed = algorithm_1(layer, x.detach(), k)
     torch.testing.assert_close(gradient, -delta, rtol=1e-9, atol=1e-12)
@@ -530,6 +542,66 @@ def test_state_dict_deepcopy_and_trained_balance_survive(
     with torch.no_grad():
         twin.weight.zero_()
     assert bool(layer.weight.any())
+
+
+def test_contrastive_divergence_by_torch_func(generator: torch.Generator) -> None:
+    """Gradients per image by vmap have the gradient of the batch as their mean."""
+
+    class Loss(nn.Module):
+        def __init__(self, layer: CapsuleExperts) -> None:
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer.contrastive_divergence(x)
+
+    layer = make_layer(generator).eval()
+    x, module = capsules(generator), Loss(layer)
+
+    def loss(weight: Tensor, x: Tensor) -> Tensor:
+        value: Tensor = torch.func.functional_call(module, {"layer.weight": weight}, (x,))
+        return value
+
+    layer.contrastive_divergence(x).backward()
+    weight = layer.weight.detach()
+    torch.testing.assert_close(torch.func.grad(loss)(weight, x), layer.weight.grad)
+    per_image = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(weight, x.unsqueeze(1))
+    torch.testing.assert_close(per_image.mean(0), layer.weight.grad)
+
+
+def test_contrastive_divergence_of_the_reference_is_differentiable_twice(
+    generator: torch.Generator,
+) -> None:
+    layer, x = make_layer(generator, backend="reference"), capsules(generator)
+    loss = layer.contrastive_divergence(x)
+    (gradient,) = torch.autograd.grad(loss, layer.weight, create_graph=True)
+    direction = torch.randn(gradient.shape, dtype=gradient.dtype, generator=generator)
+    (second,) = torch.autograd.grad((gradient * direction).sum(), layer.weight)
+    c = layer.route(x).coefficients.detach()
+    x_model = layer.reconstruct(x).detach()
+
+    def gradient_at(weight: Tensor) -> Tensor:
+        weight = weight.detach().requires_grad_()
+        data, model = (F.free_energy(F.preactivation(v, weight, c)).mean() for v in (x, x_model))
+        return torch.autograd.grad(data - model, weight)[0]
+
+    step = 1e-6 * direction
+    slope = gradient_at(layer.weight + step) - gradient_at(layer.weight - step)
+    torch.testing.assert_close(second, slope / 2e-6, rtol=1e-5, atol=1e-8)
+
+
+def test_a_chain_that_requires_a_gradient_is_overwritten(generator: torch.Generator) -> None:
+    layer, x = make_layer(generator), capsules(generator)
+    chain = x.clone().requires_grad_()
+    layer.contrastive_divergence(x, chain=chain).backward()
+    assert chain.grad is None
+    assert not torch.equal(chain, x)
+
+
+def test_uniform_numbers_of_another_shape_raise_an_error(generator: torch.Generator) -> None:
+    layer, x = make_layer(generator), capsules(generator)
+    with pytest.raises(ValueError, match=r"uniform must have shape \(k=2, N=8, J=5\)"):
+        layer.contrastive_divergence(x, 2, mixing="bernoulli", uniform=torch.rand(8, J))
 
 
 def test_it_trains_inside_an_ordinary_network(generator: torch.Generator) -> None:

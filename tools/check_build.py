@@ -155,7 +155,7 @@ def try_out(wheel: Path, sdist: Path, folder: Path) -> None:
     run([*pip, "--no-deps", "--force-reinstall", str(sdist)], folder)
     _expect(run([poecaps, "--version"], folder), [f"poecaps {version}"])
     run([poecaps, "generate", "fashion-mnist", "--device", "cpu"], folder)
-    print(f"poecaps {version} installs and works by itself")
+    print(f"poecaps {version} installs and works on its own")
 
 
 def run(command: Sequence[str], folder: Path) -> str:

@@ -23,7 +23,7 @@ from poecaps import plotting
 from poecaps._files import atomic_write, read_json
 from poecaps._json import dataclass_from_json
 from poecaps._modules import device_of
-from poecaps.code_density import DOMAINS
+from poecaps.code_density import DOMAIN_INFO
 from poecaps.data.datasets import NAMES
 from poecaps.serialization import WEIGHTS, read_metadata
 from poecaps.training import record
@@ -70,11 +70,9 @@ KNOWN_DATA = {
         "fashion_mnist",
     ),
 }
-DRAWS = {
-    "complete": "draws from one expert: complete",
-    "restricted": "draws from one expert: restricted",
-    "learned": "draws from one expert: learned",
-    "joint": "draws from all experts together",
+DRAWS = {  # in the rows of the card
+    domain: f"draws from {info.description if info.whole_code else f'one expert: {domain}'}"
+    for domain, info in DOMAIN_INFO.items()
 }
 PROBE = "linear probe on codes, test accuracy"
 MEASURES = {  # rows of the card: path of the number in evaluation.json, and its format
@@ -88,8 +86,8 @@ MEASURES = {  # rows of the card: path of the number in evaluation.json, and its
     "reconstruction error, relative to the mean image": (("reconstruction", "relative"), ".1%"),
     "purity of the draws of one expert": (("experts", "purity", "mean"), ".1%"),
 } | {
-    f"{measure} {DRAWS[domain]}": (("domains", domain, *path), form)
-    for domain in DOMAINS
+    f"{measure} {draws}": (("domains", domain, *path), form)
+    for domain, draws in DRAWS.items()
     for measure, path, form in (
         ("recognisable", ("recognisability", "share"), ".1%"),
         ("Fréchet distance of", ("frechet", "distance"), ".1f"),

@@ -5,6 +5,7 @@ All densities are over codes before squashing.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
@@ -17,6 +18,24 @@ if TYPE_CHECKING:
 
 Domain = Literal["complete", "restricted", "learned", "joint"]
 DOMAINS: tuple[Domain, ...] = get_args(Domain)
+
+
+@dataclass(frozen=True)
+class DomainInfo:
+    """What the rest of the package needs to know about a domain."""
+
+    description: str
+    """What codes are drawn from, in plain words; different for each domain."""
+    whole_code: bool
+    """Whether all experts are drawn together, so that a single expert cannot be chosen."""
+
+
+DOMAIN_INFO: dict[Domain, DomainInfo] = {
+    "complete": DomainInfo("one expert at a time, complete domain", whole_code=False),
+    "restricted": DomainInfo("one expert at a time, restricted domain", whole_code=False),
+    "learned": DomainInfo("one expert at a time, learned domain", whole_code=False),
+    "joint": DomainInfo("all experts together", whole_code=True),
+}
 
 # Principal components of whole codes that the joint density models. The variance outside them is
 # small, and all dimensions would make the density several times as large.

@@ -24,7 +24,7 @@ import torch
 from poecaps import _checks as checks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from torch import Tensor
 
@@ -50,6 +50,7 @@ __all__ = [
     "firing_probability",
     "free_energy",
     "g",
+    "g_of_squashed",
     "held_preactivation",
     "preactivation",
     "reconstruct",
@@ -249,15 +250,12 @@ def routing_by_agreement(
     """
     check_routing_options(iterations, sharpness, normalize, agreement)
     u = votes(x, weight)
-    listener: Callable[[Tensor], Tensor] = direction if agreement == "cosine" else squash
-    voter = direction(u) if agreement == "cosine" else u
-
     b = torch.zeros(u.shape[:3], dtype=_at_least_float32(u.dtype), device=u.device)
     axis = 1 if normalize == "inputs" else 2
     c = torch.softmax(b, dim=axis)
     z = _mix_votes(c, u)
     for _ in range(iterations - 1):
-        b = b + sharpness * torch.einsum("bijd,bjd->bij", voter, listener(z)).to(b.dtype)
+        b = b + sharpness * _agreement(u, z, agreement).to(b.dtype)
         c = torch.softmax(b, dim=axis)
         z = _mix_votes(c, u)
     return Routing(coefficients=c, preactivation=z)
@@ -408,9 +406,11 @@ class LearningStep:
     Attributes
     ----------
     loss : ()
-        Loss whose gradient with respect to the weight is `grad_weight`.
+        Loss whose gradient with respect to the weight is `grad_weight`. The loss of the reference
+        is differentiable: autograd is a second route to the same gradient.
     grad_weight : (I, J, D, K), optional
-        −ΔW of the learning rule. A backend may leave it out (None) if no gradient is required.
+        −ΔW of the learning rule, in closed form. A faster backend leaves it out (None) if no
+        gradient is required.
     on : (B, J) of bool, optional
         Experts that may fire for each image; None without competition.
     x_model : (N, I, K), optional
@@ -471,21 +471,21 @@ def contrastive_divergence(
     """
     with torch.no_grad():
         routed = routing_by_agreement(x, weight, **asdict(routing))
-        c, z = routed.coefficients, routed.preactivation
-        on = winning_experts(z, winners, balance)
-        x_model, c_model, z_model, on_model = x, c, z, on
+        c, on = routed.coefficients, winning_experts(routed.preactivation, winners, balance)
+        x_model, c_model, on_model = x, c, on
         if chain is not None:
             routed = routing_by_agreement(chain, weight, **asdict(routing))
-            x_model, c_model, z_model = chain, routed.coefficients, routed.preactivation
-            on_model = winning_experts(z_model, winners, balance)
+            x_model, c_model = chain, routed.coefficients
+            on_model = winning_experts(routed.preactivation, winners, balance)
         for step in range(k):
+            z_model = preactivation(x_model, weight, c_model)
             y = expert_states(z_model, on_model, mixing, None if uniform is None else uniform[step])
             x_model = reconstruction(y, weight, c_model)
-            z_model = preactivation(x_model, weight, c_model)
-        loss = free_energy(z, on).mean() - free_energy(z_model, on_model).mean()
-        delta = 2 * (
-            _mean_product(c, g(z, on), x) - _mean_product(c_model, g(z_model, on_model), x_model)
-        )
+    z, z_model = preactivation(x.detach(), weight, c), preactivation(x_model, weight, c_model)
+    loss = free_energy(z, on).mean() - free_energy(z_model, on_model).mean()
+    with torch.no_grad():
+        data, model = g(z, on), g(z_model, on_model)
+        delta = 2 * (_mean_product(c, data, x) - _mean_product(c_model, model, x_model))
     return LearningStep(loss, -delta, on, None if chain is None else x_model)
 
 
@@ -525,7 +525,7 @@ def decoder_contrastive_divergence(
         e, z_model = routed.coefficients, routed.preactivation
         y_model = reconstruction(squash(z_model), weight, e)
         delta = 2 * (_mean_product(e, g(unsquash(x)), y) - _mean_product(e, g(z_model), y_model))
-        loss = -(weight * delta).sum(dtype=_at_least_float32(weight.dtype))
+    loss = -(weight * delta).sum(dtype=_at_least_float32(weight.dtype))
     return LearningStep(loss, -delta)
 
 
@@ -546,13 +546,19 @@ def g(z: Tensor, on: Tensor | None = None) -> Tensor:
     return _only(on, z / (1 + z.square().sum(-1, keepdim=True)))
 
 
+def g_of_squashed(x: Tensor) -> Tensor:
+    """Compute g(unsquash(x)) = √(1/‖x‖ − 1) x, because ‖x‖ = ‖z‖²/(1+‖z‖²): (..., K) → (..., K)."""
+    norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return (1 / norm.clamp(min=torch.finfo(x.dtype).tiny, max=1) - 1).sqrt() * x
+
+
 def expert_states(
     z: Tensor,
     on: Tensor | None = None,
     mixing: Mixing = "deterministic",
     uniform: Tensor | None = None,
 ) -> Tensor:
-    """Compute what the experts send down when they mix; 0 for an expert that is not on.
+    """Compute the states that the experts send down when they mix; 0 where an expert is not on.
 
     Parameters
     ----------
@@ -692,6 +698,13 @@ def _check_preactivation(z: Tensor) -> None:
     checks.require_shape(
         "z", z, "BJD", (None,) * 3, "give the preactivation of routing_by_agreement"
     )
+
+
+def _agreement(u: Tensor, z: Tensor, agreement: Agreement) -> Tensor:
+    """cos(u_ij, z_j) or u_ij · squash(z_j): (B, I, J, D), (B, J, D) → (B, I, J)."""
+    if agreement == "cosine":
+        return torch.einsum("bijd,bjd->bij", direction(u), direction(z))
+    return torch.einsum("bijd,bjd->bij", u, squash(z))
 
 
 def _mix_votes(coefficients: Tensor, u: Tensor) -> Tensor:

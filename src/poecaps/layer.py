@@ -432,8 +432,11 @@ class CapsuleExperts(CapsuleRouting):
             self._check(chain, ball=True, name="chain")
             checks.require_images("chain", chain)
             checks.require_apart("chain", chain, "x", x)
-        if mixing == "bernoulli" and uniform is None:
-            shape = (k, len(x if chain is None else chain), self.out_capsules)
+        shape = (k, len(x if chain is None else chain), self.out_capsules)
+        if uniform is not None:
+            checks.require_floating("uniform", uniform)
+            checks.require_shape("uniform", uniform, "kNJ", shape, "draw it with torch.rand")
+        elif mixing == "bernoulli":
             uniform = torch.rand(shape, generator=generator, device=self.weight.device)
         backend = dispatch.select(x, self.weight, self.backend, routing=self.routing, chain=chain)
         step = backend.contrastive_divergence(
@@ -448,7 +451,8 @@ class CapsuleExperts(CapsuleRouting):
             balance=self.balance,
         )
         if chain is not None and step.x_model is not None:
-            chain.copy_(step.x_model)
+            with torch.no_grad():
+                chain.copy_(step.x_model)
         if self.training and step.on is not None:
             self._update_balance(step.on)
         return _attach_gradient(step, self.weight)
@@ -521,16 +525,26 @@ class CapsuleDecoder(CapsuleRouting):
         x : (B, I, K)
             Squashed capsules.
         """
-        self._check(y, ball=False)
+        self._check(y, ball=False, name="y")
         checks.require_images("y", y)
+        checks.require_floating("x", x)
+        shape = (len(y), self.out_capsules, self.out_dim)
+        checks.require_shape("x", x, "BIK", shape, "give the capsules that the experts y encode")
+        checks.require_same_dtype("x", x, "the layer's weight", self.weight)
+        checks.check_values_on_cpu(x, "x", ball=True)
         backend = dispatch.select(y, self.weight, self.backend, routing=self.routing)
         step = backend.decoder_contrastive_divergence(y, x, self.weight, self.routing)
         return _attach_gradient(step, self.weight)
 
 
 def _attach_gradient(step: F.LearningStep, weight: Tensor) -> Tensor:
-    """Return the loss of a learning step, with its gradient in W known to autograd."""
-    if step.grad_weight is None or not (torch.is_grad_enabled() and weight.requires_grad):
+    """Return the loss of a learning step, with its gradient in W known to autograd.
+
+    The loss of the reference is differentiable already, as often as needed and by torch.func.
+    """
+    if step.grad_weight is None or step.loss.requires_grad or checks.is_wrapped(step.loss):
+        return step.loss
+    if not (torch.is_grad_enabled() and weight.requires_grad):
         return step.loss
     loss: Tensor = _LossWithGradient.apply(step.loss, weight, step.grad_weight)  # type: ignore[no-untyped-call]
     return loss

@@ -13,7 +13,7 @@ from poecaps import functional as F
 from poecaps import serialization
 from poecaps._files import ModelError
 from poecaps.autoencoder import ConvAutoencoder, PixelDecoder
-from poecaps.code_density import DOMAINS, CodeDensity
+from poecaps.code_density import DOMAIN_INFO, DOMAINS, CodeDensity
 from poecaps.layer import CapsuleDecoder, CapsuleExperts
 from poecaps.options import Architecture
 from poecaps.preprocessing import Preprocessing
@@ -192,9 +192,10 @@ class CapsuleNetwork(nn.Module):
         checks.require_int("count", count, 1)
         checks.require_choice("domain", domain, DOMAINS)
         if expert is not None:
-            if domain == "joint":
+            if DOMAIN_INFO[domain].whole_code:
                 raise ValueError(
-                    "expert must be None in the domain 'joint', which draws all experts together"
+                    f"expert must be None in the domain {domain!r}, which draws all experts "
+                    "together"
                 )
             checks.require_int("expert", expert, 0, self.architecture.experts[-1][0] - 1)
         return F.squash(self.code_density.sample(count, domain, expert, generator))

@@ -186,6 +186,13 @@ def measured_elsepath(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "routing-cuda": routing,
         "autoencoder-cuda": {**common, "ceilings": rates, "batches": {"128": of_batch}},
         "pipeline-cuda": {**common, "setup": setup, "rounds": rounds, "summary": parts},
+        "libraries-cuda": {
+            **common,
+            "optimizer": {"a step": {"ours": step(1e-3, 1.0)}},
+            "launch": {},
+            "directions": {"directions": {"streaming": step(1e-3, 1.0, memory_bytes=10**6)}},
+            "eigenvectors": {"eigenvectors": {"iteration": step(1e-3, 1.0, captured=0.5)}},
+        },
         "mnist-study": numbers("mnist", "study"),
     }
     for name, content in files.items():
@@ -220,6 +227,9 @@ def test_speed_tables_contain_the_measured_numbers() -> None:
     assert "| 128 | bfloat16 | 1 | 0.5–2 | 128,000 | 400 | 50 % |" in page
     assert "| **total** | **9** | **4.5–18** |" in page
     assert "| *once per process:* GPU context | 1.25 |  |" in page
+    assert "| a step: ours | 1 | 0.5–2 |  |  |" in page
+    assert "| directions: streaming | 1 | 0.5–2 | 1 |  |" in page
+    assert "| eigenvectors: iteration | 1 | 0.5–2 |  | 0.5000 |" in page
     assert (
         "Machine: a GPU; Python 3, torch 2, CUDA 13, triton 3, poecaps 0.\n"
         "Command: `python -m benchmarks`.\n" in page

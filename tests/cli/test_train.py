@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from PIL import Image
 import poecaps
 from poecaps._json import dataclass_from_json
 from poecaps.cli.main import main
-from poecaps.code_density import DOMAINS
+from poecaps.code_density import DOMAIN_INFO, DOMAINS
 from poecaps.serialization import read_tensors
 from poecaps.training import PRESETS
 from poecaps.training.checkpoint import CHECKPOINT
@@ -43,10 +44,11 @@ def test_training_leaves_a_model_its_record_and_pictures(run: Path) -> None:
     assert poecaps.load(run).architecture.experts == ((3, 5),)
 
 
-def test_all_four_domains_are_grids_of_figure_2(run: Path) -> None:
+def test_all_domains_are_grids_of_figure_2(run: Path) -> None:
     for domain in DOMAINS:
         images = arrays(run / "figures" / f"{domain}.npz")["images"]
-        assert images.shape == ((80, 1, 28, 28) if domain == "joint" else (4, 3, 1, 28, 28))
+        whole_code = DOMAIN_INFO[domain].whole_code
+        assert images.shape == ((80, 1, 28, 28) if whole_code else (4, 3, 1, 28, 28))
         with Image.open(run / "figures" / f"{domain}.png") as picture:
             assert picture.size[0] > 3 * 28
 
@@ -165,6 +167,23 @@ def test_a_run_is_resumed_on_a_terminal(source: Path, tmp_path: Path) -> None:
     assert "resumes at epoch" in seen
     assert "Traceback" not in seen
     assert json.loads((tmp_path / "run" / "run.json").read_text())["finished"]
+
+
+def test_a_folder_with_a_run_is_refused_with_the_command_that_resumes_it(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "my run"
+    folder.mkdir()
+    shutil.copy(run / "config.json", folder)
+    assert main(["train", "--out", str(folder), "--quiet"]) == 1
+    assert "--resume" not in capsys.readouterr().err
+    shutil.copy(run / CHECKPOINT, folder)
+    assert main(["train", "--out", str(folder), "--quiet"]) == 1
+    command = f"poecaps train --resume {shlex.quote(str(folder))}"
+    assert capsys.readouterr().err.endswith(
+        f"{folder} is not empty; resume the run in it, or choose a new folder; "
+        f"resume it with: {command}\n"
+    )
 
 
 def test_a_run_may_be_resumed_on_another_device(

@@ -172,8 +172,10 @@ def test_without_a_classifier_or_labels_the_other_measures_are_computed(
     assert result.domains["joint"].frechet is None
     assert result.domains["joint"].negatives.share is not None
     assert result.reconstruction is not None
-    assert "no classifier" in result.table()
-    assert "no labels" in result.table()
+    assert "\nnote: no classifier" in result.table()
+    assert "\nnote: no labels" in result.table()
+    other = dataclasses.replace(result, name="other")
+    assert "\nnote: other: no labels" in comparison_table([result, other])
     json.loads(result.to_json())
 
 

@@ -78,7 +78,8 @@ def opened(browser: Browser, address: str, problems: list[str]) -> Iterator[Call
         contexts.append(context)
         page = context.new_page()
         page.on(
-            "console", lambda said: problems.append(said.text) if said.type == "error" else None
+            "console",
+            lambda message: problems.append(message.text) if message.type == "error" else None,
         )
         page.on("pageerror", lambda error: problems.append(str(error)))
         page.goto(f"{address}/{fragment}")

@@ -124,7 +124,23 @@ def test_routing_that_only_the_reference_implements(
         layer.contrastive_divergence(x)
 
 
+@pytest.mark.parametrize("backend", ["torch", "simd", "triton"])
+def test_a_forced_backend_raises_on_another_kind_of_device(backend: Backend) -> None:
+    x, weight = torch.zeros(1, 4, 3, device="meta"), torch.zeros(4, 2, 2, 3, device="meta")
+    with pytest.raises(ValueError, match="CPUs and CUDA devices, not on 'meta'"):
+        dispatch.choose(x, weight, backend)
+
+
+@pytest.mark.parametrize("backend", ["torch", "simd", "triton"])
+def test_a_forced_backend_raises_if_dtypes_differ(backend: Backend) -> None:
+    x, weight = torch.zeros(1, 4, 3), torch.zeros(4, 2, 2, 3, dtype=torch.float64)
+    with pytest.raises(ValueError, match="bring both to the same dtype and device"):
+        dispatch.choose(x, weight, backend)
+
+
 def test_an_unknown_backend_raises_an_error() -> None:
+    with pytest.raises(ValueError, match="backend must be one of"):
+        dispatch.choose(torch.zeros(1, 4, 3), torch.zeros(4, 2, 2, 3), "cpu")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="did you mean 'triton'"):
         CapsuleExperts(4, 3, 2, 2, backend="tritn")  # type: ignore[arg-type]
     layer = CapsuleExperts(4, 3, 2, 2)

@@ -13,13 +13,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from poecaps import CapsuleExperts, squash
 from poecaps import functional as F
-from poecaps import squash
 from poecaps.kernels.triton import backend, learning, routing_forward
 from poecaps.kernels.triton.coefficients import Coefficients
 from poecaps.kernels.triton.reconstruction import reconstruction
 from poecaps.kernels.triton.routing_forward import preactivation, route
 from poecaps.kernels.triton.weight_gradient import gradient_term, weight_gradient
+from poecaps.layer import CapsuleDecoder
 from tests.kernels import problems
 from tests.kernels.problems import OPTIONS
 
@@ -467,3 +468,43 @@ def test_capsules_overwritten_before_the_backward_pass_are_noticed(
     for z in (held, routed):
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             z.sum().backward()
+
+
+# --------------------------------------------------------------------------------------------------
+# Layers
+
+
+@pytest.mark.parametrize("scale", [3.0, 2.0**16])
+def test_layers_learn_as_by_the_reference(scale: float, generator: torch.Generator) -> None:
+    """Weight, chain and balance after a scaled step, with experts that compete."""
+    options: dict[str, Any] = {"winners": 2, "sharpness": 4.0, "device": DEVICE}
+    layer = CapsuleExperts(7, 3, 5, 4, backend="triton", **options)
+    exact = CapsuleExperts(7, 3, 5, 4, backend="reference", dtype=torch.float64, **options)
+    x, weight = problem(ODD, generator)
+    start = squash(torch.randn(3, 7, 3, generator=generator)).to(DEVICE)
+    chains = {}
+    for each in (layer, exact):
+        each.load_state_dict({"weight": weight, "balance": torch.zeros(5)})
+        chains[each] = start.to(each.weight.dtype)
+        loss = each.contrastive_divergence(x.to(each.weight.dtype), 2, chain=chains[each])
+        (scale * loss).backward()
+    assert_close(layer.weight.grad, exact.weight.grad)
+    assert_close(chains[layer], chains[exact])
+    assert layer.balance.equal(exact.balance)
+    x.requires_grad_()
+    exact_x = x.detach().double().requires_grad_()
+    layer.reconstruct(x).square().sum().backward()
+    exact.reconstruct(exact_x).square().sum().backward()
+    assert_close(x.grad, exact_x.grad)
+
+
+def test_decoders_learn_as_by_the_reference(generator: torch.Generator) -> None:
+    x, weight = problem(ODD, generator)
+    target = squash(torch.randn(2, 5, 4, generator=generator)).to(DEVICE)
+    gradients = []
+    for dtype, name in ((torch.float32, "triton"), (torch.float64, "reference")):
+        layer = CapsuleDecoder(7, 3, 5, 4, backend=name, dtype=dtype, device=DEVICE)  # type: ignore[arg-type]
+        layer.load_state_dict({"weight": weight})
+        (3 * layer.contrastive_divergence(x.to(dtype), target.to(dtype))).backward()
+        gradients.append(layer.weight.grad)
+    assert_close(gradients[0], gradients[1])

@@ -21,7 +21,7 @@ from poecaps.cli.options import (
     output,
 )
 from poecaps.cli.outputs import FIGURES, default_output
-from poecaps.code_density import DOMAINS, Domain
+from poecaps.code_density import DOMAIN_INFO, DOMAINS, Domain
 from poecaps.network import TRAVERSAL_REACH, TRAVERSAL_STEPS, CapsuleNetwork
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def generate(
             help="Distribution of the codes. One expert at a time, one column per expert: complete "
             "(a standard Gaussian), restricted (the half of it that training codes occupy) or "
             "learned (the distribution of the training codes). All experts together: joint. Each "
-            "of the four: all."
+            "of these: all."
         ),
     ] = "joint",
     expert: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: each)")] = None,
@@ -49,7 +49,7 @@ def generate(
     out: Annotated[Path | None, output("PNG", "RUN/figures/DOMAIN.png")] = None,
     device: Device = "auto",
 ) -> None:
-    """Draw new images from a model.
+    """Generate new images from a model.
 
     The arrays of the images are saved in an .npz file of the same name.
 
@@ -69,14 +69,14 @@ def generate(
             "--expert draws from one expert, but --domain all includes all experts together; "
             "leave out one of them"
         )
-    if domain == "joint" and expert is not None:
+    if domain != "all" and DOMAIN_INFO[domain].whole_code and expert is not None:
         raise ValueError(
-            "--expert draws from one expert, but the domain joint is all experts together; "
+            f"--expert draws from one expert, but the domain {domain} is all experts together; "
             "add --domain learned"
         )
     if domain == "all" and out is not None:
         raise ValueError(
-            "--out names one picture, but --domain all draws four; leave out one of them"
+            f"--out names one picture, but --domain all draws {len(DOMAINS)}; leave out one of them"
         )
     network = open_model(run, device)
     for each in DOMAINS if domain == "all" else (domain,):
@@ -87,10 +87,9 @@ def generate(
 
 def describe_draws(domain: Domain, expert: int | None = None) -> str:
     """Describe the draws from a domain in plain words."""
-    if domain == "joint":
-        return "draws from all experts together"
-    which = "one expert at a time" if expert is None else f"expert {expert}"
-    return f"draws from {which}, {domain} domain"
+    if expert is None:
+        return f"draws from {DOMAIN_INFO[domain].description}"
+    return f"draws from expert {expert}, {domain} domain"
 
 
 @torch.no_grad()
@@ -100,7 +99,7 @@ def draw_domain(
     """Draw images from a domain: one column per expert, or a grid for one or for all experts."""
     generator = torch.Generator(device_of(network)).manual_seed(seed)
     title = describe_draws(domain, expert)
-    if domain == "joint" or expert is not None:
+    if DOMAIN_INFO[domain].whole_code or expert is not None:
         images = network.generate(rows * COLUMNS, domain, expert=expert, generator=generator)
         return plotting.image_grid(images, path, columns=COLUMNS, title=title)
     experts = range(network.architecture.experts[-1][0])

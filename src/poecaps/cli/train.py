@@ -157,15 +157,23 @@ def _train(
                 result = run_training(config, folder, report=reporter.report, found=reporter.found)
     except KeyboardInterrupt:
         if first and (folder / CHECKPOINT).is_file():
-            command = f"poecaps train --resume {shlex.quote(str(folder))}"
-            print(f"checkpoint saved; resume with: {command}", file=sys.stderr)
+            print(f"checkpoint saved; resume with: {_resume_command(folder)}", file=sys.stderr)
         raise
+    except FileExistsError as error:
+        if not (folder / CHECKPOINT).is_file():
+            raise
+        message = f"{error}; resume it with: {_resume_command(folder)}"
+        raise FileExistsError(message) from error
     if first and not quiet:
         seconds = time.perf_counter() - started
         status = "already finished" if result.data is None else f"trained in {seconds:.0f} s"
         print(f"{status}; the model is in {folder}", flush=True)
         _warn_of_failure(result)
     return result
+
+
+def _resume_command(folder: Path) -> str:
+    return f"poecaps train --resume {shlex.quote(str(folder))}"
 
 
 def _warn_of_failure(result: TrainingResult) -> None:

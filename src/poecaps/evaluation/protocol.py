@@ -13,7 +13,7 @@ import torch
 
 from poecaps import _checks as checks
 from poecaps._modules import BATCH_SIZE, device_of, in_batches
-from poecaps.code_density import DOMAINS, Domain
+from poecaps.code_density import DOMAIN_INFO, DOMAINS, Domain
 from poecaps.evaluation import measures
 from poecaps.evaluation.probe import LinearProbe, linear_probe
 from poecaps.metrics import effective_rank
@@ -515,10 +515,12 @@ EXPERT_ROWS = (
     ),
 )
 DOMAIN_TITLES = {
-    "complete": "samples from a random expert, domain complete",
-    "restricted": "samples from a random expert, domain restricted",
-    "learned": "samples from a random expert, domain learned",
-    "joint": "samples from the whole code (all experts together), domain joint",
+    str(domain): (
+        f"samples from the whole code ({info.description}), domain {domain}"
+        if info.whole_code
+        else f"samples from a random expert, domain {domain}"
+    )
+    for domain, info in DOMAIN_INFO.items()
 }
 
 
@@ -560,7 +562,9 @@ def comparison_table(evaluations: Sequence[Evaluation]) -> str:
                 _line(f"  {label}", cells, label_width, widths) for label, cells in rows.items()
             ]
     notes = dict.fromkeys(
-        f"{evaluation.name}: {note}" for evaluation in evaluations for note in evaluation.notes
+        f"note: {note}" if len(evaluations) == 1 else f"note: {evaluation.name}: {note}"
+        for evaluation in evaluations
+        for note in evaluation.notes
     )
     return "\n".join([*lines, *([""] if notes else []), *notes])
 

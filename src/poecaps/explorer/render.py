@@ -18,6 +18,8 @@ import numpy as np
 import torch
 
 from poecaps import functional as F
+from poecaps._modules import in_batches
+from poecaps.code_density import DOMAIN_INFO
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -164,10 +166,10 @@ class ExplorerModel:
     def draw(self, domain: Domain, expert: int | None, seed: int) -> tuple[Setting, ...]:
         """Draw a code from a domain, like `CapsuleNetwork.sample`."""
         generator = torch.Generator().manual_seed(seed)
+        if DOMAIN_INFO[domain].whole_code:
+            expert = None
         with torch.inference_mode():
-            z = self.network.code_density.sample(
-                1, domain, None if domain == "joint" else expert, generator
-            )
+            z = self.network.code_density.sample(1, domain, expert, generator)
         return self.settings(z[0])
 
     @cached_property
@@ -239,8 +241,8 @@ class ExplorerModel:
     @torch.inference_mode()
     def _decode(self, z: Tensor) -> Array:
         """Return the images of preactivations: (B, J, D) → (B, H, W, C), uint8."""
-        return np.concatenate(
-            [as_pixels(self.network.decode(F.squash(part))) for part in z.split(DECODE_BATCH)]
+        return as_pixels(
+            in_batches(lambda part: self.network.decode(F.squash(part)), z, DECODE_BATCH)
         )
 
 

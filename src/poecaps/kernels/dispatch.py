@@ -151,7 +151,9 @@ def choose(
     ValueError
         If the forced backend does not support the call; the message says why.
     """
-    if backend is None:
+    if backend is not None:
+        checks.require_choice("backend", backend, BACKENDS)
+    else:
         for name in PREFERRED.get(x.device.type, ()):
             reason = why_not(name, x, weight, routing=routing, chain=chain, needs_grad=needs_grad)
             if reason is None and _pays(name, x, weight):
@@ -185,6 +187,10 @@ def why_not(
             f"it does not implement agreement={routing.agreement!r} with "
             f"normalize={routing.normalize!r}; use backend='reference'"
         )
+    if x.device.type not in PREFERRED:
+        return (
+            f"it runs on CPUs and CUDA devices, not on {x.device.type!r}; use backend='reference'"
+        )
     if torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type):
         return "it runs outside torch.compile and autocast only; call the layer outside of them"
     if _is_transformed(x) or _is_transformed(weight):
@@ -215,7 +221,9 @@ def implementation(name: Backend) -> RoutingBackend:
         return triton_backend
     if name == "simd":
         return cpu
-    return torch_routing if name == "torch" else functional
+    if name == "torch":
+        return torch_routing
+    return functional
 
 
 def describe(device: torch.device | str) -> str:

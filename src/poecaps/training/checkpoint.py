@@ -60,7 +60,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     FileNotFoundError
         If there is none.
     ModelError
-        If it is damaged, not a checkpoint of a run, or of a newer version.
+        If it is damaged, not a checkpoint of a run, or of another format version.
     """
     source = folder / CHECKPOINT
     if not folder.is_dir():

@@ -105,7 +105,7 @@ class EncoderStage(CapsuleStage):
 class DecoderStage(CapsuleStage):
     """Options of the training of the capsule decoder."""
 
-    # Images from one expert alone teach each expert to generate images by itself.
+    # Images from one expert alone teach each expert to generate images on its own.
     single_expert_share: float = 0.0
     """Fraction of images that are decoded from their strongest expert alone."""
 

@@ -28,7 +28,7 @@ def fine_tune(
     """Train a trained network for one epoch on more images.
 
     The filters of the autoencoder and the preprocessing stay frozen, so that the inputs of the
-    experts do not change. The code density stays as it is, too.
+    experts do not change. The code density is unchanged, too.
 
     Parameters
     ----------

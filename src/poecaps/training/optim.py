@@ -226,7 +226,7 @@ def load_optimizer_state(
     parameters
         Parameters in the order of `make_optimizer`.
     state
-        State from `optimizer_state`; if empty, the optimizer stays as it is.
+        State from `optimizer_state`; if empty, the optimizer is unchanged.
     source
         File that the state comes from, for error messages.
 

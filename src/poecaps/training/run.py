@@ -139,7 +139,8 @@ def resume(
     FileNotFoundError
         If there is no checkpoint in the folder.
     ModelError
-        If the checkpoint is damaged, was not written by poecaps, or is of a newer version.
+        If the checkpoint is damaged, was not written by poecaps, or is of another format
+        version.
     poecaps.data.DataError
         If the images differ from those with which the run was started.
     """

@@ -13,7 +13,7 @@ from poecaps._devices import use_bfloat16
 from poecaps._files import ModelError
 from poecaps.data import DataError
 from poecaps.kernels import dispatch
-from poecaps.layer import CapsuleExperts
+from poecaps.layer import CapsuleRouting
 from poecaps.network import CapsuleNetwork
 from poecaps.options import Architecture
 from poecaps.serialization import load_state
@@ -379,11 +379,13 @@ class _ImageOrder:
 
 
 def _routes_by_triton(module: nn.Module) -> bool:
-    """Return whether all experts of a module run in Triton.
+    """Return whether all capsule layers of a module run in Triton.
 
-    Other implementations read values on the host, which cannot be captured in a CUDA graph.
+    Other backends read values on the host, which cannot be captured in a CUDA graph.
     """
-    layers = [layer for layer in module.modules() if isinstance(layer, CapsuleExperts)]
+    layers = [layer for layer in module.modules() if isinstance(layer, CapsuleRouting)]
     return all(
-        dispatch.choose(layer.weight, layer.weight, layer.backend) == "triton" for layer in layers
+        dispatch.choose(layer.weight, layer.weight, layer.backend, routing=layer.routing)
+        == "triton"
+        for layer in layers
     )

@@ -296,7 +296,7 @@ def decoder_contrastive_divergence_from(
         e, z_model = routed.coefficients, routed.preactivation
         y_model = reconstruction(F.squash(z_model), weight, e)
         # ⟨U, −ΔU⟩ = 2 mean(−⟨g(z), Σ_j e_ji U_ji y_j⟩ + ⟨g(z̃), Σ_j e_ji U_ji ỹ_j⟩)
-        g, g_model = -_g_of_squashed(x), F.g(z_model)
+        g, g_model = -F.g_of_squashed(x), F.g(z_model)
         products = [
             (g * preactivation(y, weight, e)).sum(),
             (g_model * preactivation(y_model, weight, e)).sum(),
@@ -345,9 +345,3 @@ def _weight_gradient(*terms: GradientTerm) -> Tensor:
     if inputs < experts:
         return few_to_many.weight_gradient(terms)
     return many_to_few.weight_gradient(terms)
-
-
-def _g_of_squashed(x: Tensor) -> Tensor:
-    """g(unsquash(x)) = √(1/‖x‖ − 1) x, because ‖x‖ = ‖z‖²/(1+‖z‖²): (B, I, K) → (B, I, K)."""
-    norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return (1 / norm.clamp(min=torch.finfo(x.dtype).tiny, max=1) - 1).sqrt() * x

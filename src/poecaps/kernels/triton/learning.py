@@ -305,16 +305,9 @@ def decoder_contrastive_divergence(
         e, z_model = forward.coefficients, forward.preactivation
         y_model = reconstruction(squash(z_model), weight, e)
         scale = 2 / len(y)
-        data = gradient_term(_g_of_squashed(x) * -scale, y, weight, e)
+        data = gradient_term(F.g_of_squashed(x.float()) * -scale, y, weight, e)
         model = gradient_term(F.g(z_model) * scale, y_model, weight, e)
         grad_weight = torch.empty_like(weight, dtype=torch.float32)
         weight_gradient(weight, e, model, data, out=grad_weight)
         loss = (weight * grad_weight).sum()
     return F.LearningStep(loss, grad_weight if needs_grad else None)
-
-
-def _g_of_squashed(x: Tensor) -> Tensor:
-    """g(unsquash(x)) = √(1/‖x‖ − 1) x, because ‖x‖ = ‖z‖²/(1+‖z‖²): → (B, I, K), float32."""
-    x = x.float()
-    norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return (1 / norm.clamp(min=torch.finfo(x.dtype).tiny, max=1) - 1).sqrt() * x
