@@ -485,7 +485,7 @@ def test_layers_learn_as_by_the_reference(scale: float, generator: torch.Generat
     chains = {}
     for each in (layer, exact):
         each.load_state_dict({"weight": weight, "balance": torch.zeros(5)})
-        chains[each] = start.to(each.weight.dtype)
+        chains[each] = start.to(each.weight.dtype, copy=True)
         loss = each.contrastive_divergence(x.to(each.weight.dtype), 2, chain=chains[each])
         (scale * loss).backward()
     assert_close(layer.weight.grad, exact.weight.grad)
