@@ -172,6 +172,7 @@ def _can_reuse() -> bool:
 # Sizes
 
 
+@cache
 def padded(size: int, least: int) -> int:
     """Return the next power of two, at least `least`."""
     return max(least, 1 << (size - 1).bit_length())

@@ -14,7 +14,7 @@ expert j as one (I·K, D) matrix, z_j = (c_·j ⊙ x) W_j (`_preactivation_from_
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
@@ -411,7 +411,7 @@ def route(
         Whether to return z, h and lse of all iterations, for the gradient through the iterations.
     """
     x, weight = x.detach().contiguous(), weight.detach().contiguous()
-    batch, (inputs, outputs, out_dim, _) = len(x), weight.shape
+    batch, (inputs, outputs, out_dim, _) = x.shape[0], weight.shape
     recorded = routing.iterations if record else 1
     over_inputs = routing.normalize == "inputs"
     z = x.new_empty(recorded, batch, outputs, out_dim, dtype=torch.float32)
@@ -451,13 +451,12 @@ def preactivation(v: Tensor, weight: Tensor, c: Coefficients) -> Tensor:
     """Compute z_j = Σ_i c_ij W_ij v_i: (B, I, K), (I, J, D, K) → (B, J, D)."""
     v, weight = v.contiguous(), weight.detach().contiguous()
     _, outputs, out_dim, _ = weight.shape
-    z = v.new_empty(len(v), outputs, out_dim, dtype=torch.float32)
+    z = v.new_empty(v.shape[0], outputs, out_dim, dtype=torch.float32)
     _combine_splits(_partial_sums(v, weight, c, c.source), z, c)
     return z.to(v.dtype)
 
 
-@dataclass(frozen=True)
-class _PartialSums:
+class _PartialSums(NamedTuple):
     """Partial sums of z, still to be added and normalized.
 
     Attributes
@@ -482,7 +481,7 @@ def _partial_sums(
         return _PartialSums(_uniform_sums(v, weight), factor=c.uniform(weight))
     if source == Source.LOGITS and many_to_few(weight):
         return _PartialSums(_sums_from_logits(v, weight, c))
-    tiling, batch = expert_tiling(weight, PREACTIVATION_CONFIG), len(v)
+    tiling, batch = expert_tiling(weight, PREACTIVATION_CONFIG), v.shape[0]
     blocks = tiling.image_blocks(batch)
     programs = blocks * tiling.expert_blocks
     splits, inputs_per_split = tiling.split(programs, tiling.inputs, v.device)
@@ -507,7 +506,7 @@ def _partial_sums(
 
 
 def _uniform_sums(v: Tensor, weight: Tensor) -> Tensor:
-    tiling, batch = expert_tiling(weight, UNIFORM_CONFIG), len(v)
+    tiling, batch = expert_tiling(weight, UNIFORM_CONFIG), v.shape[0]
     blocks, inputs_per_step = tiling.image_blocks(batch), max(1, UNIFORM_BLOCK_K // tiling.in_dim)
     programs, steps = blocks * tiling.expert_blocks, cdiv(tiling.inputs, inputs_per_step)
     splits, steps_per_split = tiling.split(programs, steps, v.device)
@@ -523,7 +522,7 @@ def _uniform_sums(v: Tensor, weight: Tensor) -> Tensor:
 
 
 def _sums_from_logits(v: Tensor, weight: Tensor, c: Coefficients) -> Tensor:
-    tiling, batch = input_tiling(weight, FROM_LOGITS_CONFIG), len(v)
+    tiling, batch = input_tiling(weight, FROM_LOGITS_CONFIG), v.shape[0]
     blocks = tiling.image_blocks(batch)
     programs = blocks * tiling.outputs
     splits, steps_per_split = tiling.split(programs, tiling.input_blocks, v.device)
@@ -562,7 +561,7 @@ def _combine_splits(
     launch_rows(
         _combine_splits_kernel,
         (sums.part, m, l, z, c.lse if softmax else z, c.h, z if h_next is None else h_next),
-        (batch * outputs, len(sums.part), sums.factor),
+        (batch * outputs, sums.part.shape[0], sums.factor),
         out_dim,
         flags,
     )
@@ -570,7 +569,7 @@ def _combine_splits(
 
 def _output_lse(weight: Tensor, c: Coefficients) -> None:
     """Compute the log-sum-exp over the outputs, and the logits if they are kept."""
-    batch, flags = len(c.x), {"COSINE": c.cosine}
+    batch, flags = c.x.shape[0], {"COSINE": c.cosine}
     if c.logits is None:
         tiling = expert_tiling(weight, OUTPUT_LSE_CONFIG)
         grid = (tiling.inputs, tiling.image_blocks(batch))

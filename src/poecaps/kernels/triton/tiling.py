@@ -229,11 +229,13 @@ def launch_rows(
     launch(kernel, grid, pointers + numbers, {**row_constants(dim), **flags})
 
 
+@cache
 def row_constants(dim: int) -> dict[str, int]:
     """Return the constants of a kernel over rows of `dim` numbers."""
     return {"D": dim, "BLOCK_D": padded(dim, 1), "BLOCK_ROWS": rows_per_block(dim)}
 
 
+@cache
 def rows_per_block(dim: int) -> int:
     """Return the number of rows of `dim` numbers that one program holds."""
     return max(1, ROW_BLOCK_NUMBERS // padded(dim, 1))
