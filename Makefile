@@ -1,6 +1,6 @@
 # make install   create a virtual environment in .venv with the exact versions of constraints.txt
 # make test      install missing packages and run the tests; those of the explorer need Chromium
-# make demo      train on the bundled digits and generate new ones, in runs/demo: about 4 minutes on two cores
+# make demo      train on the bundled digits and generate new ones, in runs/demo: about 3 minutes on two cores
 # make docs      build the documentation site in site/; a broken link is an error
 # make bench     time a learning step against einsum on this CPU, in docs/: about 5 minutes on an idle machine
 # make report    regenerate the tables and plots of README.md and docs/ from the numbers in docs/results

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -83,7 +83,7 @@ class AutoencoderSteps:
 
     def __init__(self, data: ImageSet, batch_size: int, device: torch.device) -> None:
         config = replace(PRESETS["default"](), batch_size=batch_size, device=str(device))
-        self.architecture = Architecture(**asdict(config.model), image_shape=data.shape)
+        self.architecture = Architecture.of(config.model, data.shape)
         generator = torch.Generator().manual_seed(0)
         network = CapsuleNetwork(self.architecture, generator=generator).to(device)
         network.autoencoder.to(memory_format=torch.channels_last)  # type: ignore[call-overload]

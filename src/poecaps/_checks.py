@@ -122,6 +122,13 @@ def require_nonnegative(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be a finite number of at least 0, but is {value}")
 
 
+def require_positive(name: str, value: Any) -> None:
+    """Raise TypeError or ValueError unless `value` is a finite number above 0."""
+    require_nonnegative(name, value)
+    if value == 0:
+        raise ValueError(f"{name} must be above 0, but is {value}")
+
+
 def require_share(name: str, value: Any) -> None:
     """Raise TypeError or ValueError unless `value` is a number from 0 to 1."""
     require_nonnegative(name, value)

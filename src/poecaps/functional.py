@@ -48,6 +48,7 @@ __all__ = [
     "energy",
     "expert_states",
     "firing_probability",
+    "forward_side",
     "free_energy",
     "g",
     "g_of_squashed",
@@ -254,8 +255,10 @@ def routing_by_agreement(
     axis = 1 if normalize == "inputs" else 2
     c = torch.softmax(b, dim=axis)
     z = _mix_votes(c, u)
+    compared = direction(u) if agreement == "cosine" else u  # the same in all iterations
     for _ in range(iterations - 1):
-        b = b + sharpness * _agreement(u, z, agreement).to(b.dtype)
+        target = direction(z) if agreement == "cosine" else squash(z)
+        b = b + sharpness * torch.einsum("bijd,bjd->bij", compared, target).to(b.dtype)
         c = torch.softmax(b, dim=axis)
         z = _mix_votes(c, u)
     return Routing(coefficients=c, preactivation=z)
@@ -314,14 +317,19 @@ def reconstruction(y: Tensor, weight: Tensor, coefficients: Tensor) -> Tensor:
 # Energies and probabilities, as functions of the preactivations z_j
 
 
-def energy(z: Tensor, on: Tensor) -> Tensor:
+def energy(z: Tensor, on: Tensor, strength: Tensor | None = None) -> Tensor:
     """Compute E(x, a) = −Σ_j a_j log‖z_j‖².
+
+    With strengths α_j, an expert is on if at least one of α_j experts that share its weights is,
+    and E(x, a) = −Σ_j a_j log((1 + ‖z_j‖²)^α_j − 1).
 
     Parameters
     ----------
     z : (B, J, D)
     on : (B, J)
         a_j, 1 or True where expert j is on.
+    strength : (J,), optional
+        α_j, above 0; 1 without it.
 
     Returns
     -------
@@ -331,20 +339,25 @@ def energy(z: Tensor, on: Tensor) -> Tensor:
     _check_preactivation(z)
     checks.require_tensor("on", on)
     checks.require_shape("on", on, "BJ", z.shape[:2], "say for each image which experts are on")
-    norm = _polar(z, -1)[0].squeeze(-1)
     active = on != 0
-    log_square = 2 * torch.log(torch.where(active, norm, 1))
-    return -(on * log_square).sum(-1)
+    if strength is None:
+        norm = _polar(z, -1)[0].squeeze(-1)
+        log_odds = 2 * torch.log(torch.where(active, norm, 1))
+    else:
+        log_odds = _log_expm1(torch.where(active, strength * _log_partition(z), 1))
+    return -(on * log_odds).sum(-1)
 
 
-def free_energy(z: Tensor, on: Tensor | None = None) -> Tensor:
-    """Compute F(x) = −log Σ_a e^(−E(x, a)) = −Σ_j log(1 + ‖z_j‖²).
+def free_energy(z: Tensor, on: Tensor | None = None, strength: Tensor | None = None) -> Tensor:
+    """Compute F(x) = −log Σ_a e^(−E(x, a)) = −Σ_j α_j log(1 + ‖z_j‖²).
 
     Parameters
     ----------
     z : (B, J, D)
     on : (B, J), optional
         Where False, expert j may not fire and leaves the sum.
+    strength : (J,), optional
+        α_j, above 0; 1 without it (the paper).
 
     Returns
     -------
@@ -352,8 +365,9 @@ def free_energy(z: Tensor, on: Tensor | None = None) -> Tensor:
         At least float32.
     """
     _check_preactivation(z)
-    z = z.to(_at_least_float32(z.dtype))
-    log_partition = torch.log1p(z.square().sum(-1))
+    log_partition = _log_partition(z)
+    if strength is not None:
+        log_partition = strength * log_partition
     if on is not None:
         checks.require_tensor("on", on)
         checks.require_shape(
@@ -363,10 +377,47 @@ def free_energy(z: Tensor, on: Tensor | None = None) -> Tensor:
     return -log_partition.sum(-1)
 
 
-def firing_probability(z: Tensor) -> Tensor:
-    """Compute P(a_j = 1 | x) = ‖z_j‖²/(1+‖z_j‖²) = ‖squash(z_j)‖: (B, J, D) → (B, J)."""
+def firing_probability(z: Tensor, strength: Tensor | None = None) -> Tensor:
+    """Compute P(a_j = 1 | x) = ‖z_j‖²/(1+‖z_j‖²) = ‖squash(z_j)‖: (B, J, D) → (B, J).
+
+    With strengths α_j (J,), the probability that at least one of α_j experts with the weights of
+    expert j fires, 1 − (1 + ‖z_j‖²)^(−α_j).
+    """
     _check_preactivation(z)
+    if strength is not None:
+        return -torch.expm1(-strength * _log_partition(z)).to(z.dtype)
     return _firing(_polar(z, -1)[0]).squeeze(-1).to(z.dtype)
+
+
+def forward_side(z: Tensor, linear_dims: int, origin: Tensor | None = None) -> Tensor:
+    """Rectify the linear coordinates of capsules on S^m × R^n × (0,1).
+
+    The last n numbers of z_j are linear coordinates t_j and the others a spherical part s_j. Only
+    the forward side of a linear coordinate counts::
+
+        z_j = (s_j, t_j)  →  (s_j, max(t_j + o_j, 0))
+
+    Energies of the result have ‖s_j‖² + ‖max(t_j + o_j, 0)‖² in place of ‖z_j‖². A sphere has no
+    direction, so F(x) = F(−x) without linear coordinates.
+
+    Parameters
+    ----------
+    z : (B, J, D)
+    linear_dims
+        n, from 0 (the paper) to D.
+    origin : (J,), optional
+        o_j; 0 without it.
+
+    Returns
+    -------
+    (B, J, D)
+    """
+    if linear_dims == 0:
+        return z
+    sphere, line = z.split((z.shape[-1] - linear_dims, linear_dims), dim=-1)
+    if origin is not None:
+        line = line + origin.unsqueeze(-1)
+    return torch.cat((sphere, line.clamp(min=0)), dim=-1)
 
 
 def winning_experts(z: Tensor, winners: int | None, balance: Tensor | None = None) -> Tensor | None:
@@ -406,11 +457,11 @@ class LearningStep:
     Attributes
     ----------
     loss : ()
-        Loss whose gradient with respect to the weight is `grad_weight`. The loss of the reference
-        is differentiable: autograd is a second route to the same gradient.
+        Loss whose gradient with respect to the weight is −ΔW.
     grad_weight : (I, J, D, K), optional
-        −ΔW of the learning rule, in closed form. A faster backend leaves it out (None) if no
-        gradient is required.
+        −ΔW of the learning rule, in closed form. The reference leaves it out (None) if the loss is
+        differentiable, so that autograd is a second route to the same gradient; a faster backend,
+        if no gradient is required.
     on : (B, J) of bool, optional
         Experts that may fire for each image; None without competition.
     x_model : (N, I, K), optional
@@ -472,21 +523,24 @@ def contrastive_divergence(
     with torch.no_grad():
         routed = routing_by_agreement(x, weight, **asdict(routing))
         c, on = routed.coefficients, winning_experts(routed.preactivation, winners, balance)
-        x_model, c_model, on_model = x, c, on
+        x_model, z_model, c_model, on_model = x, routed.preactivation, c, on
         if chain is not None:
             routed = routing_by_agreement(chain, weight, **asdict(routing))
-            x_model, c_model = chain, routed.coefficients
-            on_model = winning_experts(routed.preactivation, winners, balance)
+            x_model, z_model, c_model = chain, routed.preactivation, routed.coefficients
+            on_model = winning_experts(z_model, winners, balance)
         for step in range(k):
-            z_model = preactivation(x_model, weight, c_model)
+            if step > 0:
+                z_model = preactivation(x_model, weight, c_model)
             y = expert_states(z_model, on_model, mixing, None if uniform is None else uniform[step])
             x_model = reconstruction(y, weight, c_model)
     z, z_model = preactivation(x.detach(), weight, c), preactivation(x_model, weight, c_model)
     loss = free_energy(z, on).mean() - free_energy(z_model, on_model).mean()
-    with torch.no_grad():
+    delta = None
+    if not (loss.requires_grad or checks.is_wrapped(loss)):  # then autograd gives the gradient
         data, model = g(z, on), g(z_model, on_model)
         delta = 2 * (_mean_product(c, data, x) - _mean_product(c_model, model, x_model))
-    return LearningStep(loss, -delta, on, None if chain is None else x_model)
+    grad_weight = None if delta is None else -delta
+    return LearningStep(loss, grad_weight, on, None if chain is None else x_model)
 
 
 def decoder_contrastive_divergence(
@@ -661,6 +715,16 @@ def _mean_product(c: Tensor, p: Tensor, x: Tensor) -> Tensor:
     return torch.einsum("bij,bjd,bik->ijdk", c.to(p.dtype), p, x.to(p.dtype)).to(x.dtype) / len(x)
 
 
+def _log_partition(z: Tensor) -> Tensor:
+    """Compute log(1 + ‖z_j‖²), in float32 or wider: (B, J, D) → (B, J)."""
+    return torch.log1p(z.to(_at_least_float32(z.dtype)).square().sum(-1))
+
+
+def _log_expm1(y: Tensor) -> Tensor:
+    """Compute log(e^y − 1) for y ≥ 0, without overflow: −∞ at 0."""
+    return y + torch.log(-torch.expm1(-y))
+
+
 def _only(on: Tensor | None, y: Tensor) -> Tensor:
     """Set the experts (B, J, D) that are not on (B, J) to 0."""
     return y if on is None else y * on.unsqueeze(-1)
@@ -698,13 +762,6 @@ def _check_preactivation(z: Tensor) -> None:
     checks.require_shape(
         "z", z, "BJD", (None,) * 3, "give the preactivation of routing_by_agreement"
     )
-
-
-def _agreement(u: Tensor, z: Tensor, agreement: Agreement) -> Tensor:
-    """cos(u_ij, z_j) or u_ij · squash(z_j): (B, I, J, D), (B, J, D) → (B, I, J)."""
-    if agreement == "cosine":
-        return torch.einsum("bijd,bjd->bij", direction(u), direction(z))
-    return torch.einsum("bijd,bjd->bij", u, squash(z))
 
 
 def _mix_votes(coefficients: Tensor, u: Tensor) -> Tensor:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from poecaps import _checks as checks
 from poecaps import functional as F
-from poecaps import serialization
+from poecaps import sampling, serialization
 from poecaps._files import ModelError
 from poecaps.autoencoder import ConvAutoencoder, PixelDecoder
 from poecaps.code_density import DOMAIN_INFO, DOMAINS, CodeDensity
+from poecaps.energy import BallBase, CapsuleDensity
 from poecaps.layer import CapsuleDecoder, CapsuleExperts
 from poecaps.options import Architecture
 from poecaps.preprocessing import Preprocessing
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from poecaps.code_density import Domain
+    from poecaps.sampling import Samples
 
 TRAVERSAL_STEPS = 7  # images in a row of a traversal
 TRAVERSAL_REACH = 3.0  # its ends, in standard deviations of the training codes
@@ -48,6 +50,8 @@ class CapsuleNetwork(nn.Module):
         Stage 4: separate filters from features to images, or None.
     preprocessing
         Map from features to the input capsules of the first layer, and back.
+    density, whitening
+        `CapsuleDensity` over the whitened features, and the map to them; or None.
     encoders, decoders
         Stages 2 and 3: `CapsuleExperts` and `CapsuleDecoder` of each layer, the lowest first.
     code_density
@@ -81,6 +85,24 @@ class CapsuleNetwork(nn.Module):
             whiten=a.whiten,
             equalized_components=a.equalized_components,
         )
+        self.density: CapsuleDensity | None = None
+        self.whitening: Preprocessing | None = None
+        if a.density.experts is not None:
+            self.whitening = Preprocessing(*below, centre=True, scale=None, whiten=True)
+            self.density = CapsuleDensity(
+                *below,
+                *a.density.experts,
+                linear_dims=a.density.linear_dims,
+                strength=a.density.strength,
+                base=a.density.base,
+                base_components=a.density.base_components,
+                base_max_variance=a.density.base_max_variance,
+                iterations=a.density.iterations,
+                sharpness=a.density.sharpness,
+                normalize=a.density.normalize,
+                agreement=a.density.agreement,
+                generator=generator,
+            )
         self.encoders, self.decoders = nn.ModuleList(), nn.ModuleList()
         for above in a.experts:
             self.encoders.append(
@@ -152,6 +174,38 @@ class CapsuleNetwork(nn.Module):
         free_energy: Tensor = self.encoders[0].free_energy(self.capsules(images))  # type: ignore[operator]
         return free_energy
 
+    def whitened(self, images: Tensor) -> Tensor:
+        """Compute the capsules of the density: (B, C, H, W), from 0 to 1 → (B, I, K)."""
+        activations = self.activations(images)
+        checks.check_pixels_on_cpu(images, "images")
+        return self.whiten(activations)
+
+    def whiten(self, activations: Tensor) -> Tensor:
+        """Turn `activations` into the capsules of the density: (B, I, K) → (B, I, K)."""
+        density, whitening = self._with_density()
+        z = whitening.transform(activations)
+        return F.squash(z) if isinstance(density.base, BallBase) else z
+
+    def log_prob(self, images: Tensor) -> Tensor:
+        """Compute the log-density of the features, relative to independent capsules.
+
+        log P(v) − log N(v; 0, 1) in nats, with v the whitened capsules of an image: how much more
+        probable the experts and the base measure make it than independent capsules do. With a base
+        measure on the ball, log P(x) relative to the uniform density.
+
+        Parameters
+        ----------
+        images : (B, C, H, W)
+            From 0 to 1.
+
+        Returns
+        -------
+        (B,)
+        """
+        density = self._with_density()[0]
+        x = self.whitened(images)
+        return density.log_ratio(x) + density.base.log_ratio(x)
+
     # Codes to images
 
     def decode(self, code: Tensor) -> Tensor:
@@ -165,12 +219,39 @@ class CapsuleNetwork(nn.Module):
         """Decode the input capsules of the first layer to images: (B, I, K) → (B, C, H, W)."""
         return torch.sigmoid(self.logits(self.preprocessing.from_capsules(x)))
 
-    def logits(self, activations: Tensor) -> Tensor:
-        """Decode `activations` to images before the sigmoid: (B, I, K) → (B, C, H, W)."""
+    def decode_whitened(self, x: Tensor, *, tied: bool = False) -> Tensor:
+        """Decode capsules of the density to images: (B, I, K) → (B, C, H, W).
+
+        Parameters
+        ----------
+        x : (B, I, K)
+        tied
+            Whether the transposed filters of the autoencoder decode them even if the model has a
+            pixel decoder.
+        """
+        density, whitening = self._with_density()
+        if isinstance(density.base, BallBase):
+            x = F.unsquash(x)
+        return torch.sigmoid(self.logits(whitening.inverse_transform(x), tied=tied))
+
+    def _with_density(self) -> tuple[CapsuleDensity, Preprocessing]:
+        if self.density is None or self.whitening is None:
+            raise ValueError(
+                "this model has no density; train one with the preset energy, or with the option "
+                "model.density.experts"
+            )
+        return self.density, self.whitening
+
+    def logits(self, activations: Tensor, *, tied: bool = False) -> Tensor:
+        """Decode `activations` to images before the sigmoid: (B, I, K) → (B, C, H, W).
+
+        By the pixel decoder if there is one; by the filters of the autoencoder if not, or if `tied`
+        is true.
+        """
         _, height, width = self.architecture.image_shape
         rows, columns = self.autoencoder.grid((height, width))
         features = activations.reshape(len(activations), rows, columns, -1).permute(0, 3, 1, 2)
-        if self.pixel_decoder is None:
+        if self.pixel_decoder is None or tied:
             return self.autoencoder.logits(features, (height, width))
         return self.pixel_decoder.logits(features)
 
@@ -179,6 +260,11 @@ class CapsuleNetwork(nn.Module):
         return self.decode(self.encode(images))
 
     # Generation
+
+    @torch.no_grad()
+    def sample_density(self, count: int, **options: Any) -> Samples:
+        """Draw capsules from the density by Markov chains, see `poecaps.sampling.sample`."""
+        return sampling.sample(self._with_density()[0], count, **options)
 
     def sample(
         self,

@@ -5,11 +5,61 @@ The docstring of each field is also its help text on the command line.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import get_args
+from dataclasses import dataclass, field, fields
+from typing import Literal, get_args
 
 from poecaps import _checks as checks
 from poecaps import functional as F
+
+Base = Literal["gaussian", "ball"]
+BASES: tuple[Base, ...] = get_args(Base)
+
+
+@dataclass(frozen=True)
+class DensityOptions:
+    """Options of the density over the input capsules, `poecaps.energy.CapsuleDensity`."""
+
+    experts: tuple[int, int] | None = None
+    """Number and dimension of the experts of the density; None: the model has no density."""
+    linear_dims: int = 8
+    """Numbers of an expert that are coordinates on a line; 0: an expert is a sphere (the paper)."""
+    strength: float = 5.0
+    """Initial strength of an expert: how many experts with the same weights it stands for."""
+    base: Base = "gaussian"
+    """Base measure: gaussian, or ball (uniform on unit balls, the paper)."""
+    base_components: int = 256
+    """Principal components of the Gaussian base measure; 0: independent capsules."""
+    base_max_variance: float | None = None
+    """Upper bound of the variances of the Gaussian base measure; None: those of the data."""
+    iterations: int = 1
+    """Iterations of routing by agreement; 1: all votes count equally."""
+    sharpness: float = 1.0
+    """Factor of the agreement in the routing."""
+    normalize: F.Axis = "outputs"
+    """Axis over which the routing coefficients sum to 1: the inputs, or the outputs (experts)."""
+    agreement: F.Agreement = "cosine"
+    """Measure of agreement: the cosine or the inner product of vote and expert."""
+
+    def validate(self, prefix: str = "") -> None:
+        """Raise ValueError or TypeError if an option is invalid; see `ModelOptions.validate`."""
+        if self.experts is not None:
+            if not isinstance(self.experts, tuple) or len(self.experts) != 2:
+                raise ValueError(
+                    f"{prefix}experts must be a number and a dimension, but is {self.experts!r}"
+                )
+            for number in self.experts:
+                checks.require_int(f"every number of {prefix}experts", number, 1)
+            checks.require_int(f"{prefix}linear_dims", self.linear_dims, 0, self.experts[1])
+        checks.require_int(f"{prefix}linear_dims", self.linear_dims, 0)
+        checks.require_positive(f"{prefix}strength", self.strength)
+        checks.require_choice(f"{prefix}base", self.base, BASES)
+        checks.require_int(f"{prefix}base_components", self.base_components, 0)
+        if self.base_max_variance is not None:
+            checks.require_positive(f"{prefix}base_max_variance", self.base_max_variance)
+        checks.require_int(f"{prefix}iterations", self.iterations, 1)
+        checks.require_nonnegative(f"{prefix}sharpness", self.sharpness)
+        checks.require_choice(f"{prefix}normalize", self.normalize, get_args(F.Axis))
+        checks.require_choice(f"{prefix}agreement", self.agreement, get_args(F.Agreement))
 
 
 @dataclass(frozen=True)
@@ -54,6 +104,8 @@ class ModelOptions:
     """Maximum number of Gaussians in the density of whole codes, each for 25 images or more."""
     expert_components: int = 20
     """Maximum number of Gaussians in the density of the codes of one expert."""
+    density: DensityOptions = field(default_factory=DensityOptions)
+    """Density over the input capsules that can be sampled."""
 
     def validate(self, prefix: str = "") -> None:
         """Raise ValueError or TypeError if an option is invalid.
@@ -101,6 +153,9 @@ class ModelOptions:
         checks.require_int(f"{prefix}equalized_components", self.equalized_components, 0)
         checks.require_choice(f"{prefix}normalize", self.normalize, get_args(F.Axis))
         checks.require_choice(f"{prefix}agreement", self.agreement, get_args(F.Agreement))
+        if not isinstance(self.density, DensityOptions):
+            raise TypeError(f"{prefix}density must be DensityOptions, but is {self.density!r}")
+        self.density.validate(f"{prefix}density.")
         if self.winners is not None:
             fewest = min(count for count, _ in layers)
             checks.require_int(f"{prefix}winners", self.winners, 1, fewest)
@@ -112,6 +167,12 @@ class Architecture(ModelOptions):
 
     image_shape: tuple[int, int, int] = (1, 28, 28)
     """C, H and W of the images."""
+
+    @classmethod
+    def of(cls, options: ModelOptions, image_shape: tuple[int, int, int]) -> Architecture:
+        """Return the architecture of a model with these options, for images of this shape."""
+        values = {each.name: getattr(options, each.name) for each in fields(ModelOptions)}
+        return cls(**values, image_shape=image_shape)
 
     def validate(self, prefix: str = "") -> None:
         """Raise ValueError or TypeError if an option is invalid; see `ModelOptions.validate`."""

@@ -75,7 +75,11 @@ def learned(
         "balance": None,
     }
     weight = weight.detach().clone().requires_grad_()
-    step: F.LearningStep = backend.contrastive_divergence(x, weight, routing, **arguments | given)
+    # The reference has the closed form where autograd has no gradient.
+    with torch.set_grad_enabled(backend is not F):
+        step: F.LearningStep = backend.contrastive_divergence(
+            x, weight, routing, **arguments | given
+        )
     return step
 
 

@@ -38,11 +38,14 @@ class Checkpoint:
     optimizer: Mapping[str, Tensor] = field(default_factory=dict)
     """State of the optimizer, by the names of `poecaps.training.optim.optimizer_state`; empty at
     the start of a stage."""
+    stage_state: Mapping[str, Tensor] = field(default_factory=dict)
+    """State of the stage beside its weights, such as its chains; empty at the start of a stage."""
 
 
 def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
     """Write the checkpoint of a run into its folder, atomically."""
     tensors = {f"model.{name}": value for name, value in checkpoint.model.items()}
+    tensors |= {f"stage.{name}": value for name, value in checkpoint.stage_state.items()}
     about = {
         "config": asdict(checkpoint.config),
         "stage": checkpoint.stage,
@@ -78,13 +81,19 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         config,
         stage,
         step,
-        model={
-            name.removeprefix("model."): value
-            for name, value in tensors.items()
-            if name.startswith("model.")
-        },
+        model=_with_prefix(tensors, "model."),
         optimizer={name: value for name, value in tensors.items() if name.startswith("optimizer.")},
+        stage_state=_with_prefix(tensors, "stage."),
     )
+
+
+def _with_prefix(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Return the tensors whose names have a prefix, by the rest of their names."""
+    return {
+        name.removeprefix(prefix): value
+        for name, value in tensors.items()
+        if name.startswith(prefix)
+    }
 
 
 def was_written_by_this_launch(folder: Path) -> bool:

@@ -6,12 +6,12 @@ The docstrings of the fields are the help texts of the command line, each on a s
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from poecaps import _checks as checks
 from poecaps.functional import MIXINGS, Mixing
-from poecaps.options import ModelOptions
+from poecaps.options import DensityOptions, ModelOptions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -132,6 +132,41 @@ class PixelDecoderStage(Stage):
 
 
 @dataclass(frozen=True)
+class DensityStage(CapsuleStage):
+    """Options of the maximum likelihood that trains the density by Markov chains."""
+
+    chains: int = 1024
+    """Number of chains, of all processes together."""
+    lifetime: int = 300
+    """Steps after which a chain starts anew from the base measure; 0: chains are persistent."""
+    leapfrog_steps: int = 5
+    """Leapfrog steps of a trajectory of Hamiltonian Monte Carlo."""
+    target_acceptance: float = 0.8
+    """Share of accepted trajectories to which the step size is adapted."""
+    average: float = 0.999
+    """Decay of the running average of the weights, which is the result; 0: no average."""
+    partition_chains: int = 128
+    """Chains that estimate the partition function after the training."""
+    partition_steps: int = 500
+    """Temperatures of this estimate; 0: no estimate."""
+
+    def validate(self, name: str) -> None:
+        """Raise ValueError or TypeError if an option is invalid; `name` is that of the stage."""
+        super().validate(name)
+        checks.require_int(f"{name}.chains", self.chains, 2)
+        checks.require_int(f"{name}.lifetime", self.lifetime, 0)
+        checks.require_int(f"{name}.leapfrog_steps", self.leapfrog_steps, 1)
+        checks.require_share(f"{name}.target_acceptance", self.target_acceptance)
+        checks.require_share(f"{name}.average", self.average)
+        if self.average == 1 or self.target_acceptance in (0, 1):
+            raise ValueError(
+                f"{name}.average must be below 1, and {name}.target_acceptance between 0 and 1"
+            )
+        checks.require_int(f"{name}.partition_chains", self.partition_chains, 2)
+        checks.require_int(f"{name}.partition_steps", self.partition_steps, 0)
+
+
+@dataclass(frozen=True)
 class Config:
     """All options of a training run."""
 
@@ -147,6 +182,8 @@ class Config:
     """Sizes and options of the model."""
     autoencoder: Stage = field(default_factory=Stage)
     """Stage 1: the convolutional autoencoder."""
+    density: DensityStage = field(default_factory=lambda: DensityStage(epochs=0))
+    """The density over the input capsules, if the model has one."""
     encoder: EncoderStage = field(default_factory=EncoderStage)
     """Stage 2: the capsule encoder, layer by layer."""
     decoder: DecoderStage = field(default_factory=DecoderStage)
@@ -174,6 +211,7 @@ class Config:
         """
         for name, value, cls in (
             ("autoencoder", self.autoencoder, Stage),
+            ("density", self.density, DensityStage),
             ("encoder", self.encoder, EncoderStage),
             ("decoder", self.decoder, DecoderStage),
             ("pixel_decoder", self.pixel_decoder, PixelDecoderStage),
@@ -182,6 +220,7 @@ class Config:
             if not isinstance(value, cls):
                 raise TypeError(f"{name} must be a {cls.__name__}, but is a {type(value).__name__}")
         self.autoencoder.validate("autoencoder")
+        self.density.validate("density")
         self.encoder.validate("encoder")
         self.decoder.validate("decoder")
         self.pixel_decoder.validate("pixel_decoder")
@@ -190,6 +229,10 @@ class Config:
             raise ValueError(
                 "pixel_decoder.epochs must be 0 for a model without a pixel decoder; "
                 "set model.pixel_decoder"
+            )
+        if self.density.epochs > 0 and self.model.density.experts is None:
+            raise ValueError(
+                "density.epochs must be 0 for a model without a density; set model.density.experts"
             )
         experts = min(count for count, _ in self.model.experts)
         if self.encoder.winners is not None and self.encoder.winners > experts:
@@ -220,6 +263,7 @@ def stage_options(config: Config) -> dict[str, str]:
     layers = range(1, len(config.model.experts) + 1)
     return {
         "autoencoder": "autoencoder",
+        **({"density": "density"} if config.model.density.experts is not None else {}),
         **{f"encoder {layer}": "encoder" for layer in layers},
         **{f"decoder {layer}": "decoder" for layer in layers},
         **({"pixel decoder": "pixel_decoder"} if config.model.pixel_decoder else {}),
@@ -261,7 +305,21 @@ def paper() -> Config:
     )
 
 
-PRESETS = {"default": default, "paper": paper}
+def energy() -> Config:
+    """Return the options of a model that draws images from its own energy.
+
+    The model of `default`, with a density over the features that learns by Markov chains.
+    """
+    base = default()
+    density = DensityOptions(experts=(200, 16), linear_dims=8, base_components=256)
+    return replace(
+        base,
+        model=replace(base.model, density=density),
+        density=DensityStage(epochs=13, learning_rate=2e-3, final_learning_rate_ratio=0.1),
+    )
+
+
+PRESETS = {"default": default, "paper": paper, "energy": energy}
 
 # Options that depend on the machine and do not change the trained model (but for rounding).
 MACHINE_OPTIONS = ("data_path", "device", "checkpoint_every")

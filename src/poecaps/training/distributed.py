@@ -106,9 +106,21 @@ class RandomNumbers:
         shape
             Shape of the result, in which axis `dim` is this process's shard of the batch.
         """
-        whole = [size * self.distributed.size if i == dim else size for i, size in enumerate(shape)]
-        numbers = torch.rand(whole, generator=self.generator, device=self.generator.device)
+        numbers = torch.rand(
+            self._whole(shape, dim), generator=self.generator, device=self.generator.device
+        )
         return self.distributed.shard(numbers, dim)
+
+    def normal(self, *shape: int, dim: int = 0) -> Tensor:
+        """Draw standard normal numbers, with the parameters of `uniform`."""
+        numbers = torch.randn(
+            self._whole(shape, dim), generator=self.generator, device=self.generator.device
+        )
+        return self.distributed.shard(numbers, dim)
+
+    def _whole(self, shape: tuple[int, ...], dim: int) -> list[int]:
+        """Return the shape of the numbers for the whole batch."""
+        return [size * self.distributed.size if i == dim else size for i, size in enumerate(shape)]
 
 
 @contextmanager

@@ -91,6 +91,13 @@ class FeatureCache:
                 _take(self._activations, indices, self.device).float()
             )
 
+    def whitened(self, indices: Tensor) -> Tensor:
+        """Return the capsules of the density, after `compute_inputs(0)`: (B,) → (B, I, K)."""
+        assert self._activations is not None  # noqa: S101 (compute_inputs(0) comes first)
+        activations = _take(self._activations, indices, self.device).float()
+        with torch.no_grad():
+            return self.network.whiten(activations)
+
     def codes(self, layer: int, indices: Tensor) -> Tensor:
         """Return the experts of a trained layer, counted from 1: (B,) → (B, J, D)."""
         return _take(self._codes[layer], indices, self.device)
@@ -135,6 +142,16 @@ class FeatureCache:
         batches = _Batches(self._activations, self.device, self.batch_size)
         self.network.preprocessing.fit(batches)
         self.distributed.broadcast_from_main(list(self.network.preprocessing.buffers()))
+
+    def fit_density_base(self) -> None:
+        """Fit whitening and base measure of the density; `compute_inputs(0)` comes first."""
+        assert self._activations is not None  # noqa: S101
+        whitening, density = self.network.whitening, self.network.density
+        assert whitening is not None and density is not None  # noqa: S101, PT018
+        whitening.fit(_Batches(self._activations, self.device, self.batch_size))
+        density.base.fit(_Mapped(self.whitened, len(self), self.batch_size))
+        buffers = [*whitening.buffers(), *density.base.buffers()]
+        self.distributed.broadcast_from_main(buffers)
 
     def cache_capsules(self) -> None:
         """Keep the `inputs` of layer 0 on the device if they fit, after `fit_preprocessing`."""
@@ -196,6 +213,16 @@ class _Batches:
 
     def __iter__(self) -> Iterator[Tensor]:
         return (batch.to(self.device) for batch in self.rows.split(self.batch_size))
+
+
+class _Mapped:
+    """A function of the indices of all images, in batches; can be iterated over several times."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor], count: int, size: int) -> None:
+        self.function, self.count, self.size = function, count, size
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return map(self.function, torch.arange(self.count).split(self.size))
 
 
 def _take(rows: Tensor, indices: Tensor, device: torch.device) -> Tensor:

@@ -26,6 +26,8 @@ class Stream(IntEnum):
     """Initial weights of a stage; position: stage."""
     DENSITY_IMAGES = 5
     """Images to which the code density is fitted."""
+    PARTITION = 6
+    """Chains that estimate the partition function of the density."""
 
 
 def derive_seed(seed: int, stream: Stream, *position: int) -> int:

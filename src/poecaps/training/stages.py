@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, cast
 
@@ -10,16 +11,34 @@ import torch
 from torch import nn
 
 from poecaps import functional as F
+from poecaps._files import ModelError
+from poecaps.likelihood import estimate_log_partition, fit_log_partition
 from poecaps.metrics import effective_rank
+from poecaps.training.chains import LearningChains
+from poecaps.training.seeds import Stream, derive_seed
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
     from torch import Tensor
 
     from poecaps.autoencoder import ConvAutoencoder, PixelDecoder
+    from poecaps.energy import CapsuleDensity
     from poecaps.layer import CapsuleDecoder, CapsuleExperts
-    from poecaps.training.config import Config, DecoderStage, EncoderStage, PixelDecoderStage, Stage
+    from poecaps.training.config import (
+        Config,
+        DecoderStage,
+        DensityStage,
+        EncoderStage,
+        PixelDecoderStage,
+        Stage,
+    )
     from poecaps.training.distributed import RandomNumbers
     from poecaps.training.features import FeatureCache
+
+# Images on which the density does not learn: a twentieth of them, but at most so many.
+HELD_OUT_DIVISOR, MAX_HELD_OUT = 20, 1000
 
 
 class StageTrainer(ABC):
@@ -40,6 +59,8 @@ class StageTrainer(ABC):
     name: str
     options: Stage
     module: nn.Module
+    has_state = False
+    """Whether the stage has a state beside the weights and the optimizer, see `state`."""
 
     def __init__(self, cache: FeatureCache) -> None:
         self.cache = cache
@@ -62,6 +83,15 @@ class StageTrainer(ABC):
 
     def finish(self) -> None:  # noqa: B027 (most stages have nothing to do)
         """Bring the trained part into the form in which later stages use it."""
+
+    def state(self) -> dict[str, Tensor]:
+        """Return what a checkpoint needs beside weights and optimizer; all processes call it."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Tensor], source: Path) -> None:
+        """Restore the `state` of a checkpoint; it is empty at the start of a stage."""
+        if state:
+            raise ModelError(f"{source} is damaged: {self.name} has no state {min(state)}")
 
 
 class AutoencoderTrainer(StageTrainer):
@@ -98,6 +128,128 @@ class AutoencoderTrainer(StageTrainer):
         with self.cache.autocast():
             error = (self.module(images).float() - images).square().sum()
         return {"reconstruction_error": (error / _variance(images)).item()}
+
+
+class DensityTrainer(StageTrainer):
+    """A density over the input capsules learns by maximum likelihood.
+
+    The gradient of log P(x) is −∂F(x)/∂W on images minus the same on draws of the density, which
+    Markov chains provide (`poecaps.training.chains`). The result is a running average of the
+    weights: how probable the density makes its modes oscillates while it learns, because the
+    chains follow it with a delay, and the average does not.
+    """
+
+    module: CapsuleDensity
+    options: DensityStage
+    has_state = True
+
+    def __init__(
+        self, options: DensityStage, density: CapsuleDensity, seed: int, cache: FeatureCache
+    ) -> None:
+        super().__init__(cache)
+        self.name, self.options, self.module, self.seed = "density", options, density, seed
+
+    def prepare(self, fresh: bool, generator: torch.Generator) -> None:
+        """Compute the capsules; a fresh density fits its base measure and starts its chains."""
+        self.cache.compute_inputs(0)
+        order = torch.randperm(len(self.cache), generator=generator)
+        held_out = min(MAX_HELD_OUT, len(self.cache) // HELD_OUT_DIVISOR)
+        self.held_out, kept = order[:held_out], order[held_out:]
+        self.kept = kept.to(self.cache.device)
+        if fresh:
+            self.cache.fit_density_base()
+            _reset_parameters(self.module, self.options.init_std, generator)
+        self.chains = LearningChains(self.module, self.options, self.cache.distributed)
+        self.average = [each.detach().clone() for each in self.module.parameters()]
+        if fresh:
+            self.chains.start(generator)
+
+    def data_on_device(self) -> bool:
+        """Return whether all inputs of the stage are in the memory of the device."""
+        return self.cache.has_inputs_on_device(0)
+
+    def loss(self, indices: Tensor, random: RandomNumbers) -> Tensor:
+        """Compute the mean of F over images minus that over draws of the density."""
+        self._update_average()
+        x_model, weight = self.chains.advance(random)
+        x = self.cache.whitened(self.kept[indices.to(self.kept.device) % len(self.kept)])
+        energy = self.module.free_energy(torch.cat((x, x_model)))
+        data, model = energy.split((len(x), len(x_model)))
+        loss: Tensor = data.mean() - (weight * model).sum()
+        return loss
+
+    def metrics(self) -> dict[str, float]:
+        """Compute the free energies of training images, held-out images and chains.
+
+        With the acceptance of the sampler and the running estimate of log Z, and with the mean of
+        −F − log Z over the held-out images: how many nats the experts add to the base measure.
+        """
+        density = self.module
+        train = density.free_energy(self.cache.whitened(self.cache.probe_indices())).mean()
+        held_out = density.free_energy(self.cache.whitened(self.held_out)).mean()
+        capsules = density.base.from_white(self.chains.position)
+        at_model = self.chains.at_model()
+        chains = density.free_energy(capsules)[at_model].mean()
+        values = {
+            "free_energy": train.item(),
+            "held_out_free_energy": held_out.item(),
+            "chain_free_energy": chains.item(),
+            "acceptance": self.chains.acceptance.item(),
+        }
+        log_partition = self.chains.log_partition()
+        if math.isfinite(log_partition):
+            values |= {
+                "log_partition": log_partition,
+                "nats": -values["held_out_free_energy"] - log_partition,
+            }
+        return values
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Replace the weights by their average, and estimate the partition function."""
+        if self.options.epochs == 0:
+            return
+        self._update_average()
+        for parameter, average in zip(self.module.parameters(), self.average, strict=True):
+            parameter.copy_(average)
+        if self.options.partition_steps and self.cache.distributed.is_main:
+            seed = derive_seed(self.seed, Stream.PARTITION)
+            generator = torch.Generator(self.cache.device).manual_seed(seed)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # a wide bracket is reported by the likelihood
+                estimate = estimate_log_partition(
+                    self.module,
+                    chains=self.options.partition_chains,
+                    steps=self.options.partition_steps,
+                    leapfrog_steps=self.options.leapfrog_steps,
+                    generator=generator,
+                )
+            fit_log_partition(self.module, estimate)
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the chains, and the average of the weights."""
+        averages = {f"average.{number}": each for number, each in enumerate(self.average)}
+        return {**self.chains.state(), **averages}
+
+    def load_state(self, state: Mapping[str, Tensor], source: Path) -> None:
+        """Restore the chains, and the average of the weights."""
+        if not state:
+            return
+        self.chains.load_state(state, source)
+        for number, average in enumerate(self.average):
+            found = state.get(f"average.{number}")
+            if found is None or found.shape != average.shape or not found.isfinite().all():
+                raise ModelError(f"{source} is damaged: average.{number} is not that of a density")
+            average.copy_(found)
+
+    @torch.no_grad()
+    def _update_average(self) -> None:
+        """Add the current weights to the average, whose memory grows with the steps at first."""
+        step = self.chains.step
+        decay = torch.clamp((1 + step) / (10 + step), max=self.options.average)
+        rate = (1 - decay).to(torch.float32)
+        for parameter, average in zip(self.module.parameters(), self.average, strict=True):
+            average.lerp_(parameter.detach(), rate)
 
 
 class EncoderTrainer(StageTrainer):
@@ -269,6 +421,8 @@ def make_stages(config: Config, cache: FeatureCache) -> list[StageTrainer]:
     """Return the stages of a run, in the order of `poecaps.training.config.stage_options`."""
     layers = range(len(cache.network.encoders))
     stages: list[StageTrainer] = [AutoencoderTrainer(config.autoencoder, cache)]
+    if cache.network.density is not None:
+        stages.append(DensityTrainer(config.density, cache.network.density, config.seed, cache))
     stages += [EncoderTrainer(layer, config.encoder, cache) for layer in layers]
     stages += [DecoderTrainer(layer, config.decoder, cache) for layer in layers]
     if cache.network.pixel_decoder is not None:
@@ -306,7 +460,7 @@ def factor_for_firing(norm: Tensor, target: float) -> float:
 
 
 def _reset_parameters(
-    layer: CapsuleExperts | CapsuleDecoder, std: float, generator: torch.Generator
+    layer: CapsuleExperts | CapsuleDecoder | CapsuleDensity, std: float, generator: torch.Generator
 ) -> None:
     """Draw initial weights on the CPU, so that they are the same for every device."""
     device = layer.weight.device

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,7 +39,7 @@ from poecaps.training.stages import StageTrainer, make_stages
 from poecaps.training.steps import MIN_REPLAYS, WARMUP_STEPS, GraphedStep, TrainingStep
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from torch import Tensor, nn
@@ -98,7 +97,7 @@ class Trainer:
             )
         self.config, self.folder, self.report = config, folder, report
         self.device, self.distributed, self.interrupts = device, distributed, interrupts
-        architecture = Architecture(**asdict(config.model), image_shape=data.shape)
+        architecture = Architecture.of(config.model, data.shape)
         generator = make_generator(config.seed, Stream.NETWORK)
         self.network = CapsuleNetwork(architecture, generator=generator).to(device)
         self.batch_size = min(config.batch_size, len(data) - len(data) % distributed.size)
@@ -114,10 +113,9 @@ class Trainer:
         self._load(checkpoint)
         record = self._start_record(checkpoint) if self.distributed.is_main else {}
         self._set_memory_format(torch.channels_last)  # convolutions are faster
-        step, state = checkpoint.step, checkpoint.optimizer
         for index in range(checkpoint.stage, len(self.stages)):
-            self._fit_stage(index, step, state)
-            step, state = 0, {}
+            start = checkpoint if index == checkpoint.stage else Checkpoint(self.config, index)
+            self._fit_stage(index, start)
         with self._save_on_error(len(self.stages)):
             self._fit_code_density()
             self._set_memory_format(torch.contiguous_format)
@@ -128,9 +126,9 @@ class Trainer:
                     run_record.write(self.folder, record)
         self.network.requires_grad_(False)
 
-    def _fit_stage(self, index: int, first_step: int, state: Mapping[str, Tensor]) -> None:
-        """Train one stage from `first_step` on, with the optimizer's state at that step."""
-        stage, steps = self.stages[index], self._steps_of(index)
+    def _fit_stage(self, index: int, start: Checkpoint) -> None:
+        """Train one stage, from a checkpoint within it or at its start."""
+        stage, steps, first_step = self.stages[index], self._steps_of(index), start.step
         meter = self._make_meter(index, first_step)
         with self._save_on_error(index) if first_step == 0 else nullcontext():
             self._log(meter.update(first_step))
@@ -138,7 +136,8 @@ class Trainer:
             self._synchronize(stage)
             parameters = list(stage.module.parameters())
             optimizer = make_optimizer(stage.options, parameters)
-            load_optimizer_state(optimizer, parameters, state, self.folder / CHECKPOINT)
+            load_optimizer_state(optimizer, parameters, start.optimizer, self.folder / CHECKPOINT)
+            stage.load_state(start.stage_state, self.folder / CHECKPOINT)
             generator = torch.Generator(self.device)
             self.network.eval()
             stage.module.train()
@@ -294,22 +293,34 @@ class Trainer:
         self, index: int, step: int, interrupted: bool, optimizer: Optimizer | None = None
     ) -> None:
         """Save a checkpoint if one is due, or if the run was interrupted, which ends it."""
-        if interrupted or (self.distributed.is_main and self.checkpoint_timer.is_due()):
+        if interrupted or self._checkpoint_is_due(index, step):
             if step > 0:
                 self._require_finite_weights(self.stages[index], step)
             self._save(index, step, optimizer)
         if interrupted:
             raise KeyboardInterrupt
 
+    def _checkpoint_is_due(self, index: int, step: int) -> bool:
+        """Return whether it is time for a checkpoint.
+
+        If the state of the stage is divided among processes, all of them must take part, so they
+        agree about it from time to time.
+        """
+        due = self.distributed.is_main and self.checkpoint_timer.is_due()
+        if self.distributed.size == 1 or step == 0 or not self.stages[index].has_state:
+            return due
+        return step % INTERRUPT_CHECK_STEPS == 0 and self.distributed.any(due, self.device)
+
     def _save(self, index: int, step: int, optimizer: Optimizer | None = None) -> None:
         """Save a checkpoint."""
+        state, stage_state = {}, {}
+        if optimizer is not None:
+            stage_state = self.stages[index].state()
+            state = optimizer_state(optimizer, list(self.stages[index].module.parameters()))
         if not self.distributed.is_main:
             return
-        state = {}
-        if optimizer is not None:
-            state = optimizer_state(optimizer, list(self.stages[index].module.parameters()))
         model = self.network.state_dict()
-        self._write_checkpoint(Checkpoint(self.config, index, step, model, state))
+        self._write_checkpoint(Checkpoint(self.config, index, step, model, state, stage_state))
 
     def _write_checkpoint(self, checkpoint: Checkpoint) -> None:
         with write_errors(self.folder):

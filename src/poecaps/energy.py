@@ -1,0 +1,514 @@
+"""The product of expert capsules as a density that can be sampled.
+
+Every expert multiplies a base measure by a factor that grows where the expert fires::
+
+    P(x) = base(x) · Π_j (1 + ‖z_j(x)‖²)^α_j / Z = base(x) e^(−F(x)) / Z
+
+With α_j = 1 and the uniform measure on a product of unit balls as the base, this is the model of
+the paper. The samplers of `poecaps.sampling` and the likelihoods of `poecaps.likelihood` work in
+coordinates u in which the base measure is simple, see `GaussianBase` and `BallBase`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from poecaps import _checks as checks
+from poecaps import functional as F
+from poecaps.kernels import dispatch
+from poecaps.layer import CapsuleRouting
+from poecaps.options import BASES, Base
+from poecaps.preprocessing import leading_directions
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from torch import Tensor
+
+__all__ = ["BallBase", "CapsuleDensity", "GaussianBase"]
+
+# The least variance of the base measure in a direction, relative to the mean over all directions,
+# so that the coordinates u exist if the data do not vary in a direction.
+SMALLEST_VARIANCE = 1e-6
+
+
+class GaussianBase(nn.Module):
+    """A Gaussian over all capsules together, N(0, Σ), whose coordinates u are independent N(0, 1).
+
+    With V the r leading principal directions of the data, λ their variances and σ² the mean
+    variance of all other directions::
+
+        Σ = V diag(λ) Vᵀ + σ² (1 − V Vᵀ),       x = Σ^½ u
+
+    With r = 0 and before `fit`, Σ = 1: independent capsules.
+
+    Parameters
+    ----------
+    capsules, dim
+        I and K.
+    components
+        r, from 0 to I·K.
+    max_variance
+        Upper bound of the variances λ. Whatever the data have more is left to the experts.
+    device, dtype
+        As for any `torch.nn` layer.
+
+    Attributes
+    ----------
+    directions : (I·K, r)
+        V.
+    std : (r,)
+        √λ.
+    rest_std : ()
+        σ.
+    """
+
+    directions: Tensor
+    std: Tensor
+    rest_std: Tensor
+
+    def __init__(
+        self,
+        capsules: int,
+        dim: int,
+        components: int = 0,
+        *,
+        max_variance: float | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        checks.require_int("components", components, 0, capsules * dim)
+        if max_variance is not None:
+            checks.require_positive("max_variance", max_variance)
+        self.capsules, self.dim, self.max_variance = capsules, dim, max_variance
+        where: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.register_buffer("directions", torch.eye(capsules * dim, components, **where))
+        self.register_buffer("std", torch.ones(components, **where))
+        self.register_buffer("rest_std", torch.ones((), **where))
+
+    @torch.no_grad()
+    def fit(self, batches: Iterable[Tensor]) -> None:
+        """Fit Σ to centred capsules; without components it stays 1.
+
+        Parameters
+        ----------
+        batches : iterable of (B, I, K)
+            Iterated over several times; each time it must give the same capsules.
+        """
+        size, components = self.directions.shape
+        if components == 0:
+            return
+        flat = _Flat(batches)
+        variance, directions = leading_directions(flat, size, components)
+        count = sum(len(batch) for batch in flat)
+        total = sum(batch.double().square().sum().item() for batch in flat) / count
+        rest = (total - variance.sum().item()) / max(1, size - components)
+        least = SMALLEST_VARIANCE * total / size
+        self.directions.copy_(directions)
+        self.std.copy_(variance.clamp(min=least, max=self.max_variance).sqrt())
+        self.rest_std.fill_(math.sqrt(max(rest, least)))
+
+    def from_white(self, u: Tensor) -> Tensor:
+        """Compute x = Σ^½ u: (B, I·K) → (B, I, K)."""
+        return self._multiply(u, self.std, self.rest_std).view(-1, self.capsules, self.dim)
+
+    def to_white(self, x: Tensor) -> Tensor:
+        """Compute u = Σ^(−½) x: (B, I, K) → (B, I·K)."""
+        return self._multiply(x.flatten(1), 1 / self.std, 1 / self.rest_std)
+
+    def pull_back(self, u: Tensor, gradient: Tensor) -> Tensor:  # noqa: ARG002 (the map is linear)
+        """Turn a gradient in x into the gradient in u, Σ^½ ∇_x: (B, I, K) → (B, I·K)."""
+        return self._multiply(gradient.flatten(1), self.std, self.rest_std)
+
+    def potential(self, u: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute −log N(u; 0, 1), up to a constant, and its gradient: ½‖u‖² (B,), u (B, I·K)."""
+        return u.square().sum(-1) / 2, u
+
+    def from_noise(self, noise: Tensor) -> Tensor:
+        """Turn standard normal numbers (B, I·K) into draws of u: here they are the same."""
+        return noise
+
+    def log_prob(self, x: Tensor) -> Tensor:
+        """Compute log N(x; 0, Σ): (B, I, K) → (B,)."""
+        flat = x.flatten(1)
+        independent = flat.square().sum(-1) / 2 + flat.shape[1] / 2 * math.log(2 * math.pi)
+        return self.log_ratio(x) - independent
+
+    def log_ratio(self, x: Tensor) -> Tensor:
+        """Compute log N(x; 0, Σ) − log N(x; 0, 1), relative to independent capsules: → (B,)."""
+        size, components = self.directions.shape
+        log_det = self.std.log().sum() + (size - components) * self.rest_std.log()
+        return x.flatten(1).square().sum(-1) / 2 - self.potential(self.to_white(x))[0] - log_det
+
+    def _multiply(self, points: Tensor, leading: Tensor, rest: Tensor) -> Tensor:
+        """Multiply by V diag(leading) Vᵀ + rest (1 − V Vᵀ): (B, I·K) → (B, I·K)."""
+        if not len(leading):
+            return points * rest
+        return (points @ self.directions * (leading - rest)) @ self.directions.T + points * rest
+
+
+class BallBase(nn.Module):
+    """The uniform measure on the product of I open unit balls (the paper's base measure).
+
+    Coordinates u without a boundary: x_i = u_i/√(1+‖u_i‖²). Their density is that of x times the
+    determinant of the map, Π_i (1+‖u_i‖²)^(−(K+2)/2).
+
+    Parameters
+    ----------
+    capsules, dim
+        I and K.
+    """
+
+    def __init__(self, capsules: int, dim: int) -> None:
+        super().__init__()
+        self.capsules, self.dim = capsules, dim
+
+    def fit(self, batches: Iterable[Tensor]) -> None:
+        """Do nothing: the measure does not depend on data."""
+
+    def from_white(self, u: Tensor) -> Tensor:
+        """Compute x_i = u_i/√(1+‖u_i‖²): (B, I·K) → (B, I, K)."""
+        u = u.view(-1, self.capsules, self.dim)
+        return u * (1 + u.square().sum(-1, keepdim=True)).rsqrt()
+
+    def to_white(self, x: Tensor) -> Tensor:
+        """Compute u_i = x_i/√(1−‖x_i‖²): (B, I, K) → (B, I·K)."""
+        rest = 1 - x.square().sum(-1, keepdim=True)
+        return (x * rest.clamp(min=torch.finfo(x.dtype).eps).rsqrt()).flatten(1)
+
+    def pull_back(self, u: Tensor, gradient: Tensor) -> Tensor:
+        """Turn a gradient in x into the gradient in u: (B, I, K) → (B, I·K).
+
+        The Jacobian of one capsule is (1 − x_i x_iᵀ)/√(1+‖u_i‖²).
+        """
+        u = u.view(-1, self.capsules, self.dim)
+        scale = (1 + u.square().sum(-1, keepdim=True)).rsqrt()
+        x = u * scale
+        return (scale * (gradient - x * (x * gradient).sum(-1, keepdim=True))).flatten(1)
+
+    def potential(self, u: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute minus the log-density of u, up to a constant, and its gradient.
+
+        Returns
+        -------
+        (B,), (B, I·K)
+            (K+2)/2 Σ_i log(1+‖u_i‖²), and (K+2) u_i/(1+‖u_i‖²).
+        """
+        u = u.view(-1, self.capsules, self.dim)
+        square = u.square().sum(-1)
+        gradient = (self.dim + 2) * u / (1 + square).unsqueeze(-1)
+        return (self.dim + 2) / 2 * torch.log1p(square).sum(-1), gradient.flatten(1)
+
+    def from_noise(self, noise: Tensor) -> Tensor:
+        """Turn standard normal numbers (B, I·K) into draws of u (B, I·K).
+
+        The direction of x_i is that of its numbers n_i. Their square norm has a χ² distribution
+        with K degrees of freedom, whose distribution function C is uniform, so that ‖x_i‖ = C^(1/K)
+        is the radius of a uniform point of the ball.
+        """
+        n = noise.view(-1, self.capsules, self.dim)
+        half_square = n.square().sum(-1, keepdim=True) / 2
+        share = torch.special.gammainc(torch.full_like(half_square, self.dim / 2), half_square)
+        return self.to_white(F.direction(n) * share ** (1 / self.dim))
+
+    def log_prob(self, x: Tensor) -> Tensor:
+        """Compute the log-density of x, −I log vol(ball): (B, I, K) → (B,)."""
+        volume = self.dim / 2 * math.log(math.pi) - math.lgamma(self.dim / 2 + 1)
+        return x.new_full((len(x),), -self.capsules * volume)
+
+    def log_ratio(self, x: Tensor) -> Tensor:
+        """Return 0: the base measure relative to independent uniform capsules, (B, I, K) → (B,)."""
+        return x.new_zeros(len(x))
+
+
+class CapsuleDensity(CapsuleRouting):
+    """A density over I capsules of dimension K, as a product of J experts of dimension D.
+
+    ::
+
+        P(x) = base(x) e^(−F(x)) / Z,       F(x) = −Σ_j α_j log(1 + ‖z_j‖²)
+
+    with z_j = Σ_i (c_ij/c₀) W_ij x_i from routing by agreement. The coefficients are counted in
+    units of the uniform coefficient c₀, so that W has the same scale for any number of capsules.
+    Z is the mean of e^(−F) over the base measure, so log P(x) − log base(x) is what the experts add
+    to the base measure, in nats.
+
+    An expert has a strength α_j > 0, which is learned: strength n is that of n experts that share
+    their weights. The last `linear_dims` numbers of an expert are coordinates on a line, of which
+    only the forward side counts; see `poecaps.functional.forward_side`. Without them, F(x) = F(−x).
+
+    All gradients in x are those of F itself, through the routing coefficients. Algorithm 1
+    (`poecaps.CapsuleExperts.contrastive_divergence`) holds the coefficients fixed instead.
+
+    Parameters
+    ----------
+    in_capsules, in_dim, out_capsules, out_dim
+        I, K, J and D.
+    linear_dims
+        n, from 0 (the paper) to D.
+    strength
+        Initial α_j.
+    base
+        ``"gaussian"`` (see `GaussianBase`) or ``"ball"`` (the paper, see `BallBase`).
+    base_components, base_max_variance
+        Options of `GaussianBase`.
+    iterations, sharpness, normalize, agreement, backend, generator, device, dtype
+        See `poecaps.layer.CapsuleRouting`. One iteration mixes evenly, and is a matrix product.
+
+    Attributes
+    ----------
+    weight : (I, J, D, K)
+        The maps W_ij, initially N(0, 0.01²).
+    log_strength : (J,)
+        log α_j.
+    origin : (J,)
+        o_j, the origin of the linear coordinates of an expert.
+    base
+        The base measure.
+    partition : (3,)
+        Lower and upper estimate of log Z, and whether they are known (1) or not yet (0); see
+        `poecaps.likelihood`.
+    """
+
+    partition: Tensor
+    base: GaussianBase | BallBase
+
+    def __init__(
+        self,
+        in_capsules: int,
+        in_dim: int,
+        out_capsules: int,
+        out_dim: int,
+        *,
+        linear_dims: int = 0,
+        strength: float = 1.0,
+        base: Base = "gaussian",
+        base_components: int = 0,
+        base_max_variance: float | None = None,
+        iterations: int = 1,
+        sharpness: float = 1.0,
+        normalize: F.Axis = "outputs",
+        agreement: F.Agreement = "cosine",
+        backend: dispatch.Backend | None = None,
+        generator: torch.Generator | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            in_capsules,
+            in_dim,
+            out_capsules,
+            out_dim,
+            iterations=iterations,
+            sharpness=sharpness,
+            normalize=normalize,
+            agreement=agreement,
+            backend=backend,
+            generator=generator,
+            device=device,
+            dtype=dtype,
+        )
+        checks.require_int("linear_dims", linear_dims, 0, out_dim)
+        checks.require_positive("strength", strength)
+        checks.require_choice("base", base, BASES)
+        if base == "ball" and base_components:
+            raise ValueError(
+                f"base_components must be 0 with base='ball', but is {base_components}; "
+                "only the Gaussian base measure has a covariance"
+            )
+        self.linear_dims, self.initial_strength = linear_dims, float(strength)
+        like: dict[str, Any] = {"device": device, "dtype": dtype}
+        if base == "ball":
+            self.base = BallBase(in_capsules, in_dim)
+        else:
+            self.base = GaussianBase(
+                in_capsules, in_dim, base_components, max_variance=base_max_variance, **like
+            )
+        self.log_strength = nn.Parameter(torch.empty(out_capsules, **like))
+        self.origin = nn.Parameter(torch.empty(out_capsules, **like))
+        self.register_buffer("partition", torch.empty(3, **like))
+        self._reset_strength()
+
+    @property
+    def strength(self) -> Tensor:
+        """α_j: (J,)."""
+        return self.log_strength.exp()
+
+    @property
+    def log_partition(self) -> float:
+        """Log Z, the mean of its two estimates.
+
+        Raises
+        ------
+        ValueError
+            If it was not estimated yet.
+        """
+        lower, upper, known = self.partition.tolist()
+        if not known:
+            raise ValueError(
+                "log Z is not known yet; estimate it with poecaps.likelihood.fit_log_partition"
+            )
+        return float(lower + upper) / 2
+
+    @property
+    def is_even(self) -> bool:
+        """Whether the votes are mixed evenly, so that z is a matrix product."""
+        return self.iterations == 1 or self.sharpness == 0
+
+    def reset_parameters(self, std: float = 0.01, generator: torch.Generator | None = None) -> None:
+        """Draw W from N(0, std²), and set strengths and origins to their initial values."""
+        super().reset_parameters(std, generator)
+        if hasattr(self, "partition"):  # the base class calls this before they exist
+            self._reset_strength()
+
+    def _reset_strength(self) -> None:
+        nn.init.constant_(self.log_strength, math.log(self.initial_strength))
+        nn.init.zeros_(self.origin)
+        nn.init.zeros_(self.partition)
+
+    def preactivation(self, x: Tensor) -> Tensor:
+        """Compute the experts (s_j, max(t_j + o_j, 0)): (B, I, K) → (B, J, D)."""
+        self._check(x, ball=isinstance(self.base, BallBase))
+        return self._preactivation(x, self.weight)
+
+    def free_energy(self, x: Tensor) -> Tensor:
+        """Compute F(x) = −Σ_j α_j log(1 + ‖z_j‖²): (B, I, K) → (B,)."""
+        return F.free_energy(self.preactivation(x), strength=self.strength)
+
+    def energy(self, x: Tensor, on: Tensor) -> Tensor:
+        """Compute E(x, a) = −Σ_j a_j log((1 + ‖z_j‖²)^α_j − 1), with Σ_a e^(−E) = e^(−F).
+
+        Parameters
+        ----------
+        x : (B, I, K)
+        on : (B, J)
+            a_j, 1 or True where expert j is on.
+
+        Returns
+        -------
+        (B,)
+        """
+        energy = F.energy(self.preactivation(x), on, self.strength)
+        checks.check_states_on_cpu(on, "on")
+        return energy
+
+    def firing_probability(self, x: Tensor) -> Tensor:
+        """Compute ‖z_j‖²/(1+‖z_j‖²), for each of the α_j experts: (B, I, K) → (B, J)."""
+        return F.firing_probability(self.preactivation(x))
+
+    def on_probability(self, x: Tensor) -> Tensor:
+        """Compute P(a_j = 1 | x) = 1 − (1 + ‖z_j‖²)^(−α_j): (B, I, K) → (B, J)."""
+        return F.firing_probability(self.preactivation(x), self.strength)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Encode: the squashed experts squash(z_j), (B, I, K) → (B, J, D)."""
+        return F.squash(self.preactivation(x))
+
+    def score(self, x: Tensor) -> Tensor:
+        """Compute ∇ log P(x), through the routing: (B, I, K) → (B, I, K)."""
+        self._check(x, ball=isinstance(self.base, BallBase))
+        with torch.enable_grad():
+            points = x.detach().requires_grad_()
+            base = torch.autograd.grad(self.base.log_prob(points).sum(), points, allow_unused=True)
+        gradient = self.free_energy_and_gradient(x)[1]
+        return -gradient if base[0] is None else base[0] - gradient
+
+    def log_ratio(self, x: Tensor) -> Tensor:
+        """Compute log P(x) − log base(x) = −F(x) − log Z: (B, I, K) → (B,).
+
+        Raises
+        ------
+        ValueError
+            If log Z was not estimated yet.
+        """
+        return -self.free_energy(x) - self.log_partition
+
+    def log_prob(self, x: Tensor) -> Tensor:
+        """Compute log P(x), with respect to Lebesgue measure: (B, I, K) → (B,)."""
+        return self.log_ratio(x) + self.base.log_prob(x)
+
+    @torch.no_grad()
+    def free_energy_and_gradient(
+        self, x: Tensor, on: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Compute F(x) and ∇_x F(x), through the routing.
+
+        Parameters
+        ----------
+        x : (B, I, K)
+            Values are not checked.
+        on : (B, J), optional
+            Which experts are on; the results are then E(x, a) and its gradient.
+
+        Returns
+        -------
+        (B,), (B, I, K)
+        """
+        weight, strength = self.weight.detach(), self.strength.detach()
+        with torch.enable_grad():
+            points = x.detach().requires_grad_()
+            z = self._preactivation(points, weight, self.origin.detach())
+        value, gradient = energy_and_gradient(z.detach(), strength, on)
+        (back,) = torch.autograd.grad(z, points, gradient)
+        return value, back
+
+    def even_matrix(self) -> Tensor:
+        """Return W as a matrix from all inputs to all experts, for even mixing: (I·K, J·D)."""
+        return self.weight.permute(0, 3, 1, 2).reshape(self.in_capsules * self.in_dim, -1)
+
+    def _preactivation(self, x: Tensor, weight: Tensor, origin: Tensor | None = None) -> Tensor:
+        if self.is_even:
+            z = torch.einsum("bik,ijdk->bjd", x, weight)
+        else:
+            routing = self.routing
+            needs_grad = dispatch.needs_grad(x, weight)
+            backend = dispatch.select(
+                x, weight, self.backend, routing=routing, needs_grad=needs_grad
+            )
+            routed = backend.routing_by_agreement(x, weight, **asdict(routing))
+            count = self.in_capsules if self.normalize == "inputs" else self.out_capsules
+            z = routed.preactivation * count
+        return F.forward_side(z, self.linear_dims, self.origin if origin is None else origin)
+
+
+def energy_and_gradient(
+    z: Tensor, strength: Tensor, on: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Compute F and ∂F/∂z = −2 α_j g(z_j) of rectified experts z.
+
+    With states a_j, the energy E and ∂E/∂z_j = a_j/(1 − (1+‖z_j‖²)^(−α_j)) ∂F/∂z_j.
+
+    Parameters
+    ----------
+    z : (B, J, D)
+        The result of `poecaps.functional.forward_side`. Its linear coordinates are 0 where they do
+        not count, and so is the gradient.
+    strength : (J,)
+    on : (B, J), optional
+
+    Returns
+    -------
+    (B,), (B, J, D)
+    """
+    log_factor = strength * torch.log1p(z.square().sum(-1))  # log of each expert's factor in P
+    gradient = -2 * strength.unsqueeze(-1) * F.g(z)
+    if on is None:
+        return -log_factor.sum(-1), gradient
+    share = on / -torch.expm1(-log_factor).clamp(max=-torch.finfo(z.dtype).tiny)
+    return F.energy(z, on, strength), share.unsqueeze(-1) * gradient
+
+
+class _Flat:
+    """Batches of capsules as rows (B, I·K), as often as they are iterated over."""
+
+    def __init__(self, batches: Iterable[Tensor]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (batch.flatten(1) for batch in self.batches)

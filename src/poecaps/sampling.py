@@ -1,0 +1,647 @@
+"""Markov chains that leave a density exactly invariant, and diagnostics of them.
+
+All samplers work in the coordinates u of the base measure, see `poecaps.energy`, and on a family
+of densities between the base measure (t = 0) and the model (t = 1)::
+
+    P_t(u) ∝ base(u) e^(−t F(u))
+
+t is the inverse temperature of the energy; the base measure is not tempered.
+
+References
+----------
+R. Neal, "MCMC using Hamiltonian dynamics", 2011.
+S. Syed, A. Bouchard-Côté, G. Deligiannidis, A. Doucet, "Non-reversible parallel tempering", 2022.
+A. Vehtari, A. Gelman, D. Simpson, B. Carpenter, P.-C. Bürkner, "Rank-normalization, folding, and
+localization: an improved R̂", 2021.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
+
+import torch
+
+from poecaps import _checks as checks
+from poecaps import functional as F
+from poecaps.energy import CapsuleDensity, GaussianBase, energy_and_gradient
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+Sampler = Literal["hmc", "langevin", "gibbs"]
+SAMPLERS: tuple[Sampler, ...] = get_args(Sampler)
+
+__all__ = [
+    "SAMPLERS",
+    "Chains",
+    "DensityTarget",
+    "Sampler",
+    "Samples",
+    "StepSize",
+    "Target",
+    "autocorrelation",
+    "effective_sample_size",
+    "geometric_ladder",
+    "hmc_step",
+    "sample",
+    "split_rhat",
+    "start_chains",
+    "swap_replicas",
+]
+
+INITIAL_STEP_SIZE = 0.1
+TARGET_ACCEPTANCE = 0.8  # near the optimum of HMC in many dimensions (Neal 2011: 0.65 to 0.9)
+ADAPTATION_RATE = 0.1  # of the logarithm of the step size, for each step
+
+
+# --------------------------------------------------------------------------------------------------
+# Targets
+
+
+class Target(Protocol):
+    """A density between a base measure and a model, in unbounded coordinates u (B, N)."""
+
+    def base(self, u: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute minus the log-density of the base measure and its gradient: (B,), (B, N)."""
+
+    def energy(self, u: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute the energy that multiplies t, and its gradient: (B,), (B, N)."""
+
+
+class DensityTarget:
+    """A `CapsuleDensity` in the coordinates u of its base measure.
+
+    Parameters
+    ----------
+    density
+        Its weights are read now, and must not change while chains run on this target.
+    on : (B, J), optional
+        Which experts are on. The energy is then E(x, a), and the target P(x | a).
+    """
+
+    def __init__(self, density: CapsuleDensity, on: Tensor | None = None) -> None:
+        self.density, self.on = density, on
+        self._matrix: Tensor | None = None
+        if density.is_even and isinstance(density.base, GaussianBase):
+            # z = Wᵀ Σ^½ u: both maps are linear, so they are multiplied once.
+            matrix = density.even_matrix().detach()
+            self._matrix = density.base._multiply(
+                matrix.T, density.base.std, density.base.rest_std
+            ).T.contiguous()
+
+    def given(self, on: Tensor) -> DensityTarget:
+        """Return the target P(x | a) of the states a."""
+        target = DensityTarget.__new__(DensityTarget)
+        target.density, target.on, target._matrix = self.density, on, self._matrix
+        return target
+
+    def base(self, u: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute minus the log-density of the base measure and its gradient: (B,), (B, N)."""
+        return self.density.base.potential(u)
+
+    def energy(self, u: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute F, or E for given states, and its gradient in u: (B,), (B, N)."""
+        density = self.density
+        if self._matrix is None:
+            x = density.base.from_white(u)
+            value, gradient = density.free_energy_and_gradient(x, self.on)
+            return value, density.base.pull_back(u, gradient)
+        value, gradient = energy_and_gradient(self._experts(u), density.strength, self.on)
+        return value, gradient.flatten(1) @ self._matrix.T
+
+    def on_probability(self, u: Tensor) -> Tensor:
+        """Compute P(a_j = 1 | u): (B, N) → (B, J)."""
+        return F.firing_probability(self._experts(u), self.density.strength)
+
+    def sample_base(self, count: int, generator: torch.Generator | None = None) -> Tensor:
+        """Draw from the base measure: (count, N)."""
+        weight = self.density.weight
+        shape = (count, self.density.in_capsules * self.density.in_dim)
+        noise = torch.randn(shape, generator=generator, device=weight.device, dtype=weight.dtype)
+        return self.density.base.from_noise(noise)
+
+    def _experts(self, u: Tensor) -> Tensor:
+        density = self.density
+        if self._matrix is None:
+            return density._preactivation(density.base.from_white(u), density.weight)
+        z = (u @ self._matrix).view(-1, density.out_capsules, density.out_dim)
+        return F.forward_side(z, density.linear_dims, density.origin)
+
+
+# --------------------------------------------------------------------------------------------------
+# One step
+
+
+@dataclass(frozen=True)
+class Chains:
+    """States of B chains, with what the next step needs of them.
+
+    Attributes
+    ----------
+    position : (B, N)
+        u.
+    energy : (B,)
+        F(u).
+    gradient : (B, N)
+        ∇F(u).
+    inverse_temperature : (B,)
+        t.
+    """
+
+    position: Tensor
+    energy: Tensor
+    gradient: Tensor
+    inverse_temperature: Tensor
+
+    def at(self, inverse_temperature: Tensor) -> Chains:
+        """Return the same states at other inverse temperatures (B,)."""
+        return replace(self, inverse_temperature=inverse_temperature)
+
+
+def start_chains(target: Target, position: Tensor, inverse_temperature: Tensor) -> Chains:
+    """Start chains at positions (B, N) and inverse temperatures (B,)."""
+    energy, gradient = target.energy(position)
+    return Chains(position, energy, gradient, inverse_temperature)
+
+
+def hmc_step(
+    target: Target,
+    chains: Chains,
+    momentum: Tensor,
+    uniform: Tensor,
+    *,
+    step_size: Tensor | float,
+    leapfrog_steps: int,
+) -> tuple[Chains, Tensor]:
+    """Move chains by Hamiltonian Monte Carlo, which leaves P_t exactly invariant.
+
+    A leapfrog trajectory of H(u, p) = U(u) + ½‖p‖², with U = −log P_t, is reversible and keeps
+    volumes. It is accepted with probability min(1, e^(H before − H after)). One leapfrog step is
+    Langevin dynamics with a Metropolis test (MALA).
+
+    Parameters
+    ----------
+    target
+        The density.
+    chains
+        States of B chains.
+    momentum : (B, N)
+        p, standard normal random numbers.
+    uniform : (B,)
+        Uniform random numbers from 0 to 1, which decide the Metropolis test.
+    step_size : float, () or (B,)
+        Length of a leapfrog step.
+    leapfrog_steps
+        Leapfrog steps of a trajectory.
+
+    Returns
+    -------
+    chains
+        The new states.
+    accepted : (B,) of bool
+    """
+    t = chains.inverse_temperature
+    scale, step = t.unsqueeze(-1), torch.as_tensor(step_size).to(t).view(-1, 1)
+    u, energy, gradient = chains.position, chains.energy, chains.gradient
+    base, base_gradient = target.base(u)
+    before = base + t * energy + momentum.square().sum(-1) / 2
+    p = momentum - step / 2 * (base_gradient + scale * gradient)
+    for i in range(leapfrog_steps):
+        u = u + step * p
+        energy, gradient = target.energy(u)
+        base, base_gradient = target.base(u)
+        last = i == leapfrog_steps - 1
+        p = p - (step / 2 if last else step) * (base_gradient + scale * gradient)
+    after = base + t * energy + p.square().sum(-1) / 2
+    accepted = uniform.log() < before - after  # false for NaN
+    moved = accepted.unsqueeze(-1)
+    return (
+        Chains(
+            torch.where(moved, u, chains.position),
+            torch.where(accepted, energy, chains.energy),
+            torch.where(moved, gradient, chains.gradient),
+            t,
+        ),
+        accepted,
+    )
+
+
+def swap_replicas(
+    chains: Chains, ladder: Tensor, uniform: Tensor, *, odd: bool
+) -> tuple[Chains, Tensor]:
+    """Exchange states between neighbouring temperatures of a ladder (parallel tempering).
+
+    Replicas at t_l and t_(l+1) are exchanged with probability
+    min(1, e^((t_l − t_(l+1)) (F_l − F_(l+1)))). Called with `odd` false and true in turn, states
+    travel along the ladder instead of diffusing (Syed et al. 2022).
+
+    Parameters
+    ----------
+    chains
+        L·C chains: for every level of the ladder, C chains.
+    ladder : (L,)
+        Inverse temperatures.
+    uniform : (L − 1, C)
+        Uniform random numbers from 0 to 1.
+    odd
+        Whether the pairs are (1, 2), (3, 4), … instead of (0, 1), (2, 3), ….
+
+    Returns
+    -------
+    chains
+        With the states exchanged.
+    swapped : (L − 1, C) of bool
+        Where pair (l, l + 1) was exchanged.
+    """
+    levels, count = len(ladder), len(chains.energy) // len(ladder)
+    energy = chains.energy.view(levels, count)
+    ratio = (ladder[:-1] - ladder[1:]).unsqueeze(-1) * (energy[:-1] - energy[1:])
+    in_turn = (torch.arange(levels - 1, device=ladder.device) % 2 == int(odd)).unsqueeze(-1)
+    swapped = (uniform.log() < ratio) & in_turn
+    source = torch.arange(levels, device=ladder.device).unsqueeze(-1).repeat(1, count)
+    source[:-1] += swapped.long()
+    source[1:] -= swapped.long()
+    index = (source * count + torch.arange(count, device=ladder.device)).flatten()
+    return (
+        Chains(
+            chains.position[index],
+            chains.energy[index],
+            chains.gradient[index],
+            chains.inverse_temperature,
+        ),
+        swapped,
+    )
+
+
+def geometric_ladder(levels: int, lowest: float = 0.05) -> tuple[float, ...]:
+    """Return inverse temperatures from 1 down to `lowest`, by a constant factor, then 0."""
+    checks.require_int("levels", levels, 2)
+    if not 0 < lowest < 1:
+        raise ValueError(f"lowest must be between 0 and 1, but is {lowest}")
+    steps = max(1, levels - 2)
+    return (*(lowest ** (level / steps) for level in range(levels - 1)), 0.0)
+
+
+class StepSize:
+    """A step size that is adapted towards a mean acceptance, and then frozen.
+
+    Parameters
+    ----------
+    value : ()
+        Initial step size.
+    target_acceptance
+        Acceptance to reach.
+    """
+
+    def __init__(self, value: Tensor, target_acceptance: float = TARGET_ACCEPTANCE) -> None:
+        self.value, self.target_acceptance = value.clone(), target_acceptance
+        self.frozen = False
+
+    def update(self, acceptance: Tensor) -> None:
+        """Grow after more acceptance () than wanted, shrink after less."""
+        if not self.frozen:
+            error = acceptance.to(self.value) - self.target_acceptance
+            self.value.mul_(torch.exp(ADAPTATION_RATE * error))
+
+
+# --------------------------------------------------------------------------------------------------
+# Sampling
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Result of `sample`.
+
+    Attributes
+    ----------
+    capsules : (B, I, K)
+        Final states of the chains, in the coordinates x of the density.
+    free_energy : (T, B)
+        Free energy after each step at t = 1.
+    acceptance
+        Share of accepted proposals at t = 1.
+    step_size
+        Frozen step size.
+    swap_rates : tuple of float
+        With a ladder: the share of accepted exchanges of each pair of neighbouring levels.
+    strip : tuple of (B, I, K)
+        States on the way, if `keep_every` was given: the first is the start.
+    """
+
+    capsules: Tensor
+    free_energy: Tensor
+    acceptance: float
+    step_size: float
+    swap_rates: tuple[float, ...] = ()
+    strip: tuple[Tensor, ...] = field(default=(), repr=False)
+
+    @property
+    def effective_sample_size(self) -> float:
+        """Effective sample size of the free energy at t = 1; NaN with fewer than 4 steps."""
+        return effective_sample_size(self.free_energy)
+
+    @property
+    def split_rhat(self) -> float:
+        """Split-R̂ of the free energy at t = 1; NaN with fewer than 4 steps."""
+        return split_rhat(self.free_energy)
+
+
+@torch.no_grad()
+def sample(
+    density: CapsuleDensity,
+    count: int,
+    *,
+    steps: int = 500,
+    anneal: int = 1000,
+    sampler: Sampler = "hmc",
+    leapfrog_steps: int = 5,
+    step_size: float | None = None,
+    ladder: Sequence[float] | None = None,
+    start: Tensor | None = None,
+    on: Tensor | None = None,
+    clamped: Tensor | None = None,
+    temperature: float = 1.0,
+    keep_every: int | None = None,
+    generator: torch.Generator | None = None,
+    report: Callable[[int, int], None] | None = None,
+) -> Samples:
+    """Draw from a density by Markov chains.
+
+    Parameters
+    ----------
+    density
+        The density.
+    count
+        Number of chains, each of which gives one draw.
+    steps
+        Steps at t = 1, with a frozen step size. They leave P exactly invariant.
+    anneal
+        Steps before these, in which t grows from 0 to 1 and the step size is adapted. If chains
+        begin at `start`, all of them are at t = 1.
+    sampler
+        ``"hmc"``; ``"langevin"``, the same with one leapfrog step; or ``"gibbs"``, which draws
+        which experts are on given x, and moves x given these states by HMC.
+    leapfrog_steps
+        Leapfrog steps of a trajectory.
+    step_size
+        Initial step size; by default 0.1.
+    ladder
+        Inverse temperatures for parallel tempering, falling from 1. Every chain is then accompanied
+        by one chain at each lower level, with which it exchanges states.
+    start : (count, I, K), optional
+        Capsules at which the chains begin; by default they are drawn from the base measure.
+    on : (J,), optional
+        States of the experts: draw from P(x | a) instead of P(x).
+    clamped : (I,) of bool, optional
+        Capsules that keep the values of `start`: draw the others given these.
+    temperature
+        Draw from P_(1/temperature) in place of P; above 1 is closer to the base measure.
+    keep_every
+        Keep the states of every so many steps in `Samples.strip`.
+    generator
+        Source of random numbers, on the device of the density.
+    report
+        Called with the number of finished steps and that of all steps.
+    """
+    checks.require_int("count", count, 1)
+    checks.require_int("steps", steps, 1)
+    checks.require_int("anneal", anneal, 0)
+    checks.require_choice("sampler", sampler, SAMPLERS)
+    checks.require_int("leapfrog_steps", leapfrog_steps, 1)
+    checks.require_positive("temperature", temperature)
+    if step_size is not None:
+        checks.require_positive("step_size", step_size)
+    levels = _check_ladder(ladder)
+    if sampler == "langevin":
+        leapfrog_steps = 1
+    weight, total = density.weight, anneal + steps
+    like: dict[str, Any] = {"device": weight.device, "dtype": weight.dtype}
+    states = None
+    if on is not None:
+        checks.require_shape("on", on, "J", (density.out_capsules,), "say which experts are on")
+        checks.check_states_on_cpu(on, "on")
+        if sampler == "gibbs":
+            raise ValueError("sampler='gibbs' draws the states itself; leave on=None, or use 'hmc'")
+        states = on.to(weight).expand(count * len(levels), -1)
+    target = DensityTarget(density, states)
+    if start is None:
+        u = target.sample_base(count, generator)
+    else:
+        density._check(start, ball=False, name="start")
+        if len(start) != count:
+            raise ValueError(f"start must hold {count} states, but holds {len(start)}")
+        u = density.base.to_white(start)
+    project = _projection(density, clamped, start)
+    ladder_t = torch.tensor(levels, **like) / temperature
+    chains = start_chains(target, u.repeat(len(levels), 1), ladder_t.repeat_interleave(count))
+    size = StepSize(torch.tensor(INITIAL_STEP_SIZE if step_size is None else step_size, **like))
+    accepted_count, trace = torch.zeros((), **like), []
+    swaps = torch.zeros(len(levels) - 1, **like)
+    strip = [density.base.from_white(u)] if keep_every else []
+    for step in range(total):
+        if step < anneal:
+            share = 1.0 if start is not None else (step + 1) / anneal
+            chains = chains.at((ladder_t * share).repeat_interleave(count))
+        else:
+            size.frozen = True
+        chains, accepted = _move(
+            target, chains, sampler, size.value, leapfrog_steps, project, generator
+        )
+        size.update(accepted.to(**like).mean())
+        if step >= anneal:
+            accepted_count += accepted.to(**like).mean()
+            if len(levels) > 1:
+                uniform = torch.rand(len(levels) - 1, count, generator=generator, **like)
+                chains, swapped = swap_replicas(chains, ladder_t, uniform, odd=step % 2 == 1)
+                swaps += swapped.to(**like).mean(1)
+            trace.append(chains.energy[:count])
+        if keep_every and (step + 1) % keep_every == 0:
+            strip.append(density.base.from_white(chains.position[:count]))
+        if report is not None:
+            report(step + 1, total)
+    return Samples(
+        density.base.from_white(chains.position[:count]),
+        torch.stack(trace),
+        (accepted_count / steps).item(),
+        size.value.item(),
+        tuple((2 * swaps / steps).tolist()),
+        tuple(strip),
+    )
+
+
+def _move(
+    target: DensityTarget,
+    chains: Chains,
+    sampler: Sampler,
+    step_size: Tensor,
+    leapfrog_steps: int,
+    project: Callable[[Tensor], Tensor] | None,
+    generator: torch.Generator | None,
+) -> tuple[Chains, Tensor]:
+    """Move all chains by one step of a sampler."""
+    u = chains.position
+    momentum = torch.randn(u.shape, generator=generator, device=u.device, dtype=u.dtype)
+    uniform = torch.rand(len(u), generator=generator, device=u.device, dtype=u.dtype)
+    moving: Target = target
+    if project is not None:
+        moving, momentum = _Held(target, project), project(momentum)
+    options: dict[str, Any] = {"step_size": step_size, "leapfrog_steps": leapfrog_steps}
+    if sampler != "gibbs":
+        return hmc_step(moving, chains, momentum, uniform, **options)
+    probability = target.on_probability(u)
+    draws = torch.rand(probability.shape, generator=generator, device=u.device, dtype=u.dtype)
+    given = target.given((draws < probability).to(u))
+    moving = given if project is None else _Held(given, project)
+    conditional, accepted = hmc_step(
+        moving,
+        start_chains(moving, u, chains.inverse_temperature),
+        momentum,
+        uniform,
+        **options,
+    )
+    return start_chains(target, conditional.position, chains.inverse_temperature), accepted
+
+
+class _Held:
+    """A target on a subspace: gradients are projected onto its directions."""
+
+    def __init__(self, target: DensityTarget, project: Callable[[Tensor], Tensor]) -> None:
+        self.target, self.project = target, project
+
+    def base(self, u: Tensor) -> tuple[Tensor, Tensor]:
+        value, gradient = self.target.base(u)
+        return value, self.project(gradient)
+
+    def energy(self, u: Tensor) -> tuple[Tensor, Tensor]:
+        value, gradient = self.target.energy(u)
+        return value, self.project(gradient)
+
+
+def _projection(
+    density: CapsuleDensity, clamped: Tensor | None, start: Tensor | None
+) -> Callable[[Tensor], Tensor] | None:
+    """Return the projection of u (B, I·K) onto the directions that leave clamped capsules fixed.
+
+    On this subspace, P(u) is proportional to the density of the other capsules given these.
+    """
+    if clamped is None:
+        return None
+    if start is None:
+        raise ValueError("clamped needs start, which holds the values of the clamped capsules")
+    checks.require_shape(
+        "clamped", clamped, "I", (density.in_capsules,), "say for each capsule whether it is fixed"
+    )
+    fixed = clamped.to(start.device).bool().repeat_interleave(density.in_dim)
+    base = density.base
+    if not isinstance(base, GaussianBase) or not len(base.std):
+        return lambda u: u * ~fixed
+    # Capsules are linear in u: Σ^½ u. The directions in which none of the fixed ones changes are
+    # orthogonal to the rows of Σ^½ that belong to them.
+    identity = torch.eye(len(fixed), dtype=start.dtype, device=start.device)[fixed]
+    rows = torch.linalg.qr(base._multiply(identity, base.std, base.rest_std).T)[0]
+    return lambda u: u - (u @ rows) @ rows.T
+
+
+def _check_ladder(ladder: Sequence[float] | None) -> tuple[float, ...]:
+    if ladder is None:
+        return (1.0,)
+    levels = tuple(float(t) for t in ladder)
+    if len(levels) < 2 or levels[0] != 1 or levels[-1] < 0:
+        raise ValueError(
+            f"ladder must be two or more inverse temperatures from 1 down to at least 0, "
+            f"but is {levels}"
+        )
+    if not all(high > low for high, low in itertools.pairwise(levels)):
+        raise ValueError(f"ladder must fall from level to level, but is {levels}")
+    return levels
+
+
+# --------------------------------------------------------------------------------------------------
+# Diagnostics of a scalar that was recorded along chains, such as the free energy
+
+
+def autocorrelation(trace: Tensor) -> Tensor:
+    """Compute the autocorrelation at every lag, averaged over chains: (T, B) → (T,)."""
+    checks.require_shape("trace", trace, "TB", (None, None), "give a row for each step")
+    covariance = _autocovariance(trace.double()).mean(1)
+    return covariance / covariance[0]
+
+
+def effective_sample_size(trace: Tensor) -> float:
+    """Estimate of how many independent draws the chains are worth (Vehtari et al. 2021).
+
+    The variance within chains is compared with that between chains, and autocorrelations are added
+    until the sum of two consecutive ones is no longer positive (Geyer 1992).
+
+    Parameters
+    ----------
+    trace : (T, B)
+        A number for each step of each chain.
+
+    Returns
+    -------
+    float
+        NaN with fewer than 4 steps, or if the numbers do not vary.
+    """
+    split = _split(trace)
+    if split is None:
+        return float("nan")
+    steps, chains = split.shape
+    within, pooled = _variances(split)
+    if pooled == 0:
+        return float("nan")
+    correlation = 1 - (within - _autocovariance(split).mean(1) * steps / (steps - 1)) / pooled
+    pairs = correlation[: steps // 2 * 2].view(-1, 2).sum(1)
+    positive = torch.cumprod((pairs > 0).double(), 0)
+    monotone = torch.cummin(pairs, 0).values * positive
+    time = (2 * monotone.sum() - 1).clamp(min=1 / torch.tensor(steps * chains).log10().item())
+    return (steps * chains / time).item()
+
+
+def split_rhat(trace: Tensor) -> float:
+    """Compute split-R̂: near 1 if all halves of all chains have the same distribution.
+
+    Parameters
+    ----------
+    trace : (T, B)
+        A number for each step of each chain.
+
+    Returns
+    -------
+    float
+        NaN with fewer than 4 steps, or if the numbers do not vary.
+    """
+    split = _split(trace)
+    if split is None:
+        return float("nan")
+    within, pooled = _variances(split)
+    return (pooled / within).sqrt().item() if within > 0 else float("nan")
+
+
+def _split(trace: Tensor) -> Tensor | None:
+    """Cut every chain into two halves: (T, B) → (T/2, 2B), float64."""
+    checks.require_shape("trace", trace, "TB", (None, None), "give a row for each step")
+    half = len(trace) // 2
+    if half < 2:
+        return None
+    return torch.cat((trace[:half], trace[-half:]), dim=1).double()
+
+
+def _variances(split: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the mean variance within chains, and the estimate pooled with that between them."""
+    steps = len(split)
+    within = split.var(0).mean()
+    return within, (steps - 1) / steps * within + split.mean(0).var()
+
+
+def _autocovariance(trace: Tensor) -> Tensor:
+    """Compute Σ_s (x_s − x̄)(x_(s+lag) − x̄)/T for every lag: (T, B) → (T, B)."""
+    steps = len(trace)
+    centred = trace - trace.mean(0)
+    spectrum = torch.fft.rfft(centred, n=2 * steps, dim=0)
+    covariance: Tensor = torch.fft.irfft(spectrum.abs().square(), n=2 * steps, dim=0)
+    return covariance[:steps] / steps
