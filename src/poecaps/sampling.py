@@ -53,6 +53,8 @@ __all__ = [
     "swap_replicas",
 ]
 
+# Share of the steps of a chain from noise in which it is annealed from the base measure.
+ANNEALED_SHARE = 2 / 3
 INITIAL_STEP_SIZE = 0.1
 TARGET_ACCEPTANCE = 0.8  # near the optimum of HMC in many dimensions (Neal 2011: 0.65 to 0.9)
 ADAPTATION_RATE = 0.1  # of the logarithm of the step size, for each step
