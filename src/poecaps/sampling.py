@@ -437,7 +437,9 @@ def sample(
         u = density.base.to_white(start)
     project = _projection(density, clamped, start)
     ladder_t = torch.tensor(levels, **like) / temperature
-    chains = start_chains(target, u.repeat(len(levels), 1), ladder_t.repeat_interleave(count))
+    # The first step uses the gradient of the start, which must not move clamped capsules either.
+    held: Target = target if project is None else _Held(target, project)
+    chains = start_chains(held, u.repeat(len(levels), 1), ladder_t.repeat_interleave(count))
     size = StepSize(torch.tensor(INITIAL_STEP_SIZE if step_size is None else step_size, **like))
     accepted_count, trace = torch.zeros((), **like), []
     swaps = torch.zeros(len(levels) - 1, **like)
