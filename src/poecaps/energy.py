@@ -443,7 +443,7 @@ class CapsuleDensity(CapsuleRouting):
 
     @torch.no_grad()
     def free_energy_and_gradient(
-        self, x: Tensor, on: Tensor | None = None
+        self, x: Tensor, on: Tensor | None = None, strength: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Compute F(x) and ∇_x F(x), through the routing.
 
@@ -453,12 +453,14 @@ class CapsuleDensity(CapsuleRouting):
             Values are not checked.
         on : (B, J), optional
             Which experts are on; the results are then E(x, a) and its gradient.
+        strength : (J,) or (B, J), optional
+            In place of α_j.
 
         Returns
         -------
         (B,), (B, I, K)
         """
-        weight, strength = self.weight.detach(), self.strength.detach()
+        weight, strength = self.weight.detach(), self.strength if strength is None else strength
         with torch.enable_grad():
             points = x.detach().requires_grad_()
             z = self._preactivation(points, weight, self.origin.detach())
@@ -497,7 +499,7 @@ def energy_and_gradient(
     z : (B, J, D)
         The result of `poecaps.functional.forward_side`. Its linear coordinates are 0 where they do
         not count, and so is the gradient.
-    strength : (J,)
+    strength : (J,) or (B, J)
     on : (B, J), optional
 
     Returns

@@ -85,6 +85,7 @@ class DensityTarget:
 
     def __init__(self, density: CapsuleDensity, on: Tensor | None = None) -> None:
         self.density, self.on = density, on
+        self.strength = density.strength.detach()
         self._matrix: Tensor | None = None
         if density.is_even and isinstance(density.base, GaussianBase):
             # z = Wᵀ Σ^½ u: both maps are linear, so they are multiplied once.
@@ -93,10 +94,19 @@ class DensityTarget:
                 matrix.T, density.base.std, density.base.rest_std
             ).T.contiguous()
 
-    def given(self, on: Tensor) -> DensityTarget:
-        """Return the target P(x | a) of the states a."""
+    def at(self, inverse_temperature: Tensor, on: Tensor | None = None) -> DensityTarget:
+        """Return the target P_t, or P_t(x | a) of given states: a density with strengths t α_j.
+
+        Parameters
+        ----------
+        inverse_temperature : (B,)
+            t of each chain.
+        on : (B, J), optional
+            a, the experts that are on.
+        """
         target = DensityTarget.__new__(DensityTarget)
         target.density, target.on, target._matrix = self.density, on, self._matrix
+        target.strength = inverse_temperature.unsqueeze(-1) * self.strength
         return target
 
     def base(self, u: Tensor) -> tuple[Tensor, Tensor]:
@@ -108,14 +118,14 @@ class DensityTarget:
         density = self.density
         if self._matrix is None:
             x = density.base.from_white(u)
-            value, gradient = density.free_energy_and_gradient(x, self.on)
+            value, gradient = density.free_energy_and_gradient(x, self.on, self.strength)
             return value, density.base.pull_back(u, gradient)
-        value, gradient = energy_and_gradient(self._experts(u), density.strength, self.on)
+        value, gradient = energy_and_gradient(self._experts(u), self.strength, self.on)
         return value, gradient.flatten(1) @ self._matrix.T
 
     def on_probability(self, u: Tensor) -> Tensor:
         """Compute P(a_j = 1 | u): (B, N) → (B, J)."""
-        return F.firing_probability(self._experts(u), self.density.strength)
+        return F.firing_probability(self._experts(u), self.strength)
 
     def sample_base(self, count: int, generator: torch.Generator | None = None) -> Tensor:
         """Draw from the base measure: (count, N)."""
@@ -494,18 +504,15 @@ def _move(
     options: dict[str, Any] = {"step_size": step_size, "leapfrog_steps": leapfrog_steps}
     if sampler != "gibbs":
         return hmc_step(moving, chains, momentum, uniform, **options)
-    probability = target.on_probability(u)
+    # P_t, and not only P, must stay invariant: its states have probabilities of their own.
+    t = chains.inverse_temperature
+    probability = target.at(t).on_probability(u)
     draws = torch.rand(probability.shape, generator=generator, device=u.device, dtype=u.dtype)
-    given = target.given((draws < probability).to(u))
+    given = target.at(t, (draws < probability).to(u))
     moving = given if project is None else _Held(given, project)
-    conditional, accepted = hmc_step(
-        moving,
-        start_chains(moving, u, chains.inverse_temperature),
-        momentum,
-        uniform,
-        **options,
-    )
-    return start_chains(target, conditional.position, chains.inverse_temperature), accepted
+    start = start_chains(moving, u, torch.ones_like(t))
+    conditional, accepted = hmc_step(moving, start, momentum, uniform, **options)
+    return start_chains(target, conditional.position, t), accepted
 
 
 class _Held:
