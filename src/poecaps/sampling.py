@@ -452,7 +452,7 @@ def sample(
     chains = start_chains(held, u.repeat(len(levels), 1), ladder_t.repeat_interleave(count))
     size = StepSize(torch.tensor(INITIAL_STEP_SIZE if step_size is None else step_size, **like))
     accepted_count, trace = torch.zeros((), **like), []
-    swaps = torch.zeros(len(levels) - 1, **like)
+    swaps, tries = torch.zeros(2, len(levels) - 1, **like)
     strip = [density.base.from_white(u)] if keep_every else []
     for step in range(total):
         if step < anneal:
@@ -465,11 +465,12 @@ def sample(
         )
         size.update(accepted.to(**like).mean())
         if step >= anneal:
-            accepted_count += accepted.to(**like).mean()
+            accepted_count += accepted[:count].to(**like).mean()
             if len(levels) > 1:
                 uniform = torch.rand(len(levels) - 1, count, generator=generator, **like)
                 chains, swapped = swap_replicas(chains, ladder_t, uniform, odd=step % 2 == 1)
                 swaps += swapped.to(**like).mean(1)
+                tries[step % 2 :: 2] += 1
             trace.append(chains.energy[:count])
         if keep_every and (step + 1) % keep_every == 0:
             strip.append(density.base.from_white(chains.position[:count]))
@@ -480,7 +481,7 @@ def sample(
         torch.stack(trace),
         (accepted_count / steps).item(),
         size.value.item(),
-        tuple((2 * swaps / steps).tolist()),
+        tuple((swaps / tries.clamp(min=1)).tolist()),
         tuple(strip),
     )
 
