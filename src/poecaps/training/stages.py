@@ -176,6 +176,10 @@ class DensityTrainer(StageTrainer):
         energy = self.module.free_energy(torch.cat((x, x_model)))
         data, model = energy.split((len(x), len(x_model)))
         loss: Tensor = data.mean() - (weight * model).sum()
+        if self.module.linear_dims == 0:
+            # Without linear coordinates an origin has no effect, but the optimizer needs a
+            # gradient to have a state that a checkpoint can hold.
+            loss = loss + 0 * self.module.origin.sum()
         return loss
 
     def metrics(self) -> dict[str, float]:
