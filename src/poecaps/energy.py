@@ -173,9 +173,15 @@ class BallBase(nn.Module):
         """Do nothing: the measure does not depend on data."""
 
     def from_white(self, u: Tensor) -> Tensor:
-        """Compute x_i = u_i/√(1+‖u_i‖²): (B, I·K) → (B, I, K)."""
+        """Compute x_i = u_i/√(1+‖u_i‖²): (B, I·K) → (B, I, K).
+
+        The norm stays below 1 even where it would round to 1.
+        """
         u = u.view(-1, self.capsules, self.dim)
-        return u * (1 + u.square().sum(-1, keepdim=True)).rsqrt()
+        square = u.square().sum(-1, keepdim=True)
+        # At least 1/2, where the limit is not reached: it only keeps the limit finite at 0.
+        limit = (1 - 5 * torch.finfo(u.dtype).eps) * square.clamp(min=0.5).rsqrt()
+        return u * torch.minimum((1 + square).rsqrt(), limit)
 
     def to_white(self, x: Tensor) -> Tensor:
         """Compute u_i = x_i/√(1−‖x_i‖²): (B, I, K) → (B, I·K)."""
@@ -413,11 +419,13 @@ class CapsuleDensity(CapsuleRouting):
     def score(self, x: Tensor) -> Tensor:
         """Compute ∇ log P(x), through the routing: (B, I, K) → (B, I, K)."""
         self._check(x, ball=isinstance(self.base, BallBase))
+        gradient = self.free_energy_and_gradient(x)[1]
+        if isinstance(self.base, BallBase):  # a uniform density, which has no gradient
+            return -gradient
         with torch.enable_grad():
             points = x.detach().requires_grad_()
-            base = torch.autograd.grad(self.base.log_prob(points).sum(), points, allow_unused=True)
-        gradient = self.free_energy_and_gradient(x)[1]
-        return -gradient if base[0] is None else base[0] - gradient
+            (base,) = torch.autograd.grad(self.base.log_prob(points).sum(), points)
+        return base - gradient
 
     def log_ratio(self, x: Tensor) -> Tensor:
         """Compute log P(x) − log base(x) = −F(x) − log Z: (B, I, K) → (B,).
@@ -435,7 +443,7 @@ class CapsuleDensity(CapsuleRouting):
 
     @torch.no_grad()
     def free_energy_and_gradient(
-        self, x: Tensor, on: Tensor | None = None
+        self, x: Tensor, on: Tensor | None = None, strength: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Compute F(x) and ∇_x F(x), through the routing.
 
@@ -445,12 +453,14 @@ class CapsuleDensity(CapsuleRouting):
             Values are not checked.
         on : (B, J), optional
             Which experts are on; the results are then E(x, a) and its gradient.
+        strength : (J,) or (B, J), optional
+            In place of α_j.
 
         Returns
         -------
         (B,), (B, I, K)
         """
-        weight, strength = self.weight.detach(), self.strength.detach()
+        weight, strength = self.weight.detach(), self.strength if strength is None else strength
         with torch.enable_grad():
             points = x.detach().requires_grad_()
             z = self._preactivation(points, weight, self.origin.detach())
@@ -489,7 +499,7 @@ def energy_and_gradient(
     z : (B, J, D)
         The result of `poecaps.functional.forward_side`. Its linear coordinates are 0 where they do
         not count, and so is the gradient.
-    strength : (J,)
+    strength : (J,) or (B, J)
     on : (B, J), optional
 
     Returns

@@ -176,7 +176,7 @@ def estimate_log_partition(
 
 def fit_log_partition(density: CapsuleDensity, result: LogPartition) -> None:
     """Store two estimates of log Z in a density; `density.log_partition` is their mean."""
-    density.partition.copy_(torch.tensor([result.forward, result.reverse, 1.0]))
+    density.partition.copy_(density.partition.new_tensor([result.forward, result.reverse, 1.0]))
 
 
 @torch.no_grad()

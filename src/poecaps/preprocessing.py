@@ -248,7 +248,7 @@ def leading_directions(
     for _ in range(iterations):
         image, points = None, 0
         for batch in batches:
-            basis = basis.to(batch.device)
+            basis = basis.to(batch)
             step = batch.T @ (batch @ basis)
             image, points = step if image is None else image.add_(step), points + len(batch)
         assert image is not None  # noqa: S101 (there is at least one batch)

@@ -96,6 +96,7 @@ class DensityTarget:
         evidence: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self.density, self.on, self.evidence = density, on, evidence
+        self.strength = density.strength.detach()
         self._matrix: Tensor | None = None
         if density.is_even and isinstance(density.base, GaussianBase):
             # z = Wᵀ Σ^½ u: both maps are linear, so they are multiplied once.
@@ -104,10 +105,21 @@ class DensityTarget:
                 matrix.T, density.base.std, density.base.rest_std
             ).T.contiguous()
 
-    def given(self, on: Tensor) -> DensityTarget:
-        """Return the target P(x | a) of the states a."""
-        target = copy.copy(self)
-        target.on = on
+    def at(self, inverse_temperature: Tensor, on: Tensor | None = None) -> DensityTarget:
+        """Return the target P_t, or P_t(x | a) of given states: a density with strengths t α_j.
+
+        Parameters
+        ----------
+        inverse_temperature : (B,)
+            t of each chain.
+        on : (B, J), optional
+            a, the experts that are on.
+        """
+        target: DensityTarget = copy.copy(self)
+        target.on, evidence = on, self.evidence
+        target.strength = inverse_temperature.unsqueeze(-1) * self.strength
+        if evidence is not None:
+            target.evidence = lambda x: inverse_temperature * evidence(x)
         return target
 
     def base(self, u: Tensor) -> tuple[Tensor, Tensor]:
@@ -118,10 +130,11 @@ class DensityTarget:
         """Compute F, or E for given states, and its gradient in u: (B,), (B, N)."""
         density, base = self.density, self.density.base
         if self._matrix is None:
-            value, gradient = density.free_energy_and_gradient(base.from_white(u), self.on)
+            x = base.from_white(u)
+            value, gradient = density.free_energy_and_gradient(x, self.on, self.strength)
             gradient = base.pull_back(u, gradient)
         else:
-            value, gradient = energy_and_gradient(self._experts(u), density.strength, self.on)
+            value, gradient = energy_and_gradient(self._experts(u), self.strength, self.on)
             gradient = gradient.flatten(1) @ self._matrix.T
         if self.evidence is None:
             return value, gradient
@@ -133,7 +146,7 @@ class DensityTarget:
 
     def on_probability(self, u: Tensor) -> Tensor:
         """Compute P(a_j = 1 | u): (B, N) → (B, J)."""
-        return F.firing_probability(self._experts(u), self.density.strength)
+        return F.firing_probability(self._experts(u), self.strength)
 
     def sample_base(self, count: int, generator: torch.Generator | None = None) -> Tensor:
         """Draw from the base measure: (count, N)."""
@@ -459,10 +472,12 @@ def sample(
         u = density.base.to_white(start)
     project = _projection(density, clamped, start)
     ladder_t = torch.tensor(levels, **like) / temperature
-    chains = start_chains(target, u.repeat(len(levels), 1), ladder_t.repeat_interleave(count))
+    # The first step uses the gradient of the start, which must not move clamped capsules either.
+    held: Target = target if project is None else _Held(target, project)
+    chains = start_chains(held, u.repeat(len(levels), 1), ladder_t.repeat_interleave(count))
     size = StepSize(torch.tensor(INITIAL_STEP_SIZE if step_size is None else step_size, **like))
     accepted_count, trace = torch.zeros((), **like), []
-    swaps = torch.zeros(len(levels) - 1, **like)
+    swaps, tries = torch.zeros(2, len(levels) - 1, **like)
     strip = [density.base.from_white(u)] if keep_every else []
     for step in range(total):
         if step < anneal:
@@ -475,11 +490,12 @@ def sample(
         )
         size.update(accepted.to(**like).mean())
         if step >= anneal:
-            accepted_count += accepted.to(**like).mean()
+            accepted_count += accepted[:count].to(**like).mean()
             if len(levels) > 1:
                 uniform = torch.rand(len(levels) - 1, count, generator=generator, **like)
                 chains, swapped = swap_replicas(chains, ladder_t, uniform, odd=step % 2 == 1)
                 swaps += swapped.to(**like).mean(1)
+                tries[step % 2 :: 2] += 1
             trace.append(chains.energy[:count])
         if keep_every and (step + 1) % keep_every == 0:
             strip.append(density.base.from_white(chains.position[:count]))
@@ -490,7 +506,7 @@ def sample(
         torch.stack(trace),
         (accepted_count / steps).item(),
         size.value.item(),
-        tuple((2 * swaps / steps).tolist()),
+        tuple((swaps / tries.clamp(min=1)).tolist()),
         tuple(strip),
     )
 
@@ -514,18 +530,15 @@ def _move(
     options: dict[str, Any] = {"step_size": step_size, "leapfrog_steps": leapfrog_steps}
     if sampler != "gibbs":
         return hmc_step(moving, chains, momentum, uniform, **options)
-    probability = target.on_probability(u)
+    # P_t, and not only P, must stay invariant: its states have probabilities of their own.
+    t = chains.inverse_temperature
+    probability = target.at(t).on_probability(u)
     draws = torch.rand(probability.shape, generator=generator, device=u.device, dtype=u.dtype)
-    given = target.given((draws < probability).to(u))
+    given = target.at(t, (draws < probability).to(u))
     moving = given if project is None else _Held(given, project)
-    conditional, accepted = hmc_step(
-        moving,
-        start_chains(moving, u, chains.inverse_temperature),
-        momentum,
-        uniform,
-        **options,
-    )
-    return start_chains(target, conditional.position, chains.inverse_temperature), accepted
+    start = start_chains(moving, u, torch.ones_like(t))
+    conditional, accepted = hmc_step(moving, start, momentum, uniform, **options)
+    return start_chains(target, conditional.position, t), accepted
 
 
 class _Held:

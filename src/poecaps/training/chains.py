@@ -66,7 +66,8 @@ class LearningChains:
         count, device = options.chains // distributed.size, density.weight.device
         size = density.in_capsules * density.in_dim
         # Any part of the multiples of the golden ratio is spread evenly, also that of one process.
-        offsets = (torch.arange(options.chains, dtype=torch.float64) * GOLDEN_RATIO) % 1
+        # None of them is 0: a chain that starts anew at a whole age could miss it by rounding.
+        offsets = (torch.arange(1, options.chains + 1, dtype=torch.float64) * GOLDEN_RATIO) % 1
         self.all_offsets = offsets.to(device)
         self.offsets = distributed.shard(self.all_offsets)
         self.position = torch.zeros(count, size, device=device)
@@ -169,6 +170,7 @@ class LearningChains:
         is_new = (age % 1) < rate
         t = (age % 1 / ANNEALED_SHARE).clamp(max=1).to(self.position.dtype)
         earlier = ((age % 1 - rate) / ANNEALED_SHARE).clamp(min=0, max=1)
+        earlier = earlier * (self.step > 0)  # at first, all chains are draws of the base measure
         return t, earlier.to(self.position.dtype), is_new
 
     def _add_weights(self, energy: Tensor, t: Tensor, before: Tensor, is_new: Tensor) -> None:

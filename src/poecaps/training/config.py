@@ -153,8 +153,9 @@ class DensityStage(CapsuleStage):
     def validate(self, name: str) -> None:
         """Raise ValueError or TypeError if an option is invalid; `name` is that of the stage."""
         super().validate(name)
-        checks.require_int(f"{name}.chains", self.chains, 2)
         checks.require_int(f"{name}.lifetime", self.lifetime, 0)
+        # Of fewer than 5 chains that are annealed, none may be at t = 1 in some of the steps.
+        checks.require_int(f"{name}.chains", self.chains, 5 if self.lifetime else 2)
         checks.require_int(f"{name}.leapfrog_steps", self.leapfrog_steps, 1)
         checks.require_share(f"{name}.target_acceptance", self.target_acceptance)
         checks.require_share(f"{name}.average", self.average)

@@ -176,6 +176,10 @@ class DensityTrainer(StageTrainer):
         energy = self.module.free_energy(torch.cat((x, x_model)))
         data, model = energy.split((len(x), len(x_model)))
         loss: Tensor = data.mean() - (weight * model).sum()
+        if self.module.linear_dims == 0:
+            # Without linear coordinates an origin has no effect, but the optimizer needs a
+            # gradient to have a state that a checkpoint can hold.
+            loss = loss + 0 * self.module.origin.sum()
         return loss
 
     def metrics(self) -> dict[str, float]:
@@ -183,25 +187,24 @@ class DensityTrainer(StageTrainer):
 
         With the acceptance of the sampler and the running estimate of log Z, and with the mean of
         −F − log Z over the held-out images: how many nats the experts add to the base measure.
+        Without held-out images, with no chain at t = 1 or none that has arrived there, the numbers
+        that need them are left out.
         """
         density = self.module
         train = density.free_energy(self.cache.whitened(self.cache.probe_indices())).mean()
-        held_out = density.free_energy(self.cache.whitened(self.held_out)).mean()
-        capsules = density.base.from_white(self.chains.position)
-        at_model = self.chains.at_model()
-        chains = density.free_energy(capsules)[at_model].mean()
-        values = {
-            "free_energy": train.item(),
-            "held_out_free_energy": held_out.item(),
-            "chain_free_energy": chains.item(),
-            "acceptance": self.chains.acceptance.item(),
-        }
+        values = {"free_energy": train.item()}
+        if len(self.held_out):
+            held_out = density.free_energy(self.cache.whitened(self.held_out)).mean()
+            values["held_out_free_energy"] = held_out.item()
+        capsules = density.base.from_white(self.chains.position)[self.chains.at_model()]
+        if len(capsules):
+            values["chain_free_energy"] = density.free_energy(capsules).mean().item()
+        values["acceptance"] = self.chains.acceptance.item()
         log_partition = self.chains.log_partition()
         if math.isfinite(log_partition):
-            values |= {
-                "log_partition": log_partition,
-                "nats": -values["held_out_free_energy"] - log_partition,
-            }
+            values["log_partition"] = log_partition
+            if len(self.held_out):
+                values["nats"] = -values["held_out_free_energy"] - log_partition
         return values
 
     @torch.no_grad()
