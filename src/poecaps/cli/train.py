@@ -8,7 +8,7 @@ import time
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
@@ -27,6 +27,7 @@ from poecaps.training import (
     run_training,
 )
 from poecaps.training.checkpoint import CHECKPOINT
+from poecaps.training.config import Preset  # noqa: TC001 (tyro reads the annotations)
 from poecaps.training.distributed import Distributed
 from poecaps.training.metrics import METRICS
 from poecaps.training.progress import TensorBoard, display
@@ -45,7 +46,7 @@ def train_command(preset_given: str) -> Callable[..., None]:
     def train(
         config: Annotated[Config, tyro.conf.arg(name="")] = PRESETS[preset_given](),  # noqa: B008
         *,
-        preset: Literal["default", "paper"] = "default",  # noqa: ARG001 (config has its values)
+        preset: Preset = "default",  # noqa: ARG001 (config has its values)
         out: Annotated[
             Path | None,
             tyro.conf.arg(

@@ -4,10 +4,12 @@ from poecaps.training.config import (
     PRESETS,
     Config,
     DecoderStage,
+    DensityStage,
     EncoderStage,
     PixelDecoderStage,
     Stage,
     default,
+    energy,
     paper,
 )
 from poecaps.training.errors import TrainingError
@@ -18,6 +20,7 @@ __all__ = [
     "PRESETS",
     "Config",
     "DecoderStage",
+    "DensityStage",
     "EncoderStage",
     "PixelDecoderStage",
     "Progress",
@@ -25,6 +28,7 @@ __all__ = [
     "TrainingError",
     "TrainingResult",
     "default",
+    "energy",
     "paper",
     "resume",
     "resume_training",
