@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from poecaps import plotting
-from poecaps.cli.generate import ROWS, describe_draws, draw_domain, draw_reconstructions
+from poecaps.cli.generate import (
+    ROWS,
+    describe_draws,
+    draw_density,
+    draw_domain,
+    draw_reconstructions,
+)
 from poecaps.cli.loading import load_figure_images
 from poecaps.cli.outputs import FIGURES, write_card
 from poecaps.code_density import DOMAINS
@@ -214,6 +220,9 @@ def _draw_figures(result: TrainingResult) -> Iterator[str]:
     for domain in DOMAINS:
         path = draw_domain(network, domain, None, ROWS, 0, folder / f"{domain}.png")
         yield f"{describe_draws(domain)}: {path}"
+    if network.density is not None:
+        path = draw_density(network, None, ROWS, 0, folder / "model.png")
+        yield f"draws from the energy, by chains from noise: {path}"
     if not result.metrics:  # no stage had an epoch
         return
     try:
