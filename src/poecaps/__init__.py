@@ -1,10 +1,11 @@
 """Products of expert capsules: capsule networks trained without labels."""
 
-from poecaps import data, functional, models
+from poecaps import data, functional, likelihood, models, sampling
 from poecaps._checks import check_capsules
 from poecaps._files import ModelError
 from poecaps._version import __version__ as __version__
 from poecaps.autoencoder import ConvAutoencoder
+from poecaps.energy import CapsuleDensity
 from poecaps.functional import Routing, routing_by_agreement, squash, unsquash
 from poecaps.hub import from_pretrained, push_to_hub
 from poecaps.layer import CapsuleExperts
@@ -15,6 +16,7 @@ from poecaps.training import TrainingError, resume, train
 
 __all__ = [
     "Architecture",
+    "CapsuleDensity",
     "CapsuleExperts",
     "CapsuleNetwork",
     "ConvAutoencoder",
@@ -25,11 +27,13 @@ __all__ = [
     "data",
     "from_pretrained",
     "functional",
+    "likelihood",
     "load",
     "models",
     "push_to_hub",
     "resume",
     "routing_by_agreement",
+    "sampling",
     "squash",
     "train",
     "unsquash",

@@ -15,16 +15,21 @@ from poecaps import functional as F
 from poecaps._modules import in_batches
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from poecaps.network import CapsuleNetwork
 
 __all__ = [
     "Neighbours",
+    "denoise",
     "encode",
     "free_energy",
     "inpaint",
+    "inpaint_by_density",
     "interpolate",
+    "log_prob",
     "nearest_neighbours",
     "novelty_score",
 ]
@@ -35,6 +40,25 @@ QUERY_BATCH = 1000  # queries whose similarities to all codes are in memory toge
 def encode(network: CapsuleNetwork, images: Tensor) -> Tensor:
     """Encode any number of images, in batches, without gradients: (N, C, H, W) → (N, J, D)."""
     return in_batches(network.encode, images)
+
+
+@torch.no_grad()
+def log_prob(network: CapsuleNetwork, images: Tensor) -> Tensor:
+    """Compute `CapsuleNetwork.log_prob` of any number of images, in batches, without gradients.
+
+    Parameters
+    ----------
+    network
+        Trained, with a density.
+    images : (N, C, H, W)
+        From 0 to 1.
+
+    Returns
+    -------
+    (N,)
+        −log_prob is a novelty score.
+    """
+    return in_batches(network.log_prob, images)
 
 
 @torch.no_grad()
@@ -124,6 +148,128 @@ def inpaint(
     checks.require_nonnegative("noise", noise)
     if noise == 0:
         raise ValueError("noise must be above 0")
+    _check_masked(network, images, known)
+    with torch.no_grad():
+        drawn = in_batches(network.decode, network.sample(draws, generator=generator))
+    distance = torch.cdist(images[:, :, known].flatten(1), drawn[:, :, known].flatten(1)).square()
+    weight = (-distance / (2 * noise**2)).softmax(1)
+    expected = (weight @ drawn.flatten(1)).view_as(images)
+    return torch.where(known, images, expected)
+
+
+def inpaint_by_density(
+    network: CapsuleNetwork,
+    images: Tensor,
+    known: Tensor,
+    *,
+    noise: float = 0.1,
+    draws: int = 8,
+    steps: int = 300,
+    generator: torch.Generator | None = None,
+    report: Callable[[int, int], None] | None = None,
+) -> Tensor:
+    """Replace hidden pixels by draws from their posterior under the density of the network.
+
+    The known pixels of an image are taken to be those of the decoded capsules x with Gaussian noise
+    of standard deviation σ. Markov chains draw x from its posterior::
+
+        P(x | known pixels) ∝ P(x) exp(−‖decode(x) − image‖²/2σ²), the norm over the known pixels
+
+    Parameters
+    ----------
+    network
+        Trained, with a density.
+    images : (N, C, H, W)
+        From 0 to 1; hidden pixels may have any value and are not read.
+    known : (H, W)
+        Boolean mask, False where a pixel is hidden; the same for all images.
+    noise
+        σ, in units of pixel values.
+    draws
+        Chains for each image.
+    steps
+        Steps of a chain, which starts from noise.
+    generator
+        Source of random numbers, on the device of the model.
+    report
+        Called with the number of finished steps and that of all steps.
+
+    Returns
+    -------
+    (draws, N, C, H, W)
+        The images with their hidden pixels replaced. Their mean over the draws has the smallest
+        squared error; each draw by itself is a sharp image.
+    """
+    _check_masked(network, images, known)
+    drawn = _posterior(network, images, known, noise, draws, steps, generator, report)
+    return torch.where(known, images, drawn)
+
+
+def denoise(
+    network: CapsuleNetwork,
+    images: Tensor,
+    *,
+    noise: float,
+    draws: int = 8,
+    steps: int = 300,
+    generator: torch.Generator | None = None,
+    report: Callable[[int, int], None] | None = None,
+) -> Tensor:
+    """Remove Gaussian noise from images: the mean of the posterior under the density.
+
+    Parameters
+    ----------
+    network
+        Trained, with a density.
+    images : (N, C, H, W)
+        Images with noise. Values outside 0…1 are allowed.
+    noise
+        Standard deviation of the noise, in units of pixel values.
+    draws, steps, generator, report
+        As in `inpaint_by_density`.
+
+    Returns
+    -------
+    (N, C, H, W)
+        From 0 to 1.
+    """
+    known = torch.ones(images.shape[2:], dtype=torch.bool, device=images.device)
+    _check_masked(network, images, known, pixels=False)
+    drawn = _posterior(network, images, known, noise, draws, steps, generator, report)
+    return drawn.mean(0)
+
+
+def _posterior(
+    network: CapsuleNetwork,
+    images: Tensor,
+    known: Tensor,
+    noise: float,
+    draws: int,
+    steps: int,
+    generator: torch.Generator | None,
+    report: Callable[[int, int], None] | None,
+) -> Tensor:
+    """Draw images given the known pixels of others: (N, C, H, W) → (draws, N, C, H, W)."""
+    checks.require_positive("noise", noise)
+    checks.require_int("draws", draws, 1)
+    seen = images[:, :, known].flatten(1).repeat(draws, 1)
+
+    def evidence(x: Tensor) -> Tensor:
+        decoded = network.decode_whitened(x)[:, :, known].flatten(1)
+        return (decoded - seen).square().sum(-1) / (2 * noise**2)
+
+    samples = network.sample_density(
+        len(seen), steps=steps, evidence=evidence, generator=generator, report=report
+    )
+    with torch.no_grad():
+        decoded = in_batches(network.decode_whitened, samples.capsules)
+    return decoded.view(draws, *images.shape)
+
+
+def _check_masked(
+    network: CapsuleNetwork, images: Tensor, known: Tensor, *, pixels: bool = True
+) -> None:
+    """Raise an error if images or the mask of their known pixels do not fit a network."""
     shape = network.architecture.image_shape
     remedy = "give images of the size that the model was trained on"
     checks.require_floating("images", images, pixels=True)
@@ -135,13 +281,8 @@ def inpaint(
             f"known must be a boolean mask, but its dtype is {known.dtype}; "
             "make one by a comparison, such as known > 0"
         )
-    checks.check_pixels_on_cpu(images[:, :, known], "images")
-    with torch.no_grad():
-        drawn = in_batches(network.decode, network.sample(draws, generator=generator))
-    distance = torch.cdist(images[:, :, known].flatten(1), drawn[:, :, known].flatten(1)).square()
-    weight = (-distance / (2 * noise**2)).softmax(1)
-    expected = (weight @ drawn.flatten(1)).view_as(images)
-    return torch.where(known, images, expected)
+    if pixels:
+        checks.check_pixels_on_cpu(images[:, :, known], "images")
 
 
 @torch.no_grad()

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from poecaps.code_density import Domain
     from poecaps.sampling import Samples
 
+DENSITY_STEPS = 600  # steps of a chain from noise to a draw of the density
 TRAVERSAL_STEPS = 7  # images in a row of a traversal
 TRAVERSAL_REACH = 3.0  # its ends, in standard deviations of the training codes
 
@@ -88,7 +89,14 @@ class CapsuleNetwork(nn.Module):
         self.density: CapsuleDensity | None = None
         self.whitening: Preprocessing | None = None
         if a.density.experts is not None:
-            self.whitening = Preprocessing(*below, centre=True, scale=None, whiten=True)
+            self.whitening = Preprocessing(
+                *below,
+                centre=True,
+                scale=None,
+                whiten=True,
+                equalized_components=a.density.base_components,
+                equalization=a.density.equalization,
+            )
             self.density = CapsuleDensity(
                 *below,
                 *a.density.experts,
@@ -202,9 +210,15 @@ class CapsuleNetwork(nn.Module):
         -------
         (B,)
         """
-        density = self._with_density()[0]
-        x = self.whitened(images)
-        return density.log_ratio(x) + density.base.log_ratio(x)
+        density, whitening = self._with_density()
+        activations = self.activations(images)
+        checks.check_pixels_on_cpu(images, "images")
+        x = self.whiten(activations)
+        if isinstance(density.base, BallBase):
+            return density.log_ratio(x)
+        v = whitening.transform_each(activations)
+        change = (v.square() - x.square()).flatten(1).sum(-1) / 2 + whitening.log_det_equalization
+        return density.log_ratio(x) + density.base.log_ratio(x) + change
 
     # Codes to images
 
@@ -234,6 +248,10 @@ class CapsuleNetwork(nn.Module):
             x = F.unsquash(x)
         return torch.sigmoid(self.logits(whitening.inverse_transform(x), tied=tied))
 
+    def require_density(self) -> CapsuleDensity:
+        """Return the density of the network; raise ValueError if it has none."""
+        return self._with_density()[0]
+
     def _with_density(self) -> tuple[CapsuleDensity, Preprocessing]:
         if self.density is None or self.whitening is None:
             raise ValueError(
@@ -262,9 +280,53 @@ class CapsuleNetwork(nn.Module):
     # Generation
 
     @torch.no_grad()
-    def sample_density(self, count: int, **options: Any) -> Samples:
-        """Draw capsules from the density by Markov chains, see `poecaps.sampling.sample`."""
-        return sampling.sample(self._with_density()[0], count, **options)
+    def sample_density(
+        self,
+        count: int,
+        *,
+        steps: int = DENSITY_STEPS,
+        expert: int | None = None,
+        **options: Any,
+    ) -> Samples:
+        """Draw capsules from the density by Markov chains that start from noise.
+
+        Parameters
+        ----------
+        count
+            Number of chains.
+        steps
+            Steps of a chain. In two thirds of them it is annealed from the base measure to the
+            model, as while learning; the others leave the density exactly invariant.
+        expert
+            Draw from P(x | only this expert is on); None: from P(x).
+        options
+            Further options of `poecaps.sampling.sample`, such as `ladder`, `start` or `generator`.
+        """
+        density = self._with_density()[0]
+        checks.require_int("steps", steps, 2)
+        options.setdefault("anneal", round(sampling.ANNEALED_SHARE * steps))
+        if expert is not None:
+            checks.require_int("expert", expert, 0, density.out_capsules - 1)
+            on = torch.zeros(density.out_capsules, device=density.weight.device)
+            on[expert] = 1
+            options["on"] = on
+        return sampling.sample(density, count, steps=steps - options["anneal"], **options)
+
+    @torch.no_grad()
+    def generate_from_density(self, count: int, *, tied: bool = False, **options: Any) -> Tensor:
+        """Draw images from the density, without gradients: (count, C, H, W), from 0 to 1.
+
+        Parameters
+        ----------
+        count
+            Number of images.
+        tied
+            Whether images are decoded by the transposed filters of the autoencoder, and not by the
+            pixel decoder.
+        options
+            See `sample_density`.
+        """
+        return self.decode_whitened(self.sample_density(count, **options).capsules, tied=tied)
 
     def sample(
         self,

@@ -40,6 +40,7 @@ TOLERANCE = 1e-6  # values may exceed the range 0 to 1 by this rounding error
 MARGIN, LINE = 20, 1
 TITLE_SIZE, LABEL_SIZE = 18, 14
 BACKGROUND, TEXT, SEPARATOR = (255, 255, 255), (40, 40, 40), (190, 190, 190)
+ANIMATION_SIZE = 480  # width of an animation in pixels, about
 IMAGES_PER_LINE = 20  # of `reconstructions`
 ASCII_SUBSTITUTES = str.maketrans("×–—−‘’“”", "x---''\"\"")
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#8c6d1f", "#4b4b9b", "#56b4e9", "#666666")
@@ -151,6 +152,73 @@ def traversal_grid(
     return _draw_grid(
         list(array), path, {"images": array, "values": numbers}, title, above=above, left=left
     )
+
+
+def chain_strip(
+    images: Tensor | Array,
+    path: PathLike,
+    *,
+    steps: Sequence[int],
+    title: str | None = None,
+) -> Path:
+    """Draw Markov chains: one row per chain, one column per time.
+
+    Parameters
+    ----------
+    images : (times, chains, C, H, W)
+        Floats from 0 to 1; C is 1 or 3. The ``.npz`` holds `images` and `steps`.
+    path, title
+        The PNG to write, and a title above the grid.
+    steps : (times,)
+        Steps of the chain at each time, the numbers above the columns.
+    """
+    array = _as_images("images", images, ("times", "chains", "C", "H", "W"))
+    if len(steps) != len(array):
+        raise ValueError(
+            f"steps must be {len(array)} numbers, one for each time, but are {len(steps)}"
+        )
+    arrays = {"images": array, "steps": np.asarray(steps)}
+    rows = list(np.swapaxes(array, 0, 1))
+    return _draw_grid(rows, path, arrays, title, above=[str(step) for step in steps])
+
+
+def animation(images: Tensor | Array, path: PathLike, *, milliseconds: int = 80) -> Path:
+    """Write an animated PNG of a grid of images that change over time.
+
+    Parameters
+    ----------
+    images : (times, N, C, H, W)
+        Floats from 0 to 1; C is 1 or 3.
+    path
+        The PNG to write.
+    milliseconds
+        Time for which each picture is shown; the last one is shown for a second.
+    """
+    from PIL import Image
+
+    array = _as_images("images", images, ("times", "N", "C", "H", "W"))
+    checks.require_int("milliseconds", milliseconds, 1)
+    times, count, channels, height, width = array.shape
+    columns = math.ceil(math.sqrt(count))
+    rows = math.ceil(count / columns)
+    scale = max(1, round(ANIMATION_SIZE / (columns * width)))
+    pages = np.zeros((times, rows * columns, channels, height, width), np.float32)
+    pages[:, :count] = array
+    pages = pages.reshape(times, rows, columns, channels, height, width)
+    pages = pages.transpose(0, 1, 4, 2, 5, 3).reshape(times, rows * height, -1, channels)
+    pixels = np.rint(pages * 255).astype(np.uint8).repeat(scale, 1).repeat(scale, 2)
+    frames = [Image.fromarray(page[..., 0] if channels == 1 else page) for page in pixels]
+    picture = io.BytesIO()
+    durations = [milliseconds] * (times - 1) + [1000]
+    frames[0].save(
+        picture,
+        format="png",
+        save_all=True,
+        append_images=frames[1:],
+        duration=durations,
+        loop=0,
+    )
+    return _write(path, picture.getvalue(), {})
 
 
 def training_curves(metrics: PathLike | Mapping[str, Mapping[str, Array]], path: PathLike) -> Path:

@@ -17,6 +17,7 @@ localization: an improved R̂", 2021.
 
 from __future__ import annotations
 
+import copy
 import itertools
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
@@ -53,6 +54,8 @@ __all__ = [
     "swap_replicas",
 ]
 
+# Share of the steps of a chain from noise in which it is annealed from the base measure.
+ANNEALED_SHARE = 2 / 3
 INITIAL_STEP_SIZE = 0.1
 TARGET_ACCEPTANCE = 0.8  # near the optimum of HMC in many dimensions (Neal 2011: 0.65 to 0.9)
 ADAPTATION_RATE = 0.1  # of the logarithm of the step size, for each step
@@ -81,10 +84,18 @@ class DensityTarget:
         Its weights are read now, and must not change while chains run on this target.
     on : (B, J), optional
         Which experts are on. The energy is then E(x, a), and the target P(x | a).
+    evidence
+        Differentiable function of x, (B, I, K) → (B,), that is added to the energy: minus the
+        log-likelihood of an observation. The target is then the posterior of x.
     """
 
-    def __init__(self, density: CapsuleDensity, on: Tensor | None = None) -> None:
-        self.density, self.on = density, on
+    def __init__(
+        self,
+        density: CapsuleDensity,
+        on: Tensor | None = None,
+        evidence: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        self.density, self.on, self.evidence = density, on, evidence
         self.strength = density.strength.detach()
         self._matrix: Tensor | None = None
         if density.is_even and isinstance(density.base, GaussianBase):
@@ -104,9 +115,11 @@ class DensityTarget:
         on : (B, J), optional
             a, the experts that are on.
         """
-        target = DensityTarget.__new__(DensityTarget)
-        target.density, target.on, target._matrix = self.density, on, self._matrix
+        target: DensityTarget = copy.copy(self)
+        target.on, evidence = on, self.evidence
         target.strength = inverse_temperature.unsqueeze(-1) * self.strength
+        if evidence is not None:
+            target.evidence = lambda x: inverse_temperature * evidence(x)
         return target
 
     def base(self, u: Tensor) -> tuple[Tensor, Tensor]:
@@ -115,13 +128,21 @@ class DensityTarget:
 
     def energy(self, u: Tensor) -> tuple[Tensor, Tensor]:
         """Compute F, or E for given states, and its gradient in u: (B,), (B, N)."""
-        density = self.density
+        density, base = self.density, self.density.base
         if self._matrix is None:
-            x = density.base.from_white(u)
+            x = base.from_white(u)
             value, gradient = density.free_energy_and_gradient(x, self.on, self.strength)
-            return value, density.base.pull_back(u, gradient)
-        value, gradient = energy_and_gradient(self._experts(u), self.strength, self.on)
-        return value, gradient.flatten(1) @ self._matrix.T
+            gradient = base.pull_back(u, gradient)
+        else:
+            value, gradient = energy_and_gradient(self._experts(u), self.strength, self.on)
+            gradient = gradient.flatten(1) @ self._matrix.T
+        if self.evidence is None:
+            return value, gradient
+        with torch.enable_grad():
+            x = base.from_white(u.detach()).requires_grad_()
+            observed = self.evidence(x)
+            (slope,) = torch.autograd.grad(observed.sum(), x)
+        return value + observed.detach(), gradient + base.pull_back(u, slope)
 
     def on_probability(self, u: Tensor) -> Tensor:
         """Compute P(a_j = 1 | u): (B, N) → (B, J)."""
@@ -373,6 +394,7 @@ def sample(
     ladder: Sequence[float] | None = None,
     start: Tensor | None = None,
     on: Tensor | None = None,
+    evidence: Callable[[Tensor], Tensor] | None = None,
     clamped: Tensor | None = None,
     temperature: float = 1.0,
     keep_every: int | None = None,
@@ -406,6 +428,9 @@ def sample(
         Capsules at which the chains begin; by default they are drawn from the base measure.
     on : (J,), optional
         States of the experts: draw from P(x | a) instead of P(x).
+    evidence
+        Differentiable function of x, (count, I, K) → (count,): minus the log-likelihood of an
+        observation, given x. Draw from the posterior of x. It is annealed together with the energy.
     clamped : (I,) of bool, optional
         Capsules that keep the values of `start`: draw the others given these.
     temperature
@@ -437,7 +462,7 @@ def sample(
         if sampler == "gibbs":
             raise ValueError("sampler='gibbs' draws the states itself; leave on=None, or use 'hmc'")
         states = on.to(weight).expand(count * len(levels), -1)
-    target = DensityTarget(density, states)
+    target = DensityTarget(density, states, evidence)
     if start is None:
         u = target.sample_base(count, generator)
     else:

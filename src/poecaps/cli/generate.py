@@ -20,9 +20,10 @@ from poecaps.cli.options import (
     OptionalSplit,
     output,
 )
-from poecaps.cli.outputs import FIGURES, default_output
+from poecaps.cli.outputs import FIGURES, StepCounter, default_output
 from poecaps.code_density import DOMAIN_INFO, DOMAINS, Domain
-from poecaps.network import TRAVERSAL_REACH, TRAVERSAL_STEPS, CapsuleNetwork
+from poecaps.network import DENSITY_STEPS, TRAVERSAL_REACH, TRAVERSAL_STEPS, CapsuleNetwork
+from poecaps.sampling import geometric_ladder
 
 if TYPE_CHECKING:
     from poecaps.data import ImageSet
@@ -35,16 +36,21 @@ def generate(
     run: Positional[Model],
     *,
     domain: Annotated[
-        Domain | Literal["all"],
+        Domain | Literal["model", "all"],
         arg(
             help="Distribution of the codes. One expert at a time, one column per expert: complete "
             "(a standard Gaussian), restricted (the half of it that training codes occupy) or "
             "learned (the distribution of the training codes). All experts together: joint. Each "
-            "of these: all."
+            "of these: all. From the density of the model, by Markov chains from noise: model."
         ),
     ] = "joint",
     expert: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: each)")] = None,
     rows: int = ROWS,
+    steps: Annotated[
+        int | None, arg(metavar="INT", help_behavior_hint=f"(default: {DENSITY_STEPS})")
+    ] = None,
+    temper: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: none)")] = None,
+    tied: bool = False,
     seed: int = 0,
     out: Annotated[Path | None, output("PNG", "RUN/figures/DOMAIN.png")] = None,
     device: Device = "auto",
@@ -59,6 +65,12 @@ def generate(
         Draw only from this expert, counted from 0.
     rows
         Rows of the grid: draws of each expert.
+    steps
+        Domain model: steps of each chain, from noise to its draw.
+    temper
+        Domain model: chains at so many temperatures that exchange their states.
+    tied
+        Domain model: decode by the filters of the autoencoder, even if there is a pixel decoder.
     seed
         Random seed; the same seed gives the same picture.
     """
@@ -69,6 +81,16 @@ def generate(
             "--expert draws from one expert, but --domain all includes all experts together; "
             "leave out one of them"
         )
+    if domain != "model" and (steps is not None or temper is not None or tied):
+        raise ValueError("--steps, --temper and --tied are options of --domain model; add it")
+    if domain == "model":
+        network = open_model(run, device)
+        name = "model" if expert is None else f"model-{expert}"
+        path = out or default_output(run, FIGURES, f"{name}.png")
+        print(
+            draw_density(network, expert, rows, seed, path, steps=steps, temper=temper, tied=tied)
+        )
+        return
     if domain != "all" and DOMAIN_INFO[domain].whole_code and expert is not None:
         raise ValueError(
             f"--expert draws from one expert, but the domain {domain} is all experts together; "
@@ -107,6 +129,33 @@ def draw_domain(
     return plotting.expert_grid(
         torch.stack(per_expert, dim=1), path, title=f"{title}, one column per expert"
     )
+
+
+def draw_density(
+    network: CapsuleNetwork,
+    expert: int | None,
+    rows: int,
+    seed: int,
+    path: Path,
+    *,
+    steps: int | None = None,
+    temper: int | None = None,
+    tied: bool = False,
+) -> Path:
+    """Draw images from the density of a network, by chains that start from noise."""
+    title = "draws from the energy, by chains from noise"
+    if expert is not None:
+        title = f"draws from the energy with only expert {expert} on"
+    images = network.generate_from_density(
+        rows * COLUMNS,
+        steps=steps or DENSITY_STEPS,
+        expert=expert,
+        ladder=None if temper is None else geometric_ladder(temper),
+        tied=tied,
+        generator=torch.Generator(device_of(network)).manual_seed(seed),
+        report=StepCounter("sampling"),
+    )
+    return plotting.image_grid(images, path, columns=COLUMNS, title=title)
 
 
 def reconstruct(

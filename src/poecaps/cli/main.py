@@ -21,6 +21,7 @@ from poecaps._files import ModelError
 from poecaps._version import __version__
 from poecaps.cli.arguments import preset_of
 from poecaps.cli.completion import Shell, correct
+from poecaps.cli.density import likelihood, sample
 from poecaps.cli.encode import encode
 from poecaps.cli.evaluate import evaluate
 from poecaps.cli.explore import explore
@@ -109,6 +110,8 @@ def _dispatch(arguments: Sequence[str]) -> None:
             "traverse": traverse,
             "encode": encode,
             "evaluate": evaluate,
+            "sample": sample,
+            "likelihood": likelihood,
             "explore": explore,
             "info": info,
             "completion": completion,

@@ -97,13 +97,25 @@ class SupportsExpertSampling(Protocol):
         ...
 
 
-class NetworkEncoder:
-    """A `CapsuleNetwork` as an `Encoder`; the network is set to evaluation mode."""
+DENSITY_DOMAINS = {
+    "model": "draws from the energy",
+    "model-tied": "draws from the energy, tied filters",
+}
 
-    domains: Sequence[str] = DOMAINS
+
+class NetworkEncoder:
+    """A `CapsuleNetwork` as an `Encoder`; the network is set to evaluation mode.
+
+    If it has a density, the domain ``"model"`` is that of draws from the density by chains from
+    noise; ``"model-tied"`` is the same, decoded by the filters of the autoencoder instead of the
+    pixel decoder.
+    """
 
     def __init__(self, network: CapsuleNetwork, name: str = "poecaps") -> None:
         self.network, self.name = network.eval(), name
+        self.domains: Sequence[str] = DOMAINS
+        if network.density is not None:
+            self.domains = (*DOMAINS, *DENSITY_DOMAINS)
         self.experts, self.dim = network.architecture.experts[-1]
 
     def encode(self, images: Tensor) -> Tensor:
@@ -121,6 +133,10 @@ class NetworkEncoder:
 
     def sample(self, count: int, domain: str, generator: torch.Generator) -> Tensor:
         """Draw images from a domain; see `CapsuleNetwork.generate`."""
+        if domain in DENSITY_DOMAINS:
+            return self.network.generate_from_density(
+                count, tied=domain == "model-tied", generator=generator
+            )
         checked: Domain = domain  # type: ignore[assignment]  # the network checks the name
         return self._decode(self.network.sample(count, checked, generator=generator))
 
@@ -521,7 +537,7 @@ DOMAIN_TITLES = {
         else f"samples from a random expert, domain {domain}"
     )
     for domain, info in DOMAIN_INFO.items()
-}
+} | {domain: f"{title}, domain {domain}" for domain, title in DENSITY_DOMAINS.items()}
 
 
 def comparison_table(evaluations: Sequence[Evaluation]) -> str:

@@ -10,6 +10,7 @@ import torch
 from poecaps._files import ModelError
 from poecaps.sampling import (
     ADAPTATION_RATE,
+    ANNEALED_SHARE,
     INITIAL_STEP_SIZE,
     DensityTarget,
     hmc_step,
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
     from poecaps.training.config import DensityStage
     from poecaps.training.distributed import Distributed, RandomNumbers
 
-# Share of its life in which a chain is annealed from the base measure to the model.
-ANNEALED_SHARE = 2 / 3
 GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 
 

@@ -1,0 +1,191 @@
+"""Commands about the density of a model: `sample` and `likelihood`."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import asdict
+from pathlib import Path  # noqa: TC003 (tyro reads the annotations)
+from typing import TYPE_CHECKING, Annotated, Any
+
+import torch
+from tyro.conf import Positional, arg
+
+from poecaps import _checks as checks
+from poecaps import likelihood as likelihoods
+from poecaps import plotting
+from poecaps._files import write_json
+from poecaps._modules import device_of, in_batches
+from poecaps.cli.loading import load_images, open_model
+from poecaps.cli.options import Data, DataPath, Device, Model, OptionalSplit, output
+from poecaps.cli.outputs import FIGURES, StepCounter, default_output
+from poecaps.network import DENSITY_STEPS, CapsuleNetwork
+from poecaps.sampling import geometric_ladder
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+STRIP_COLUMNS = 20  # times in a strip of chains
+STRIP_ROWS = 8  # chains in a strip
+
+
+def sample(
+    run: Positional[Model],
+    *,
+    chains: int = 64,
+    steps: int = DENSITY_STEPS,
+    image: Annotated[
+        int | None,
+        arg(
+            metavar="INT",
+            help="Start all chains at this image of the data, counted from 0.",
+            help_behavior_hint="(default: start from noise)",
+        ),
+    ] = None,
+    data: Data = None,
+    data_path: DataPath = None,
+    split: OptionalSplit = None,
+    temper: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: none)")] = None,
+    temperature: float = 1.0,
+    tied: bool = False,
+    show: bool = False,
+    seed: int = 0,
+    out: Annotated[Path | None, output("PNG", "RUN/figures/samples.png")] = None,
+    device: Device = "auto",
+) -> None:
+    """Run Markov chains on the density of a model, and print their diagnostics.
+
+    Parameters
+    ----------
+    chains
+        Number of chains.
+    steps
+        Steps of each chain. From noise, it is annealed in two thirds of them.
+    temper
+        Chains at so many temperatures that exchange their states.
+    temperature
+        Temperature of the energy; above 1 is closer to the base measure.
+    tied
+        Decode by the filters of the autoencoder, even if there is a pixel decoder.
+    show
+        Also draw a strip of the chains over time, and an animation of it.
+    seed
+        Random seed.
+    """
+    checks.require_int("chains", chains, 1)
+    checks.require_int("seed", seed, 0, 2**63 - 1)
+    network = open_model(run, device)
+    target = out or default_output(run, FIGURES, "samples.png")
+    options: dict[str, Any] = {"temperature": temperature}
+    if image is not None:
+        images = load_images(network, run, data, data_path, split)
+        checks.require_int("image", image, 0, len(images) - 1)
+        with torch.no_grad():
+            start = network.whitened(images.batch([image]).to(device_of(network)))
+        options["start"] = start.repeat(chains, 1, 1)
+    elif (data, data_path, split) != (None, None, None):
+        raise ValueError(
+            "--data, --data-path and --split select the data of --image; add --image as well"
+        )
+    every = max(1, steps // (STRIP_COLUMNS - 1))
+    drawn = network.sample_density(
+        chains,
+        steps=steps,
+        ladder=None if temper is None else geometric_ladder(temper),
+        keep_every=every if show else None,
+        generator=torch.Generator(device_of(network)).manual_seed(seed),
+        report=StepCounter("sampling"),
+        **options,
+    )
+    print(f"acceptance             {drawn.acceptance:.2f} (step size {drawn.step_size:.3f})")
+    print(f"free energy            {drawn.free_energy[-1].mean():.1f}")
+    print(
+        f"effective sample size  {drawn.effective_sample_size:.0f} of {drawn.free_energy.numel()}"
+    )
+    print(f"split R-hat            {drawn.split_rhat:.3f}")
+    if drawn.swap_rates:
+        print("exchanges accepted    ", *(f"{rate:.2f}" for rate in drawn.swap_rates))
+    pictures = _decode(network, drawn.capsules, tied)
+    print(plotting.image_grid(pictures, target, title="states of the chains after the last step"))
+    if show:
+        strip = torch.stack([_decode(network, each[:STRIP_ROWS], tied) for each in drawn.strip])
+        times = [every * index for index in range(len(strip))]
+        path = target.with_name(f"{target.stem}-strip.png")
+        print(plotting.chain_strip(strip, path, steps=times, title="chains over time, in steps"))
+        print(plotting.animation(strip, target.with_name(f"{target.stem}-animation.png")))
+
+
+def likelihood(
+    run: Positional[Model],
+    *,
+    data: Data = None,
+    data_path: DataPath = None,
+    split: OptionalSplit = None,
+    chains: int = 128,
+    steps: int = 1000,
+    images: int = 2000,
+    seed: int = 0,
+    out: Annotated[Path | None, output("JSON file", "RUN/likelihood.json")] = None,
+    device: Device = "auto",
+) -> None:
+    """Estimate the log-likelihood of images under the density of a model, from both sides.
+
+    It is given in nats above a model of independent capsules.
+
+    Parameters
+    ----------
+    chains
+        Chains of annealed importance sampling, in each direction.
+    steps
+        Number of temperatures; more of them bring the two estimates closer together.
+    images
+        Number of images, from the first on.
+    seed
+        Random seed.
+    """
+    checks.require_int("images", images, 2)
+    checks.require_int("seed", seed, 0, 2**63 - 1)
+    path = out or default_output(run, "likelihood.json")
+    if path.suffix.lower() != ".json":
+        raise ValueError(f"--out must name a .json file, but is {path}")
+    network = open_model(run, device)
+    density = network.require_density()
+    shown = load_images(network, run, data, data_path, split)
+    batch = shown.batch(range(min(images, len(shown)))).to(device_of(network))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        estimate = likelihoods.estimate_log_partition(
+            density,
+            chains=chains,
+            steps=steps,
+            generator=torch.Generator(device_of(network)).manual_seed(seed),
+            report=StepCounter("annealed importance sampling"),
+        )
+    likelihoods.fit_log_partition(density, estimate)
+    with torch.no_grad():
+        value = in_batches(network.log_prob, batch)
+        base = value - in_batches(lambda x: density.log_ratio(network.whitened(x)), batch)
+    half = estimate.bracket / 2
+    mean, error = value.mean().item(), value.std().item() / len(value) ** 0.5
+    print(f"log Z            {estimate.forward:.1f} to {estimate.reverse:.1f}")
+    print(f"effective chains {estimate.effective_sample_size:.0f} of {estimate.chains}")
+    print(
+        f"log-likelihood   {mean - half:.1f} to {mean + half:.1f} nats above independent capsules"
+    )
+    print(f"                 standard error over {len(value):,} images {error:.1f}")
+    print(f"of these         {base.mean():.1f} by the base measure, the others by the experts")
+    for warning in caught:
+        print(f"warning: {warning.message}")
+    result = {
+        **asdict(estimate),
+        "images": len(value),
+        "log_likelihood": mean,
+        "standard_error": error,
+        "base": base.mean().item(),
+    }
+    write_json(path, result)
+    print(f"written to {path}")
+
+
+@torch.no_grad()
+def _decode(network: CapsuleNetwork, capsules: Tensor, tied: bool) -> Tensor:
+    return in_batches(lambda part: network.decode_whitened(part, tied=tied).cpu(), capsules)
