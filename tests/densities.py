@@ -13,6 +13,8 @@ from poecaps.energy import CapsuleDensity, GaussianBase
 from poecaps.sampling import DensityTarget
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
 # I, K, J and D, and options: even mixing and three iterations, both base measures.
@@ -67,7 +69,7 @@ def from_zoo(name: str, generator: torch.Generator, **changes: Any) -> CapsuleDe
 
 @dataclass(frozen=True)
 class Known:
-    """A density P_t, P(x | a) or P(x | clamped capsules) with known moments.
+    """A density P_t, P(x | a), P(x | clamped capsules) or P(x | evidence) with known moments.
 
     With `clamped` (I,), those capsules have the values `fixed` (I, K).
     """
@@ -77,11 +79,14 @@ class Known:
     on: Tensor | None = None
     clamped: Tensor | None = None
     fixed: Tensor | None = None
+    evidence: Callable[[Tensor], Tensor] | None = None
 
     def energy(self, x: Tensor) -> Tensor:
         if self.on is None:
-            return self.density.free_energy(x).detach()
-        return self.density.energy(x, self.on.expand(len(x), -1)).detach()
+            energy = self.density.free_energy(x).detach()
+        else:
+            energy = self.density.energy(x, self.on.expand(len(x), -1)).detach()
+        return energy if self.evidence is None else energy + self.evidence(x)
 
     def statistics(self, x: Tensor) -> Tensor:
         """Numbers, their products and the energy: (B, I, K) → (B, M)."""

@@ -149,6 +149,21 @@ def test_chains_draw_from_the_density_with_a_ladder(
 LADDER = (1.0, 0.6, 0.25, 0.0)
 
 
+def test_the_gibbs_sampler_is_exact_at_every_temperature(generator: torch.Generator) -> None:
+    """States are drawn with their probabilities at t; those at t = 1 would hold an expert on."""
+    density = make_density(generator, 1, 1, 1, 1, linear_dims=1)
+    with torch.no_grad():
+        density.weight.fill_(2.0)
+        density.log_strength.zero_()
+        density.origin.zero_()
+    hot, options = Known(density, t=0.2), settings("gibbs", generator, step_size=0.6)
+    start = hot.draws(COUNT, generator)
+    samples = sample(density, COUNT, start=start, temperature=5.0, **options)
+    hot.assert_are_draws(samples.capsules)
+    samples = sample(density, 5 * COUNT, ladder=(1.0, 0.3, 0.0), **options)
+    Known(density).assert_are_draws(samples.capsules)
+
+
 def test_exchanges_without_their_test_make_the_draws_wrong(
     generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,6 +194,27 @@ def test_given_states_chains_draw_from_the_conditional_density(
     assert bool((samples.capsules != start).any((1, 2)).double().mean() > 0.9)
     with pytest.raises(AssertionError):
         Known(density, on=1 - on).assert_are_draws(samples.capsules)
+
+
+@pytest.mark.parametrize("name", ["even, linear", "routed over outputs", "ball"])
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_with_evidence_chains_draw_from_the_posterior(
+    sampler: Sampler, name: str, generator: torch.Generator
+) -> None:
+    """The sum of all numbers was observed to be 1, with noise."""
+    density = from_zoo(name, generator)
+    known, count = Known(density, evidence=one_in_all), chains_for(density)
+    start = known.draws(count, generator)
+    options = settings(sampler, generator, anneal=0, steps=8)
+    samples = sample(density, count, start=start, evidence=one_in_all, **options)
+    known.assert_are_draws(samples.capsules)
+    assert bool((samples.capsules != start).any((1, 2)).double().mean() > 0.9)
+    with pytest.raises(AssertionError):
+        Known(density).assert_are_draws(samples.capsules)
+
+
+def one_in_all(x: Tensor) -> Tensor:
+    return (x.sum((1, 2)) - 1).square() / (2 * 0.7**2)
 
 
 @pytest.mark.parametrize("components", [0, 1, 3])
