@@ -1,0 +1,198 @@
+"""The partition function: annealed importance sampling against quadrature and closed forms."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+from poecaps.energy import CapsuleDensity, GaussianBase
+from poecaps.likelihood import (
+    LogPartition,
+    estimate_log_partition,
+    exact_log_partition,
+    fit_log_partition,
+)
+from tests.densities import ZOO, Known, base_quadrature, from_zoo, make_density
+
+
+def one_expert(generator: torch.Generator, strength: float, components: int) -> CapsuleDensity:
+    density = make_density(generator, 3, 1, 1, 2, base_components=components)
+    with torch.no_grad():
+        density.log_strength.fill_(math.log(strength))
+    return density
+
+
+def closed_form(density: CapsuleDensity) -> float:
+    """log E (1 + q)^α of q = xᵀ A x with x ~ N(0, Σ), for α = 1 and α = 2.
+
+    E q = tr AΣ, and E q² = (tr AΣ)² + 2 tr (AΣ)².
+    """
+    root = density.base.from_white(torch.eye(3, dtype=torch.float64)).flatten(1)
+    matrix = root @ density.even_matrix().detach()
+    product = matrix @ matrix.T
+    trace = product.trace()
+    if density.strength.item() < 1.5:
+        return math.log(1 + trace)
+    return math.log(1 + 2 * trace + trace**2 + 2 * (product @ product).trace())
+
+
+@pytest.mark.parametrize("components", [0, 1, 3])
+@pytest.mark.parametrize("strength", [1.0, 2.0])
+def test_one_expert_has_a_closed_form(
+    strength: float, components: int, generator: torch.Generator
+) -> None:
+    density = one_expert(generator, strength, components)
+    assert exact_log_partition(density, 8) == pytest.approx(closed_form(density), abs=1e-12)
+    result = estimate_log_partition(density, chains=300, steps=20, generator=generator)
+    assert abs(result.forward - closed_form(density)) < 3 * result.forward_error
+    assert result.forward_error < 0.05
+
+
+@pytest.mark.parametrize("name", [name for name in ZOO if "ball" not in name])
+def test_two_rules_of_quadrature_agree(name: str, generator: torch.Generator) -> None:
+    density = from_zoo(name, generator)
+    points, log_weight = base_quadrature(density)
+    with torch.no_grad():
+        expected = torch.logsumexp(log_weight - density.free_energy(points), 0).item()
+    assert exact_log_partition(density, 40) == pytest.approx(expected, abs=1e-3)
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_both_directions_estimate_the_partition_function(
+    name: str, generator: torch.Generator
+) -> None:
+    """The zoo has even mixing and routing, with linear coordinates and without."""
+    density = from_zoo(name, generator)
+    chains, steps = (400, 60) if density.is_even else (150, 40)
+    points, log_weight = base_quadrature(density)
+    with torch.no_grad():
+        exact = torch.logsumexp(log_weight - density.free_energy(points), 0).item()
+    result = estimate_log_partition(
+        density,
+        chains=chains,
+        steps=steps,
+        leapfrog_steps=3,
+        start=Known(density).draws(chains, generator),
+        generator=generator,
+    )
+    assert abs(result.forward - exact) < 3 * result.forward_error
+    assert abs(result.reverse - exact) < 3 * result.reverse_error
+    assert 0 < result.forward_error < 0.15
+    assert 0 < result.reverse_error < 0.15
+    assert chains / 8 < result.effective_sample_size < chains
+    assert abs(result.bracket) < 0.4
+    assert (result.chains, result.steps) == (chains, steps)
+
+
+def test_more_temperatures_make_the_estimates_more_precise(generator: torch.Generator) -> None:
+    density = from_zoo("even", generator, std=2.0)
+    start = Known(density).draws(300, generator)
+    few, many = (
+        estimate_log_partition(density, chains=300, steps=steps, start=start, generator=generator)
+        for steps in (2, 40)
+    )
+    assert many.forward_error < 0.6 * few.forward_error
+    assert many.reverse_error < 0.6 * few.reverse_error
+    assert many.effective_sample_size > 1.5 * few.effective_sample_size
+
+
+def test_one_temperature_is_plain_importance_sampling(generator: torch.Generator) -> None:
+    """log w = −F of draws of the base measure, and F of draws of the model after one step."""
+    density = from_zoo("even", generator)
+    exact = exact_log_partition(density)
+    start = Known(density).draws(2000, generator)
+    result = estimate_log_partition(density, chains=2000, steps=1, start=start, generator=generator)
+    assert abs(result.forward - exact) < 3 * result.forward_error
+    assert abs(result.reverse - exact) < 4 * result.reverse_error
+
+
+def test_without_a_start_the_reverse_chains_begin_at_draws(generator: torch.Generator) -> None:
+    density, reports = from_zoo("even", generator), []
+    result = estimate_log_partition(
+        density,
+        chains=200,
+        steps=30,
+        generator=generator,
+        report=lambda done, total: reports.append((done, total)),
+    )
+    exact = exact_log_partition(density)
+    assert abs(result.forward - exact) < 3 * result.forward_error
+    assert abs(result.reverse - exact) < 3 * result.reverse_error
+    assert reports == [(done, 150) for done in range(1, 151)]
+
+
+def test_without_experts_there_is_nothing_to_estimate(generator: torch.Generator) -> None:
+    density = CapsuleDensity(2, 3, 2, 2, dtype=torch.float64)
+    density.reset_parameters(std=0.0)
+    result = estimate_log_partition(density, chains=4, steps=3, generator=generator)
+    assert (result.forward, result.reverse) == (0.0, 0.0)
+    assert result.effective_sample_size == pytest.approx(4)
+
+
+def test_the_same_seed_gives_the_same_estimate(generator: torch.Generator) -> None:
+    density = from_zoo("even, linear", generator)
+
+    def estimate(seed: int) -> LogPartition:
+        seeded = torch.Generator().manual_seed(seed)
+        return estimate_log_partition(density, chains=8, steps=3, generator=seeded)
+
+    assert estimate(1) == estimate(1)
+    assert estimate(1) != estimate(2)
+
+
+def test_a_wide_bracket_is_a_warning(generator: torch.Generator) -> None:
+    density = make_density(generator, 4, 4, 8, 4, strength=40.0)
+    with pytest.warns(UserWarning, match=r"log Z is uncertain: the two .* more than 2 steps"):
+        result = estimate_log_partition(density, chains=8, steps=2, generator=generator)
+    assert result.bracket > 10
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        estimate_log_partition(from_zoo("even", generator), chains=8, steps=9, generator=generator)
+
+
+def test_a_stored_estimate_is_part_of_the_state(generator: torch.Generator) -> None:
+    density = from_zoo("even", generator)
+    result = estimate_log_partition(density, chains=8, steps=3, generator=generator)
+    fit_log_partition(density, result)
+    assert density.partition.tolist() == [result.forward, result.reverse, 1.0]
+    assert density.log_partition == pytest.approx((result.forward + result.reverse) / 2)
+    other = from_zoo("even", generator)
+    other.load_state_dict(density.state_dict())
+    assert other.log_partition == density.log_partition
+
+
+def test_single_precision_gives_the_same_integral(generator: torch.Generator) -> None:
+    density = from_zoo("even, linear", generator)
+    exact = exact_log_partition(density, 30)
+    assert exact_log_partition(density.float(), 30) == pytest.approx(exact, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"chains": 1}, ValueError, "chains must be a whole number of at least 2, but is 1"),
+        ({"steps": 0}, ValueError, "steps must be a whole number of at least 1, but is 0"),
+        ({"start": torch.zeros(3, 2, 1).double()}, ValueError, "start must hold 4 states, but"),
+        ({"start": torch.zeros(4, 2, 2).double()}, ValueError, "start must have shape"),
+        ({"start": torch.full((4, 2, 1), math.inf).double()}, ValueError, "start must be finite"),
+    ],
+)
+def test_invalid_arguments_are_an_error(
+    options: dict[str, Any], error: type[Exception], message: str, generator: torch.Generator
+) -> None:
+    with pytest.raises(error, match=message):
+        estimate_log_partition(from_zoo("even", generator), **{"chains": 4, "steps": 1} | options)
+
+
+def test_quadrature_needs_a_small_gaussian_measure(generator: torch.Generator) -> None:
+    large = CapsuleDensity(5, 1, 2, 2)
+    assert isinstance(large.base, GaussianBase)
+    for density in (large, from_zoo("ball", generator)):
+        with pytest.raises(
+            ValueError, match=r"quadrature needs base='gaussian' and I·K of at most 4.*; use"
+        ):
+            exact_log_partition(density)

@@ -1,0 +1,588 @@
+"""Markov chains leave their density invariant, and diagnostics know how good they are.
+
+Many independent chains run on tiny densities whose moments are known by quadrature, so that the
+mean of their last states has an honest standard error.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from poecaps.sampling import (
+    SAMPLERS,
+    Chains,
+    DensityTarget,
+    Sampler,
+    StepSize,
+    autocorrelation,
+    effective_sample_size,
+    geometric_ladder,
+    hmc_step,
+    sample,
+    split_rhat,
+    start_chains,
+    swap_replicas,
+)
+from tests.densities import ZOO, Known, from_zoo, make_density
+
+if TYPE_CHECKING:
+    from poecaps.energy import CapsuleDensity
+
+# Densities for which routing is differentiated need the most time.
+COUNT, FEW = 2000, 500
+SOME = ["even, linear", "routed over outputs", "ball, routed"]
+
+
+def chains_for(density: CapsuleDensity) -> int:
+    return COUNT if density.is_even else FEW
+
+
+def settings(sampler: Sampler, generator: torch.Generator, **changes: Any) -> dict[str, Any]:
+    """Enough steps for chains on simple densities to forget where they began."""
+    steps = {"hmc": 15, "langevin": 60, "gibbs": 30}[sampler]
+    size = {"hmc": 0.4, "langevin": 0.9, "gibbs": 0.4}[sampler]
+    return {
+        "sampler": sampler,
+        "steps": steps,
+        "anneal": 15,
+        "step_size": size,
+        "leapfrog_steps": 3,
+        "generator": generator,
+    } | changes
+
+
+# --------------------------------------------------------------------------------------------------
+# Invariance
+
+
+@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_chains_leave_exact_draws_exact(
+    sampler: Sampler, name: str, generator: torch.Generator
+) -> None:
+    """With steps so large that many are rejected, and the others have large errors."""
+    density = from_zoo(name, generator)
+    known, count = Known(density), chains_for(density)
+    start = known.draws(count, generator)
+    known.assert_are_draws(start)
+    size = {"hmc": 1.1, "langevin": 1.5, "gibbs": 0.8}[sampler]
+    options = settings(sampler, generator, anneal=0, steps=8, step_size=size)
+    samples = sample(density, count, start=start, **options)
+    known.assert_are_draws(samples.capsules)
+    assert 0.2 < samples.acceptance < 0.97
+    assert bool((samples.capsules != start).any((1, 2)).double().mean() > 0.9)
+    assert samples.free_energy.shape == (8, count)
+    torch.testing.assert_close(
+        samples.free_energy[-1], density.free_energy(samples.capsules).detach()
+    )
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_without_the_metropolis_test_the_draws_are_wrong(
+    name: str, generator: torch.Generator
+) -> None:
+    density = from_zoo(name, generator)
+    known, count = Known(density), chains_for(density)
+    start = density.base.to_white(known.draws(count, generator))
+    target = DensityTarget(density)
+
+    def moved(tested: bool) -> Tensor:
+        chains = start_chains(target, start, torch.ones(count, dtype=torch.float64))
+        for _ in range(8):
+            momentum = torch.randn(start.shape, dtype=torch.float64, generator=generator)
+            uniform = torch.rand(count, dtype=torch.float64, generator=generator)
+            chains, _ = hmc_step(
+                target, chains, momentum, uniform * tested, step_size=1.1, leapfrog_steps=3
+            )
+        return density.base.from_white(chains.position)
+
+    known.assert_are_draws(moved(tested=True))
+    with pytest.raises(AssertionError):
+        known.assert_are_draws(moved(tested=False))
+
+
+@pytest.mark.parametrize("name", ["even", "even, linear", "even, three capsules", "ball"])
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_chains_that_begin_at_the_base_measure_reach_the_density(
+    sampler: Sampler, name: str, generator: torch.Generator
+) -> None:
+    density = from_zoo(name, generator)
+    samples = sample(density, COUNT, **settings(sampler, generator))
+    Known(density).assert_are_draws(samples.capsules)
+    with pytest.raises(AssertionError):
+        Known(density, t=0.0).assert_are_draws(samples.capsules)
+
+
+@pytest.mark.parametrize("name", ["even, linear", "routed over outputs", "ball"])
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_chains_draw_at_a_temperature(
+    sampler: Sampler, name: str, generator: torch.Generator
+) -> None:
+    density = from_zoo(name, generator)
+    known, count = Known(density, t=1 / 2.5), chains_for(density)
+    options = settings(sampler, generator, anneal=0, temperature=2.5)
+    if not density.is_even:
+        options["steps"] = 8
+    samples = sample(density, count, start=known.draws(count, generator), **options)
+    known.assert_are_draws(samples.capsules)
+    with pytest.raises(AssertionError):
+        Known(density).assert_are_draws(samples.capsules)
+
+
+@pytest.mark.parametrize("name", ["even", "ball"])
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_chains_draw_from_the_density_with_a_ladder(
+    sampler: Sampler, name: str, generator: torch.Generator
+) -> None:
+    density = from_zoo(name, generator, std=1.5)
+    samples = sample(density, COUNT, **settings(sampler, generator, ladder=LADDER))
+    Known(density).assert_are_draws(samples.capsules)
+    assert len(samples.swap_rates) == 3
+    assert all(0.3 < rate < 1 for rate in samples.swap_rates)
+
+
+LADDER = (1.0, 0.6, 0.25, 0.0)
+
+
+def test_the_gibbs_sampler_is_exact_at_every_temperature(generator: torch.Generator) -> None:
+    """States are drawn with their probabilities at t; those at t = 1 would hold an expert on."""
+    density = make_density(generator, 1, 1, 1, 1, linear_dims=1)
+    with torch.no_grad():
+        density.weight.fill_(2.0)
+        density.log_strength.zero_()
+        density.origin.zero_()
+    hot, options = Known(density, t=0.2), settings("gibbs", generator, step_size=0.6)
+    start = hot.draws(COUNT, generator)
+    samples = sample(density, COUNT, start=start, temperature=5.0, **options)
+    hot.assert_are_draws(samples.capsules)
+    samples = sample(density, 5 * COUNT, ladder=(1.0, 0.3, 0.0), **options)
+    Known(density).assert_are_draws(samples.capsules)
+
+
+def test_exchanges_without_their_test_make_the_draws_wrong(
+    generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def always(chains: Chains, ladder: Tensor, uniform: Tensor, **odd: bool) -> Any:
+        return swap_replicas(chains, ladder, 0 * uniform, **odd)
+
+    density = from_zoo("even", generator, std=1.5)
+    monkeypatch.setattr("poecaps.sampling.swap_replicas", always)
+    samples = sample(density, COUNT, **settings("hmc", generator, ladder=LADDER))
+    with pytest.raises(AssertionError):
+        Known(density).assert_are_draws(samples.capsules)
+
+
+@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("sampler", ["hmc", "langevin"])
+def test_given_states_chains_draw_from_the_conditional_density(
+    sampler: Sampler, name: str, generator: torch.Generator
+) -> None:
+    """An expert that is on is never silent: its energy is infinite at z = 0."""
+    density = from_zoo(name, generator)
+    count, on = chains_for(density), torch.zeros(density.out_capsules)
+    on[0] = 1
+    known = Known(density, on=on)
+    start = known.draws(count, generator)
+    options = settings(sampler, generator, anneal=0, steps=8)
+    samples = sample(density, count, on=on, start=start, **options)
+    known.assert_are_draws(samples.capsules)
+    assert bool((samples.capsules != start).any((1, 2)).double().mean() > 0.9)
+    with pytest.raises(AssertionError):
+        Known(density, on=1 - on).assert_are_draws(samples.capsules)
+
+
+@pytest.mark.parametrize("name", ["even, linear", "routed over outputs", "ball"])
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_with_evidence_chains_draw_from_the_posterior(
+    sampler: Sampler, name: str, generator: torch.Generator
+) -> None:
+    """The sum of all numbers was observed to be 1, with noise."""
+    density = from_zoo(name, generator)
+    known, count = Known(density, evidence=one_in_all), chains_for(density)
+    start = known.draws(count, generator)
+    options = settings(sampler, generator, anneal=0, steps=8)
+    samples = sample(density, count, start=start, evidence=one_in_all, **options)
+    known.assert_are_draws(samples.capsules)
+    assert bool((samples.capsules != start).any((1, 2)).double().mean() > 0.9)
+    with pytest.raises(AssertionError):
+        Known(density).assert_are_draws(samples.capsules)
+
+
+def one_in_all(x: Tensor) -> Tensor:
+    return (x.sum((1, 2)) - 1).square() / (2 * 0.7**2)
+
+
+@pytest.mark.parametrize("components", [0, 1, 3])
+@pytest.mark.parametrize(("sampler", "iterations"), [*((s, 1) for s in SAMPLERS), ("hmc", 3)])
+def test_clamped_capsules_stay_and_the_others_are_drawn_given_them(
+    sampler: Sampler, iterations: int, components: int, generator: torch.Generator
+) -> None:
+    density = make_density(
+        generator, 3, 1, 2, 2, iterations=iterations, base_components=components, linear_dims=1
+    )
+    count = chains_for(density)
+    clamped = torch.tensor([False, True, False])
+    fixed = torch.tensor([[0.0], [1.5], [0.0]], dtype=torch.float64)
+    start = fixed + torch.randn(count, 3, 1, dtype=torch.float64, generator=generator)
+    start[:, clamped] = fixed[clamped]
+    options = settings(sampler, generator, start=start, clamped=clamped, keep_every=1)
+    samples = sample(density, count, **options)
+    for states in samples.strip:
+        torch.testing.assert_close(states[:, clamped], start[:, clamped], rtol=0, atol=1e-12)
+        if components == 0:
+            assert torch.equal(states[:, clamped], start[:, clamped])
+    Known(density, clamped=clamped, fixed=fixed).assert_are_draws(samples.capsules)
+    with pytest.raises(AssertionError):
+        Known(density, clamped=clamped, fixed=-fixed).assert_are_draws(samples.capsules)
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_capsules_can_be_clamped_on_the_ball(sampler: Sampler, generator: torch.Generator) -> None:
+    density = from_zoo("ball", generator)
+    clamped, fixed = torch.tensor([True, False]), torch.tensor([[0.7], [0.0]]).double()
+    start = fixed.repeat(COUNT, 1, 1)
+    samples = sample(density, COUNT, start=start, clamped=clamped, **settings(sampler, generator))
+    torch.testing.assert_close(samples.capsules[:, 0], start[:, 0], rtol=0, atol=1e-12)
+    Known(density, clamped=clamped, fixed=fixed).assert_are_draws(samples.capsules)
+
+
+def test_clamped_capsules_stay_with_a_ladder(generator: torch.Generator) -> None:
+    density = from_zoo("even, three capsules", generator)
+    clamped, fixed = torch.tensor([True, False, False]), torch.tensor([[1.0], [0.0], [0.0]])
+    start = fixed.double().repeat(COUNT, 1, 1)
+    options = settings("hmc", generator, start=start, clamped=clamped, ladder=(1.0, 0.3))
+    samples = sample(density, COUNT, **options)
+    torch.testing.assert_close(samples.capsules[:, 0], start[:, 0], rtol=0, atol=1e-12)
+    Known(density, clamped=clamped, fixed=fixed.double()).assert_are_draws(samples.capsules)
+
+
+# --------------------------------------------------------------------------------------------------
+# One step
+
+
+def test_the_step_size_may_differ_between_chains(generator: torch.Generator) -> None:
+    density = from_zoo("even, linear", generator)
+    target, sizes = DensityTarget(density), torch.tensor([0.1, 0.3, 0.5], dtype=torch.float64)
+    u = torch.randn(3, 2, dtype=torch.float64, generator=generator)
+    momentum = torch.randn(3, 2, dtype=torch.float64, generator=generator)
+    t, uniform = torch.tensor([1.0, 0.5, 0.0]).double(), torch.zeros(3, dtype=torch.float64)
+    chains = start_chains(target, u, t)
+    together, _ = hmc_step(target, chains, momentum, uniform, step_size=sizes, leapfrog_steps=4)
+    for n in range(3):
+        alone, _ = hmc_step(
+            target,
+            start_chains(target, u[n : n + 1], t[n : n + 1]),
+            momentum[n : n + 1],
+            uniform[:1],
+            step_size=sizes[n].item(),
+            leapfrog_steps=4,
+        )
+        torch.testing.assert_close(together.position[n], alone.position[0])
+    torch.testing.assert_close(together.energy, target.energy(together.position)[0])
+    torch.testing.assert_close(together.gradient, target.energy(together.position)[1])
+
+
+def test_a_trajectory_is_accepted_with_the_metropolis_probability(
+    generator: torch.Generator,
+) -> None:
+    density = from_zoo("even, linear", generator)
+    target = DensityTarget(density)
+    u = torch.randn(200, 2, dtype=torch.float64, generator=generator)
+    momentum = torch.randn(200, 2, dtype=torch.float64, generator=generator)
+    t, step = torch.full((200,), 0.7, dtype=torch.float64), 1.1
+
+    def hamiltonian(u: Tensor, p: Tensor) -> Tensor:
+        return 0.7 * target.energy(u)[0] + u.square().sum(-1) / 2 + p.square().sum(-1) / 2
+
+    def force(u: Tensor) -> Tensor:
+        return -0.7 * target.energy(u)[1] - u
+
+    half = momentum + step / 2 * force(u)
+    end = u + step * half
+    probability = (hamiltonian(u, momentum) - hamiltonian(end, half + step / 2 * force(end))).exp()
+    assert 20 < (probability < 1).sum() < 200
+    for factor, accepts in ((0.999, True), (1.001, False)):
+        uniform = factor * probability
+        chains = start_chains(target, u, t)
+        moved, accepted = hmc_step(
+            target, chains, momentum, uniform, step_size=step, leapfrog_steps=1
+        )
+        assert bool((accepted == accepts).all())
+        torch.testing.assert_close(moved.position, end if accepts else u)
+        assert torch.equal(moved.inverse_temperature, t)
+
+
+def test_a_chain_that_would_become_nan_stays(generator: torch.Generator) -> None:
+    target = DensityTarget(from_zoo("even", generator))
+    u = torch.randn(5, 2, dtype=torch.float64, generator=generator)
+    chains = start_chains(target, u, torch.ones(5, dtype=torch.float64))
+    momentum = torch.full((5, 2), 1e300, dtype=torch.float64)
+    moved, accepted = hmc_step(
+        target, chains, momentum, torch.zeros(5).double(), step_size=1e300, leapfrog_steps=2
+    )
+    assert not accepted.any()
+    assert torch.equal(moved.position, u)
+
+
+@pytest.mark.parametrize("name", ["even, linear", "routed over outputs", "ball, routed"])
+def test_a_target_at_t_has_t_times_the_energy_and_its_own_probabilities(
+    name: str, generator: torch.Generator
+) -> None:
+    density = from_zoo(name, generator)
+    target, t = DensityTarget(density), torch.tensor([0.0, 0.3, 1.0], dtype=torch.float64)
+    u = target.sample_base(3, generator)
+    for ours, theirs in zip(target.at(t).energy(u), target.energy(u), strict=True):
+        torch.testing.assert_close(ours, t.view(-1, *[1] * (theirs.ndim - 1)) * theirs)
+    z = density.preactivation(density.base.from_white(u))
+    expected = 1 - (1 + z.square().sum(-1)) ** (-t.unsqueeze(-1) * density.strength)
+    torch.testing.assert_close(target.at(t).on_probability(u), expected)
+    torch.testing.assert_close(target.on_probability(u)[2], expected[2])
+
+
+# --------------------------------------------------------------------------------------------------
+# Tempering
+
+
+def replicas(energy: Tensor) -> Chains:
+    """Chains with energies (L, C), whose positions and gradients tell them apart."""
+    number = torch.arange(energy.numel(), dtype=torch.float64)
+    position = torch.stack((number, -number), dim=1)
+    return Chains(position, energy.flatten(), 10 * position, torch.zeros(energy.numel()))
+
+
+def test_neighbours_of_the_right_pairs_exchange_their_states() -> None:
+    """Each of four levels has two chains, and the first chain of each pair is exchanged."""
+    energy = torch.arange(8, dtype=torch.float64).view(4, 2)
+    ladder = torch.tensor([1.0, 0.5, 0.2, 0.0], dtype=torch.float64)
+    uniform = torch.tensor([[0.0, 1.0]] * 3, dtype=torch.float64)
+    expected = {False: [2, 1, 0, 3, 6, 5, 4, 7], True: [0, 1, 4, 3, 2, 5, 6, 7]}
+    pairs = {False: [True, False, True], True: [False, True, False]}
+    for odd in (False, True):
+        before = replicas(energy)
+        chains, swapped = swap_replicas(before, ladder, uniform, odd=odd)
+        source = expected[odd]
+        assert torch.equal(chains.position, before.position[source])
+        assert torch.equal(chains.energy, before.energy[source])
+        assert torch.equal(chains.gradient, before.gradient[source])
+        assert torch.equal(chains.inverse_temperature, before.inverse_temperature)
+        assert swapped[:, 0].tolist() == pairs[odd]
+        assert not swapped[:, 1].any()
+
+
+def test_states_are_exchanged_with_their_probability() -> None:
+    """min(1, e^((t − t')(F − F'))): always if the colder chain has the higher energy."""
+    ladder = torch.tensor([1.0, 0.4], dtype=torch.float64)
+    energy = torch.tensor([[-3.0, -3.0, 2.0], [-1.0, -1.0, 1.0]], dtype=torch.float64)
+    probability = math.exp(0.6 * -2)
+    uniform = torch.tensor([[0.999 * probability, 1.001 * probability, 1.0]], dtype=torch.float64)
+    _, swapped = swap_replicas(replicas(energy), ladder, uniform, odd=False)
+    assert swapped.tolist() == [[True, False, True]]
+
+
+def test_rates_of_exchange_are_shares_of_the_attempts(generator: torch.Generator) -> None:
+    """Without experts all energies are 0, so that every attempt succeeds."""
+    density = make_density(generator, 2, 1, 2, 2, std=0.0)
+    for steps, anneal, rates in (
+        (1, 0, (1.0, 0.0, 1.0)),
+        (1, 1, (0.0, 1.0, 0.0)),
+        (5, 0, (1.0, 1.0, 1.0)),
+        (8, 3, (1.0, 1.0, 1.0)),
+    ):
+        samples = sample(density, 4, steps=steps, anneal=anneal, ladder=(1, 0.6, 0.3, 0))
+        assert samples.swap_rates == rates
+
+
+def test_the_acceptance_is_that_of_the_lowest_temperature(generator: torch.Generator) -> None:
+    """The levels of t near 0 accept nearly all, and that of t = 1 nearly nothing."""
+    density = make_density(generator, 2, 1, 2, 2, std=30.0, strength=40.0, linear_dims=2)
+    ladder = (1.0, 1e-4, 1e-5, 1e-6, 0.0)
+    samples = sample(
+        density, 500, steps=4, anneal=0, ladder=ladder, step_size=0.5, generator=generator
+    )
+    assert samples.acceptance < 0.5
+
+
+def test_a_geometric_ladder_falls_by_a_constant_factor() -> None:
+    assert geometric_ladder(5, 0.001) == pytest.approx((1, 0.1, 0.01, 0.001, 0))
+    assert geometric_ladder(3, 0.2) == (1, 0.2, 0)
+    assert geometric_ladder(2) == (1, 0)
+    with pytest.raises(ValueError, match="levels must be a whole number of at least 2"):
+        geometric_ladder(1)
+    with pytest.raises(ValueError, match="lowest must be between 0 and 1, but is 1"):
+        geometric_ladder(4, 1.0)
+
+
+# --------------------------------------------------------------------------------------------------
+# Sampling
+
+
+def test_the_step_size_is_adapted_and_then_frozen(generator: torch.Generator) -> None:
+    density = from_zoo("even", generator)
+
+    def step_size(steps: int, anneal: int, first: float = 0.01) -> float:
+        seeded = torch.Generator().manual_seed(1)
+        return sample(
+            density, 50, steps=steps, anneal=anneal, step_size=first, generator=seeded
+        ).step_size
+
+    assert step_size(20, 0) == 0.01
+    assert step_size(20, 30) == step_size(1, 30)
+    assert step_size(1, 30) > 0.015
+    assert step_size(1, 30, first=20.0) < 5
+
+
+def test_a_step_size_moves_towards_the_target_acceptance() -> None:
+    size = StepSize(torch.tensor(0.2), 0.6)
+    size.update(torch.tensor(1.0))
+    assert size.value.item() == pytest.approx(0.2 * math.exp(0.1 * 0.4))
+    size.update(torch.tensor(0.0))
+    assert size.value.item() == pytest.approx(0.2 * math.exp(0.1 * (0.4 - 0.6)))
+    size.frozen = True
+    held = size.value.item()
+    size.update(torch.tensor(1.0))
+    assert size.value.item() == held
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_the_same_seed_gives_the_same_draws(sampler: Sampler, generator: torch.Generator) -> None:
+    density = from_zoo("routed over outputs", generator)
+
+    def drawn(seed: int) -> Tensor:
+        seeded = torch.Generator().manual_seed(seed)
+        options = settings(sampler, seeded, anneal=2, steps=3, ladder=(1, 0.5))
+        return sample(density, 10, **options).capsules
+
+    assert torch.equal(drawn(3), drawn(3))
+    assert not torch.equal(drawn(3), drawn(4))
+
+
+def test_the_strip_holds_the_start_and_the_states_on_the_way(generator: torch.Generator) -> None:
+    density = from_zoo("even", generator)
+    start, reports = torch.randn(4, 2, 1, generator=generator).double(), []
+    samples = sample(
+        density,
+        4,
+        steps=7,
+        anneal=2,
+        start=start,
+        keep_every=3,
+        generator=generator,
+        report=lambda done, total: reports.append((done, total)),
+    )
+    assert len(samples.strip) == 4
+    torch.testing.assert_close(samples.strip[0], start)
+    torch.testing.assert_close(samples.strip[-1], samples.capsules)
+    assert not torch.equal(samples.strip[1], samples.strip[2])
+    assert reports == [(done, 9) for done in range(1, 10)]
+    assert sample(density, 4, steps=2, anneal=0, generator=generator).strip == ()
+
+
+def test_samples_know_their_diagnostics(generator: torch.Generator) -> None:
+    samples = sample(
+        from_zoo("ball", generator),
+        20,
+        steps=200,
+        step_size=0.4,
+        anneal=50,
+        leapfrog_steps=2,
+        generator=generator,
+    )
+    assert 500 < samples.effective_sample_size < 4000
+    assert samples.split_rhat == pytest.approx(1, abs=0.02)
+    short = sample(from_zoo("even", generator), 20, steps=3, anneal=0, generator=generator)
+    assert math.isnan(short.effective_sample_size)
+    assert math.isnan(short.split_rhat)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"count": 0}, ValueError, "count must be a whole number of at least 1, but is 0"),
+        ({"steps": 0}, ValueError, "steps must be a whole number of at least 1"),
+        ({"anneal": -1}, ValueError, "anneal must be a whole number of at least 0"),
+        ({"leapfrog_steps": 0}, ValueError, "leapfrog_steps must be"),
+        ({"temperature": 0.0}, ValueError, "temperature must be above 0"),
+        ({"step_size": 0.0}, ValueError, "step_size must be above 0"),
+        ({"step_size": math.nan}, ValueError, "step_size must be a finite number"),
+        ({"sampler": "gibb"}, ValueError, "sampler must be one of .*; did you mean 'gibbs'"),
+        ({"ladder": (1.0,)}, ValueError, "ladder must be two or more inverse temperatures"),
+        ({"ladder": (0.9, 0.5)}, ValueError, r"from 1 down to at least 0, but is \(0.9, 0.5\)"),
+        ({"ladder": (1.0, -0.1)}, ValueError, "ladder must be two or more inverse temperatures"),
+        ({"ladder": (1.0, 0.3, 0.3)}, ValueError, "ladder must fall from level to level"),
+        ({"on": torch.ones(3)}, ValueError, r"on must have shape \(J=2\)"),
+        ({"on": torch.full((2,), 0.5)}, ValueError, r"on must be 0 \(off\) or 1 \(on\)"),
+        ({"on": torch.ones(2), "sampler": "gibbs"}, ValueError, "draws the states itself"),
+        ({"start": torch.zeros(4, 3, 1).double()}, ValueError, "start must have shape"),
+        ({"start": torch.zeros(4, 2, 1)}, TypeError, "start is torch.float32 but"),
+        ({"start": torch.full((4, 2, 1), math.nan).double()}, ValueError, "start must be finite"),
+        ({"start": torch.zeros(3, 2, 1).double()}, ValueError, "must hold 4 states, but holds 3"),
+        ({"clamped": torch.ones(2)}, ValueError, "clamped needs start"),
+        (
+            {"clamped": torch.ones(3), "start": torch.zeros(4, 2, 1).double()},
+            ValueError,
+            r"clamped must have shape \(I=2\)",
+        ),
+    ],
+)
+def test_invalid_arguments_are_an_error(
+    options: dict[str, Any], error: type[Exception], message: str, generator: torch.Generator
+) -> None:
+    with pytest.raises(error, match=message):
+        sample(from_zoo("even", generator), **{"count": 4, "steps": 1, "anneal": 0} | options)
+
+
+# --------------------------------------------------------------------------------------------------
+# Diagnostics
+
+
+def autoregressive(rho: float, steps: int, chains: int, generator: torch.Generator) -> Tensor:
+    """x_(s+1) = ρ x_s + √(1−ρ²) ε, which has autocorrelation ρ^lag."""
+    noise = torch.randn(steps, chains, dtype=torch.float64, generator=generator)
+    trace = [noise[0]]
+    for each in noise[1:]:
+        trace.append(rho * trace[-1] + math.sqrt(1 - rho**2) * each)
+    return torch.stack(trace)
+
+
+@pytest.mark.parametrize("rho", [0.0, 0.5, 0.9, -0.4])
+def test_the_autocorrelation_of_an_autoregressive_process(
+    rho: float, generator: torch.Generator
+) -> None:
+    correlation = autocorrelation(autoregressive(rho, 2000, 50, generator))
+    assert correlation[0] == pytest.approx(1)
+    for lag in range(1, 8):
+        assert correlation[lag].item() == pytest.approx(rho**lag, abs=0.03)
+
+
+@pytest.mark.parametrize("rho", [0.0, 0.5, 0.9, -0.4])
+def test_the_effective_sample_size_of_an_autoregressive_process(
+    rho: float, generator: torch.Generator
+) -> None:
+    """n (1 − ρ)/(1 + ρ): that of independent draws is their number."""
+    trace = autoregressive(rho, 2000, 20, generator)
+    expected = trace.numel() * (1 - rho) / (1 + rho)
+    assert effective_sample_size(trace) == pytest.approx(expected, rel=0.15)
+
+
+def test_chains_that_disagree_are_worth_few_draws(generator: torch.Generator) -> None:
+    trace = torch.randn(200, 10, generator=generator)
+    assert split_rhat(trace) == pytest.approx(1, abs=0.01)
+    apart = trace + torch.arange(10) % 2
+    assert split_rhat(apart) > 1.1
+    assert effective_sample_size(apart) < 0.1 * effective_sample_size(trace)
+    drifting = trace + torch.linspace(0, 3, 200).unsqueeze(-1)  # all alike, but not at rest
+    assert split_rhat(drifting) > 1.1
+
+
+def test_diagnostics_of_constants_and_of_few_steps_are_not_numbers() -> None:
+    for trace in (torch.ones(10, 3), torch.randn(3, 3)):
+        assert math.isnan(effective_sample_size(trace))
+        assert math.isnan(split_rhat(trace))
+    for function in (effective_sample_size, split_rhat, autocorrelation):
+        with pytest.raises(ValueError, match=r"trace must have shape \(T, B\)"):
+            function(torch.ones(10))

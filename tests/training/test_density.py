@@ -1,0 +1,583 @@
+"""A density that learns by Markov chains."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+
+from poecaps import CapsuleNetwork, ModelError
+from poecaps.likelihood import estimate_log_partition, exact_log_partition, fit_log_partition
+from poecaps.options import DensityOptions, ModelOptions
+from poecaps.serialization import read_tensors, write_tensors
+from poecaps.training import PRESETS, Config, EncoderStage, Stage, TrainingError, resume, train
+from poecaps.training.chains import LearningChains
+from poecaps.training.checkpoint import CHECKPOINT, read_checkpoint
+from poecaps.training.config import DensityStage, stage_options
+from poecaps.training.distributed import Distributed, RandomNumbers
+from tests.densities import Known, make_density
+from tests.training.runs import Stop, assert_same_weights, metrics, weights, without_epochs
+from tests.training.test_distributed import EXACT, finish, torchrun
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from poecaps.energy import CapsuleDensity
+    from poecaps.training import Progress
+
+CHAINS, NUMBERS = 16, 32  # 8 capsules of dimension 4
+VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "usual": ({}, {}),
+    "without linear coordinates": ({"linear_dims": 0}, {"average": 0.0}),
+    "persistent": ({"base_components": 0}, {"lifetime": 0, "optimizer": "sgd"}),
+    "routed on the ball": ({"base": "ball", "base_components": 0, "iterations": 3}, {}),
+}
+
+
+def density_config(
+    data: Path, density: dict[str, Any] | None = None, stage: dict[str, Any] | None = None
+) -> Config:
+    """A run of 6 steps of the autoencoder and 12 of a density, and none of the other parts."""
+    config = without_epochs(data, autoencoder=Stage(epochs=1, learning_rate=5e-3))
+    options: dict[str, Any] = {"experts": (3, 4), "linear_dims": 2, "base_components": 4}
+    options |= {"strength": 2.0, **(density or {})}
+    usual: dict[str, Any] = {"epochs": 2, "chains": CHAINS, "lifetime": 6, "leapfrog_steps": 2}
+    usual |= {"partition_chains": 4, "partition_steps": 3, **(stage or {})}
+    return replace(
+        config,
+        model=replace(config.model, density=DensityOptions(**options)),
+        density=DensityStage(**usual),
+    )
+
+
+@pytest.fixture(scope="module")
+def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Uninterrupted runs of the variants, each made once."""
+    folders: dict[str, Path] = {}
+
+    def run(variant: str) -> Path:
+        if variant not in folders:
+            folders[variant] = tmp_path_factory.mktemp("density") / "run"
+            train(density_config(data, *VARIANTS[variant]), folders[variant])
+        return folders[variant]
+
+    return run
+
+
+def stop_at(step: int, stage: str = "density") -> Callable[[Progress], None]:
+    def stop(progress: Progress) -> None:
+        if progress.stage == stage and progress.step >= step:
+            raise Stop
+
+    return stop
+
+
+def images_of(data: Path) -> Tensor:
+    return torch.from_numpy(np.load(data) / 255).float().unsqueeze(1)
+
+
+# --------------------------------------------------------------------------------------------------
+# Runs
+
+
+@pytest.mark.parametrize(
+    ("variant", "step"),
+    [
+        ("usual", 0),
+        ("usual", 2),
+        ("usual", 12),
+        *((variant, 6) for variant in VARIANTS),
+    ],
+)
+def test_a_resumed_density_is_bit_identical(
+    variant: str, step: int, data: Path, whole: Callable[[str], Path], tmp_path: Path
+) -> None:
+    config = density_config(data, *VARIANTS[variant])
+    with pytest.raises(Stop):
+        train(config, tmp_path / "run", report=stop_at(step))
+    stopped = read_checkpoint(tmp_path / "run")
+    assert stopped.stage == 1
+    assert stopped.step == max(0, step - 1)
+    resume(tmp_path / "run")
+    assert_same_weights(tmp_path / "run", whole(variant))
+    assert metrics(tmp_path / "run") == metrics(whole(variant))
+
+
+def test_a_checkpoint_holds_the_chains(data: Path, tmp_path: Path) -> None:
+    with pytest.raises(Stop):
+        train(density_config(data), tmp_path / "run", report=stop_at(6))
+    state = read_checkpoint(tmp_path / "run").stage_state
+    assert state["position"].shape == (CHAINS, NUMBERS)
+    assert state["position"].std().item() == pytest.approx(1, abs=0.3)
+    assert state["chain_step"] == 5
+    assert state["average.0"].shape == (8, 3, 4, 4)
+    resume(tmp_path / "run", report=None)
+    assert not read_checkpoint(tmp_path / "run").stage_state  # the stage is over
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({"position": None}, "position is not a state of these chains"),
+        ({"position": torch.zeros(CHAINS, NUMBERS + 1)}, "position is not a state"),
+        ({"position": torch.full((CHAINS, NUMBERS), torch.nan)}, "position is not a state"),
+        ({"log_z": torch.zeros(CHAINS + 1)}, "log_z is not a state of these chains"),
+        ({"step_size": torch.zeros(1)}, "step_size is not a state of these chains"),
+        ({"chain_step": torch.tensor(torch.inf)}, "chain_step is not a state of these chains"),
+        ({"average.1": None}, "average.1 is not that of a density"),
+        ({"average.0": torch.zeros(8, 3, 4)}, "average.0 is not that of a density"),
+        ({"average.2": torch.full((3,), torch.nan)}, "average.2 is not that of a density"),
+    ],
+)
+def test_a_damaged_state_of_the_stage_is_one_clear_error(
+    state: dict[str, Tensor | None],
+    message: str,
+    stopped: Path,
+    tmp_path: Path,
+) -> None:
+    tensors, about = read_tensors(stopped / CHECKPOINT)
+    altered = {f"stage.{name}": value for name, value in state.items()}
+    changed = {name: value for name, value in (tensors | altered).items() if value is not None}
+    write_tensors(tmp_path / CHECKPOINT, changed, about)
+    with pytest.raises(ModelError, match=f"is damaged: {message}"):
+        resume(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def stopped(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that ended after 4 steps of the density."""
+    folder = tmp_path_factory.mktemp("stopped") / "run"
+    with pytest.raises(Stop):
+        train(density_config(data), folder, report=stop_at(5))
+    return folder
+
+
+def test_a_stage_without_chains_refuses_them(data: Path, tmp_path: Path) -> None:
+    config = replace(density_config(data), encoder=EncoderStage(epochs=1))
+    with pytest.raises(Stop):
+        train(config, tmp_path / "run", report=stop_at(4, "encoder 1"))
+    tensors, about = read_tensors(tmp_path / "run" / CHECKPOINT)
+    assert not any(name.startswith("stage.") for name in tensors)
+    tensors["stage.position"] = torch.zeros(CHAINS, NUMBERS)
+    write_tensors(tmp_path / "run" / CHECKPOINT, tensors, about)
+    with pytest.raises(ModelError, match="is damaged: encoder 1 has no state position"):
+        resume(tmp_path / "run")
+
+
+def test_two_processes_learn_the_density_that_one_learns(data: Path, tmp_path: Path) -> None:
+    """Chains, images and random numbers are divided; the other parts have no steps."""
+    arguments = """
+        --autoencoder.epochs 1 --encoder.epochs 0 --decoder.epochs 0 --pixel-decoder.epochs 0
+        --model.density.experts 3 4 --model.density.linear-dims 2 --model.density.strength 2
+        --model.density.base-components 4 --density.epochs 2 --density.chains 16
+        --density.lifetime 6 --density.leapfrog-steps 2 --density.partition-chains 4
+        --density.partition-steps 3"""
+    finish(torchrun(data, tmp_path / "two", *EXACT, *arguments.split()))
+    train(replace(density_config(data), precision="float32"), tmp_path / "one")
+    ours, theirs = weights(tmp_path / "two"), weights(tmp_path / "one")
+    names = [name for name in theirs if name.startswith(("density.", "whitening."))]
+    assert {"density.weight", "density.partition", "whitening.matrix"} < set(names)
+    for name in names:
+        error = (ours[name] - theirs[name]).norm()
+        assert error <= 1e-3 * theirs[name].norm() + 1e-4, (name, error)
+    last, expected = metrics(tmp_path / "two")[-1], metrics(tmp_path / "one")[-1]
+    assert last["held_out_free_energy"] == pytest.approx(expected["held_out_free_energy"], rel=1e-3)
+    assert last["acceptance"] == pytest.approx(expected["acceptance"], abs=1e-6)
+
+
+def two_clusters(count: int, seed: int) -> np.ndarray:
+    """Bars on the left or on the right, at two heights."""
+    random = np.random.default_rng(seed)
+    images = np.zeros((count, 20, 19), np.uint8)
+    for image in images:
+        column, row = (2, 12)[random.integers(2)], 4 + random.integers(4)
+        image[row : row + 8, column : column + 5] = 255
+    return images
+
+
+def test_a_density_learns_two_clusters(tmp_path: Path) -> None:
+    """Unseen images of the same kind become more probable than before the training."""
+    np.save(tmp_path / "clusters.npy", two_clusters(320, seed=0))
+    options = {"experts": (8, 4), "base_components": 2}
+    stage = {"epochs": 30, "chains": 64, "lifetime": 60, "learning_rate": 2e-2, "average": 0.98}
+    config = density_config(tmp_path / "clusters.npy", options, stage)
+    config = replace(config, batch_size=32, checkpoint_every=1e6)
+    before = train(replace(config, density=replace(config.density, epochs=0)), tmp_path / "before")
+    after = train(config, tmp_path / "after")
+    images = torch.from_numpy(two_clusters(100, seed=1) / 255).float().unsqueeze(1)
+    mean = []
+    for network in (before, after):
+        assert network.density is not None
+        estimate = estimate_log_partition(
+            network.density, chains=64, steps=60, generator=torch.Generator().manual_seed(0)
+        )
+        assert abs(estimate.bracket) < 1
+        fit_log_partition(network.density, estimate)
+        mean.append(network.log_prob(images).mean().item())
+    assert mean[1] > mean[0] + 3
+
+
+def test_the_metrics_are_those_of_images_and_chains(whole: Callable[[str], Path]) -> None:
+    names = {"loss", "learning_rate", "free_energy", "held_out_free_energy", "acceptance"}
+    for variant in VARIANTS:
+        lines = [line for line in metrics(whole(variant)) if line["stage"] == "density"]
+        assert [line["step"] for line in lines] == [3, 6, 9, 12]
+        expected = {*names, "chain_free_energy"}
+        if variant != "persistent":
+            expected |= {"log_partition", "nats"}
+        for line in lines:
+            assert line.keys() == expected | {"stage", "step", "epoch"}
+            if variant != "persistent":
+                nats = -line["held_out_free_energy"] - line["log_partition"]
+                assert line["nats"] == pytest.approx(nats)
+
+
+def test_a_density_learns_from_fewer_images_than_would_be_held_out(
+    data: Path, tmp_path: Path
+) -> None:
+    np.save(tmp_path / "few.npy", np.load(data)[:12])
+    network = train(density_config(tmp_path / "few.npy"), tmp_path / "run")
+    assert network.log_prob(images_of(data)).isfinite().all()
+    last = metrics(tmp_path / "run")[-1]
+    assert "free_energy" in last
+    assert "held_out_free_energy" not in last
+
+
+def test_the_result_is_an_average_of_the_weights_which_does_not_steer_the_training(
+    data: Path, tmp_path: Path
+) -> None:
+    """At step s the average keeps (1 + s)/(10 + s) of itself: its memory grows with the steps."""
+    seen: dict[int, Tensor] = {}
+
+    def watch(progress: Progress) -> None:
+        checkpoint = read_checkpoint(tmp_path / "average")
+        if checkpoint.stage == 1 and checkpoint.step > 0:
+            seen[checkpoint.step] = checkpoint.model["density.weight"]
+
+    train(density_config(data, stage={"average": 0.6}), tmp_path / "average", report=watch)
+    train(density_config(data, stage={"average": 0.0}), tmp_path / "last")
+    train(density_config(data, stage={"learning_rate": 0.0}), tmp_path / "first")
+    assert metrics(tmp_path / "average") == metrics(tmp_path / "last")
+    seen[0] = expected = weights(tmp_path / "first")["density.weight"]
+    seen[12] = weights(tmp_path / "last")["density.weight"]
+    for step in range(13):
+        decay = min((1 + step) / (10 + step), 0.6)
+        expected = decay * expected + (1 - decay) * seen[step]
+    found = weights(tmp_path / "average")["density.weight"]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-7)
+    assert not torch.allclose(found, seen[12], rtol=0.01)
+
+
+def test_a_density_leaves_all_other_parts_alone(
+    data: Path, whole: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Without a density, the model has no tensors of one, and the same autoencoder."""
+    train(density_config(data, stage={"epochs": 0}), tmp_path / "untrained")
+    config = replace(density_config(data), density=DensityStage(epochs=0))
+    model = replace(config.model, density=DensityOptions())
+    train(replace(config, model=model), tmp_path / "none")
+    learned, untrained, none = (
+        weights(whole("usual")),
+        weights(tmp_path / "untrained"),
+        weights(tmp_path / "none"),
+    )
+    own = {name for name in learned if name.startswith(("density.", "whitening."))}
+    assert none.keys() == learned.keys() - own
+    for name in learned.keys() - own:
+        assert torch.equal(learned[name], untrained[name]), name
+        if name.startswith(("autoencoder.", "preprocessing.")):
+            assert torch.equal(learned[name], none[name]), name
+    for name in ("density.weight", "density.log_strength", "density.partition"):
+        assert not torch.equal(learned[name], untrained[name])
+    for name in ("density.base.std", "density.base.directions", "whitening.matrix"):
+        assert torch.equal(learned[name], untrained[name])
+
+
+def test_a_trained_density_knows_its_partition_function_if_it_was_asked_to(
+    data: Path, whole: Callable[[str], Path], tmp_path: Path
+) -> None:
+    network = CapsuleNetwork.load(whole("usual"))
+    assert network.density is not None
+    assert math.isfinite(network.density.log_partition)
+    unknown = train(density_config(data, stage={"partition_steps": 0}), tmp_path / "run")
+    with pytest.raises(ValueError, match="log Z is not known yet"):
+        unknown.log_prob(images_of(data))
+    with pytest.raises(ValueError, match="this model has no density; train one with the preset"):
+        CapsuleNetwork().log_prob(torch.zeros(1, 1, 28, 28))
+
+
+def test_divergence_is_an_error(data: Path, tmp_path: Path) -> None:
+    with pytest.raises(
+        TrainingError, match=r"density diverged at step \d+ with a learning rate of .*; lower"
+    ):
+        train(density_config(data, stage={"learning_rate": 1e6}), tmp_path / "run")
+
+
+# --------------------------------------------------------------------------------------------------
+# Files
+
+
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("variant", ["usual", "routed on the ball"])
+def test_a_saved_density_gives_the_same_likelihood(
+    variant: str, half: bool, data: Path, whole: Callable[[str], Path], tmp_path: Path
+) -> None:
+    network, images = CapsuleNetwork.load(whole(variant)), images_of(data)
+    network.save(tmp_path / "saved", half=half)
+    loaded = CapsuleNetwork.load(tmp_path / "saved")
+    assert loaded.architecture == network.architecture
+    expected, found = network.log_prob(images), loaded.log_prob(images)
+    assert expected.std() > 0
+    assert torch.equal(found, expected) or half
+    torch.testing.assert_close(found, expected, rtol=0, atol=0.02)
+    assert network.density is not None
+    assert loaded.density is not None
+    assert loaded.density.log_partition == network.density.log_partition
+    stored = read_tensors(tmp_path / "saved" / "model.safetensors")[0]["density.weight"]
+    assert stored.dtype == (torch.float16 if half else torch.float32)
+
+
+def test_the_likelihood_of_images_is_relative_to_independent_capsules(
+    data: Path, whole: Callable[[str], Path]
+) -> None:
+    """log P(v) − log N(v; 0, 1), with v each capsule whitened by itself, for any map v → x."""
+    network, images = CapsuleNetwork.load(whole("usual")), images_of(data)
+    density, whitening = network.require_density(), network.whitening
+    assert whitening is not None
+    v = whitening.transform_each(network.activations(images))
+    jacobian = torch.autograd.functional.jacobian(
+        lambda v: whitening._equalize(v.view(1, 8, 4)).flatten(), torch.zeros(NUMBERS)
+    )
+    change = torch.linalg.slogdet(jacobian)[1]
+    independent = torch.distributions.Normal(0.0, 1.0).log_prob(v).sum((1, 2))
+    expected = density.log_prob(network.whitened(images)) + change - independent
+    torch.testing.assert_close(network.log_prob(images), expected, rtol=0, atol=1e-3)
+    assert change < -0.1
+
+
+def test_a_network_draws_and_decodes_capsules_of_its_density(whole: Callable[[str], Path]) -> None:
+    for variant in ("usual", "routed on the ball"):
+        network = CapsuleNetwork.load(whole(variant))
+        seeded = torch.Generator().manual_seed(0)
+        samples = network.sample_density(5, steps=6, generator=seeded)
+        images = network.decode_whitened(samples.capsules)
+        assert images.shape == (5, 1, 20, 19)
+        tied = network.decode_whitened(samples.capsules, tied=True)
+        assert ((tied >= 0) & (tied <= 1)).all()
+        features = network.activations(images)
+        torch.testing.assert_close(
+            network.decode_whitened(network.whiten(features), tied=True),
+            torch.sigmoid(network.logits(features, tied=True)),
+            rtol=0,
+            atol=1e-3,
+        )
+
+
+# --------------------------------------------------------------------------------------------------
+# Options
+
+
+def test_only_the_preset_energy_has_a_density() -> None:
+    for name, preset in PRESETS.items():
+        config = preset()
+        config.validate()
+        assert ("density" in stage_options(config)) == (name == "energy")
+        assert (config.model.density.experts is not None) == (name == "energy")
+        assert (config.density.epochs > 0) == (name == "energy")
+    default, energy = PRESETS["default"](), PRESETS["energy"]()
+    assert list(stage_options(energy))[:2] == ["autoencoder", "density"]
+    model = replace(energy.model, density=default.model.density)
+    assert replace(energy, model=model, density=default.density) == default
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"chains": 1, "lifetime": 0}, ValueError, "chains must be .* of at least 2, but is 1"),
+        ({"chains": 4}, ValueError, "chains must be a whole number of at least 5, but is 4"),
+        ({"chains": 8.5}, TypeError, "chains must be a whole number"),
+        ({"lifetime": -1}, ValueError, "lifetime must be a whole number of at least 0"),
+        ({"leapfrog_steps": 0}, ValueError, "leapfrog_steps must be .* of at least 1"),
+        ({"target_acceptance": 0.0}, ValueError, "density.target_acceptance between 0 and 1"),
+        ({"target_acceptance": 1.0}, ValueError, "density.target_acceptance between 0 and 1"),
+        ({"target_acceptance": 1.5}, ValueError, "target_acceptance must be at most 1"),
+        ({"average": 1.0}, ValueError, "density.average must be below 1"),
+        ({"average": -0.1}, ValueError, "average must be a finite number of at least 0"),
+        ({"partition_chains": 1}, ValueError, "partition_chains must be .* of at least 2"),
+        ({"partition_steps": -1}, ValueError, "partition_steps must be .* of at least 0"),
+        ({"init_std": -1.0}, ValueError, "init_std must be a finite number of at least 0"),
+        ({"epochs": -1}, ValueError, "epochs must be a whole number of at least 0"),
+    ],
+)
+def test_invalid_options_of_the_stage_are_an_error(
+    options: dict[str, Any], error: type[Exception], message: str, data: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=rf"density\.{message}|{message}"):
+        train(density_config(data, stage=options), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"experts": (3, 0)}, "every number of model.density.experts must be"),
+        ({"experts": 3}, "model.density.experts must be a number and a dimension, but is 3"),
+        ({"linear_dims": 5}, "model.density.linear_dims must be .* from 0 to 4, but is 5"),
+        ({"strength": 0.0}, "model.density.strength must be above 0"),
+        ({"base": "cube"}, "model.density.base must be one of 'gaussian', 'ball'"),
+        ({"base": "ball"}, "base_components must be 0 with base='ball', but is 4"),
+        ({"base_components": 33}, "components must be .* 32.*, but is 33"),
+        ({"base_components": -1}, "model.density.base_components must be"),
+        ({"base_max_variance": 0.0}, "model.density.base_max_variance must be above 0"),
+        ({"normalize": "input"}, "model.density.normalize must be one of"),
+    ],
+)
+def test_invalid_options_of_the_density_are_an_error(
+    options: dict[str, Any], message: str, data: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        train(density_config(data, options), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_model_without_a_density_cannot_train_one(data: Path) -> None:
+    config = replace(density_config(data), model=ModelOptions())
+    with pytest.raises(ValueError, match=r"density.epochs must be 0 .* set model.density.experts"):
+        replace(config, pixel_decoder=PRESETS["paper"]().pixel_decoder).validate()
+
+
+# --------------------------------------------------------------------------------------------------
+# Chains
+
+
+def chains_on(
+    density: CapsuleDensity,
+    generator: torch.Generator,
+    distributed: Distributed | None = None,
+    **options: Any,
+) -> LearningChains:
+    stage = DensityStage(**{"chains": 600, "lifetime": 60, "leapfrog_steps": 3} | options)
+    chains = LearningChains(density, stage, distributed or Distributed())
+    chains.step_size.fill_(0.5)
+    chains.start(generator)
+    return chains
+
+
+@pytest.fixture
+def density(generator: torch.Generator) -> CapsuleDensity:
+    return make_density(generator, 2, 1, 2, 2, linear_dims=1).float()
+
+
+@pytest.mark.parametrize("lifetime", [1, 2, 3, 7, 49, 187])
+def test_every_chain_starts_anew_once_in_a_lifetime(
+    lifetime: int, density: CapsuleDensity, generator: torch.Generator
+) -> None:
+    """No start is missed by rounding."""
+    chains = chains_on(density, generator, lifetime=lifetime, chains=64)
+    for start in (0, 1000 * lifetime):
+        starts, arrivals = torch.zeros(64), torch.zeros(64)
+        for step in range(start, start + 4 * lifetime):
+            chains.step.fill_(step + lifetime)
+            t, before, is_new = chains._inverse_temperature(chains.offsets)
+            starts += is_new
+            arrivals += (t >= 1) & (before < 1)
+            assert not before[is_new].any()
+            assert bool((t > before)[t < 1].all())
+        assert torch.equal(starts, torch.full((64,), 4.0))
+        assert lifetime < 3 or torch.equal(arrivals, torch.full((64,), 4.0))
+
+
+@pytest.mark.parametrize("count", [5, 8, 64])
+def test_some_chains_are_always_at_the_model(
+    count: int, density: CapsuleDensity, generator: torch.Generator
+) -> None:
+    for lifetime in (1, 2, 7, 50):
+        chains = chains_on(density, generator, chains=count, lifetime=lifetime)
+        for step in range(2 * lifetime):
+            chains.step.fill_(step)
+            share = chains.at_model().double().mean().item()
+            assert share > 0
+            assert share == pytest.approx(1 / 3, abs=1.5 / count + 0.05)
+
+
+def test_chains_of_the_model_are_draws_with_weights_of_a_mean(
+    density: CapsuleDensity, generator: torch.Generator
+) -> None:
+    chains = chains_on(density, generator)
+    random = RandomNumbers(generator, Distributed())
+    for _ in range(120):
+        capsules, weight = chains.advance(random)
+        assert weight.sum().item() == pytest.approx(1)
+    draws = capsules[weight > 0].double()
+    assert len(draws) == 200
+    Known(density.double()).assert_are_draws(draws)
+    assert chains.acceptance > 0.3
+
+
+def test_persistent_chains_are_draws_and_never_start_anew(
+    density: CapsuleDensity, generator: torch.Generator
+) -> None:
+    chains = chains_on(density, generator, lifetime=0)
+    random = RandomNumbers(generator, Distributed())
+    for _ in range(40):
+        capsules, weight = chains.advance(random)
+    torch.testing.assert_close(weight, torch.full((600,), 1 / 600))
+    Known(density.double()).assert_are_draws(capsules.double())
+    assert bool(chains.at_model().all())
+    assert math.isnan(chains.log_partition())
+
+
+def test_the_chains_estimate_the_partition_function_from_the_first_step_on(
+    density: CapsuleDensity, generator: torch.Generator
+) -> None:
+    """Also while chains are on their way that did not begin at the start of a life."""
+    exact = exact_log_partition(density)
+    chains = chains_on(density, generator)
+    random = RandomNumbers(generator, Distributed())
+    for step in range(150):
+        chains.advance(random)
+        if step in (0, 10, 30, 59, 149):
+            arrived = chains.log_z[chains.has_arrived > 0].double()
+            weight = (arrived - exact).exp()
+            error = weight.std().item() / math.sqrt(len(weight))
+            assert len(arrived) > 150
+            assert chains.log_partition() == pytest.approx(exact, abs=4 * error)
+            assert error < 0.4
+
+
+def test_the_step_size_of_the_chains_is_adapted(
+    density: CapsuleDensity, generator: torch.Generator
+) -> None:
+    for first in (0.1, 20.0):
+        chains = chains_on(density, generator, target_acceptance=0.7)
+        chains.step_size.fill_(first)
+        random = RandomNumbers(generator, Distributed())
+        for _ in range(150):
+            chains.advance(random)
+        assert chains.acceptance.item() == pytest.approx(0.7, abs=0.15)
+
+
+def test_processes_share_the_chains(density: CapsuleDensity, generator: torch.Generator) -> None:
+    """They begin at the same states as those of one process, which has all of them."""
+    state = generator.get_state()
+    one = chains_on(density, generator, chains=10)
+    parts = []
+    for rank in range(2):
+        generator.set_state(state)
+        parts.append(chains_on(density, generator, Distributed(rank, 2), chains=10))
+    assert torch.equal(torch.cat([part.position for part in parts]), one.position)
+    assert torch.equal(torch.cat([part.offsets for part in parts]), one.offsets)
+    saved = one.state()
+    for part in parts:
+        part.position.zero_()
+        part.load_state(saved, Path("checkpoint"))
+    assert torch.equal(torch.cat([part.position for part in parts]), one.position)
+    with pytest.raises(ValueError, match=r"density.chains must be a multiple of the number of"):
+        chains_on(density, generator, Distributed(0, 2), chains=11)
