@@ -12,6 +12,7 @@ from poecaps.training.config import (
     energy,
     paper,
 )
+from poecaps.training.density import fit_density
 from poecaps.training.errors import TrainingError
 from poecaps.training.progress import Progress
 from poecaps.training.run import TrainingResult, resume, resume_training, run_training, train
@@ -29,6 +30,7 @@ __all__ = [
     "TrainingResult",
     "default",
     "energy",
+    "fit_density",
     "paper",
     "resume",
     "resume_training",
