@@ -47,7 +47,7 @@ def test_one_expert_has_a_closed_form(
 ) -> None:
     density = one_expert(generator, strength, components)
     assert exact_log_partition(density, 8) == pytest.approx(closed_form(density), abs=1e-12)
-    result = estimate_log_partition(density, chains=300, steps=20, generator=generator)
+    result = estimate_log_partition(density, chains=600, steps=20, generator=generator)
     assert abs(result.forward - closed_form(density)) < 3 * result.forward_error
     assert result.forward_error < 0.05
 

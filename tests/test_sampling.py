@@ -7,12 +7,13 @@ mean of their last states has an honest standard error.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from poecaps.energy import CapsuleDensity
 from poecaps.sampling import (
     SAMPLERS,
     Chains,
@@ -29,9 +30,6 @@ from poecaps.sampling import (
     swap_replicas,
 )
 from tests.densities import ZOO, Known, from_zoo, make_density
-
-if TYPE_CHECKING:
-    from poecaps.energy import CapsuleDensity
 
 # Densities for which routing is differentiated need the most time.
 COUNT, FEW = 2000, 500
@@ -586,3 +584,38 @@ def test_diagnostics_of_constants_and_of_few_steps_are_not_numbers() -> None:
     for function in (effective_sample_size, split_rhat, autocorrelation):
         with pytest.raises(ValueError, match=r"trace must have shape \(T, B\)"):
             function(torch.ones(10))
+
+
+@pytest.mark.parametrize("components", [0, 3])
+def test_directions_on_which_no_expert_depends_can_be_left_out(
+    components: int, generator: torch.Generator
+) -> None:
+    density = CapsuleDensity(
+        3,
+        3,
+        2,
+        2,
+        linear_dims=1,
+        strength=2.5,
+        base_components=components,
+        dtype=torch.float64,
+        generator=generator,
+    )
+    density.reset_parameters(1.0, generator)
+    if components:
+        density.base.fit([torch.randn(50, 3, 3, generator=generator, dtype=torch.float64)])
+    full, reduced = DensityTarget(density), DensityTarget(density, reduced=True)
+    u, noise = torch.randn(2, 7, 9, generator=generator, dtype=torch.float64)
+    y = reduced.coordinates(u)
+    assert y.shape == (7, 4)
+    torch.testing.assert_close(reduced.positions(y, u), u)
+    moved = reduced.positions(y, noise)
+    torch.testing.assert_close(reduced.coordinates(moved), y)
+    assert not torch.allclose(moved, u)
+    energy, gradient = reduced.energy(y)
+    expected, full_gradient = full.energy(u)
+    torch.testing.assert_close(energy, expected)
+    torch.testing.assert_close(full.energy(moved)[0], expected)
+    torch.testing.assert_close(reduced.coordinates(full_gradient), gradient)
+    # The gradient has no part in the directions that are left out.
+    torch.testing.assert_close(full_gradient.norm(dim=1), gradient.norm(dim=1))

@@ -131,7 +131,7 @@ def estimate_log_partition(
         if report is not None:
             report(done, stages * steps)
 
-    target = DensityTarget(density)
+    target = DensityTarget(density, reduced=True)
     options: dict[str, Any] = {
         "leapfrog_steps": leapfrog_steps,
         "generator": generator,
@@ -151,7 +151,7 @@ def estimate_log_partition(
             generator=generator,
             report=tick,
         ).capsules
-    u = density.base.to_white(start)
+    u = target.coordinates(density.base.to_white(start))
     backward = _anneal(target, u, steps, step_sizes=sizes, reverse=True, **options)[0]
     low, low_error = _log_mean_exp(forward)
     high, high_error = _log_mean_exp(backward)

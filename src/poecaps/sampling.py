@@ -87,6 +87,12 @@ class DensityTarget:
     evidence
         Differentiable function of x, (B, I, K) → (B,), that is added to the energy: minus the
         log-likelihood of an observation. The target is then the posterior of x.
+    reduced
+        Whether to leave out the directions of u on which no expert depends, if there are any. With
+        even mixing and a Gaussian base, z = Mᵀu depends on u in the range of M only, and in all
+        other directions u is independent N(0, 1). Chains in the coordinates y = Qᵀu, with the QR
+        decomposition M = QR, need not move in these directions, and are much faster if the experts
+        have fewer numbers than the capsules. It cannot be combined with `evidence`.
     """
 
     def __init__(
@@ -94,16 +100,40 @@ class DensityTarget:
         density: CapsuleDensity,
         on: Tensor | None = None,
         evidence: Callable[[Tensor], Tensor] | None = None,
+        *,
+        reduced: bool = False,
     ) -> None:
         self.density, self.on, self.evidence = density, on, evidence
         self.strength = density.strength.detach()
         self._matrix: Tensor | None = None
+        self._directions: Tensor | None = None  # Q
         if density.is_even and isinstance(density.base, GaussianBase):
             # z = Wᵀ Σ^½ u: both maps are linear, so they are multiplied once.
             matrix = density.even_matrix().detach()
             self._matrix = density.base._multiply(
                 matrix.T, density.base.std, density.base.rest_std
             ).T.contiguous()
+            if reduced and evidence is None and self._matrix.shape[1] < self._matrix.shape[0]:
+                self._directions, self._matrix = torch.linalg.qr(self._matrix)
+
+    def coordinates(self, u: Tensor) -> Tensor:
+        """Return the coordinates in which chains move: y = Qᵀu, or u itself if none are left out.
+
+        Parameters
+        ----------
+        u : (B, I·K)
+
+        Returns
+        -------
+        (B, N)
+        """
+        return u if self._directions is None else u @ self._directions
+
+    def positions(self, coordinates: Tensor, noise: Tensor) -> Tensor:
+        """Return u at coordinates (B, N), with the other directions from noise (B, I·K)."""
+        if self._directions is None:
+            return coordinates
+        return noise + (coordinates - noise @ self._directions) @ self._directions.T
 
     def at(self, inverse_temperature: Tensor, on: Tensor | None = None) -> DensityTarget:
         """Return the target P_t, or P_t(x | a) of given states: a density with strengths t α_j.
@@ -149,7 +179,11 @@ class DensityTarget:
         return F.firing_probability(self._experts(u), self.strength)
 
     def sample_base(self, count: int, generator: torch.Generator | None = None) -> Tensor:
-        """Draw from the base measure: (count, N)."""
+        """Draw from the base measure, in the coordinates of `energy`: (count, N)."""
+        return self.coordinates(self.sample_positions(count, generator))
+
+    def sample_positions(self, count: int, generator: torch.Generator | None = None) -> Tensor:
+        """Draw u from the base measure: (count, I·K)."""
         weight = self.density.weight
         shape = (count, self.density.in_capsules * self.density.in_dim)
         noise = torch.randn(shape, generator=generator, device=weight.device, dtype=weight.dtype)
@@ -462,10 +496,9 @@ def sample(
         if sampler == "gibbs":
             raise ValueError("sampler='gibbs' draws the states itself; leave on=None, or use 'hmc'")
         states = on.to(weight).expand(count * len(levels), -1)
-    target = DensityTarget(density, states, evidence)
-    if start is None:
-        u = target.sample_base(count, generator)
-    else:
+    target = DensityTarget(density, states, evidence, reduced=clamped is None)
+    noise = u = target.sample_positions(count, generator)
+    if start is not None:
         density._check(start, ball=False, name="start")
         if len(start) != count:
             raise ValueError(f"start must hold {count} states, but holds {len(start)}")
@@ -474,11 +507,16 @@ def sample(
     ladder_t = torch.tensor(levels, **like) / temperature
     # The first step uses the gradient of the start, which must not move clamped capsules either.
     held: Target = target if project is None else _Held(target, project)
-    chains = start_chains(held, u.repeat(len(levels), 1), ladder_t.repeat_interleave(count))
+    position = target.coordinates(u).repeat(len(levels), 1)
+    chains = start_chains(held, position, ladder_t.repeat_interleave(count))
     size = StepSize(torch.tensor(INITIAL_STEP_SIZE if step_size is None else step_size, **like))
     accepted_count, trace = torch.zeros((), **like), []
     swaps, tries = torch.zeros(2, len(levels) - 1, **like)
     strip = [density.base.from_white(u)] if keep_every else []
+
+    def capsules() -> Tensor:
+        return density.base.from_white(target.positions(chains.position[:count], noise))
+
     for step in range(total):
         if step < anneal:
             share = 1.0 if start is not None else (step + 1) / anneal
@@ -498,11 +536,11 @@ def sample(
                 tries[step % 2 :: 2] += 1
             trace.append(chains.energy[:count])
         if keep_every and (step + 1) % keep_every == 0:
-            strip.append(density.base.from_white(chains.position[:count]))
+            strip.append(capsules())
         if report is not None:
             report(step + 1, total)
     return Samples(
-        density.base.from_white(chains.position[:count]),
+        capsules(),
         torch.stack(trace),
         (accepted_count / steps).item(),
         size.value.item(),
