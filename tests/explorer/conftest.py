@@ -15,7 +15,7 @@ import poecaps
 from poecaps.data import ImageSet
 from poecaps.explorer.render import ExplorerModel
 from poecaps.explorer.server import create_app, listen
-from poecaps.options import Architecture
+from poecaps.options import Architecture, DensityOptions
 from tests.networks import untrained
 
 if TYPE_CHECKING:
@@ -55,9 +55,40 @@ def colours() -> ExplorerModel:
     )
 
 
+def with_density(name: str, options: DensityOptions) -> ExplorerModel:
+    """Return a model of grey digits with a density, whose experts have large random weights."""
+    test = poecaps.data.load("mnist-sample", split="test")
+    images, generator = test.batch(range(100)), torch.Generator().manual_seed(3)
+    shape = Architecture(
+        features=8,
+        capsule_dim=4,
+        experts=((4, 5),),
+        joint_components=4,
+        expert_components=2,
+        density=options,
+    )
+    network = untrained(shape, images, generator)
+    assert network.density is not None
+    assert network.whitening is not None
+    with torch.no_grad():
+        activations = network.activations(images)
+        network.whitening.fit([activations])
+        network.density.base.fit([network.whiten(activations)])
+    network.density.reset_parameters(std=0.3, generator=generator)
+    return ExplorerModel(name, f"runs/{name}", network, ImageSet(test.images[:30]))
+
+
 @pytest.fixture(scope="session")
-def app(digits: ExplorerModel, colours: ExplorerModel) -> FastAPI:
-    return create_app([digits, colours])
+def walks() -> ExplorerModel:
+    """Six experts as a density over the features of grey digits."""
+    return with_density(
+        "walks", DensityOptions(experts=(6, 4), linear_dims=2, base_components=10, strength=2.0)
+    )
+
+
+@pytest.fixture(scope="session")
+def app(digits: ExplorerModel, colours: ExplorerModel, walks: ExplorerModel) -> FastAPI:
+    return create_app([digits, colours, walks])
 
 
 @contextmanager

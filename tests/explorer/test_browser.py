@@ -13,6 +13,7 @@ from PIL import Image
 from playwright.sync_api import expect, sync_playwright
 
 from poecaps.code_density import DOMAINS
+from poecaps.explorer import chains
 from poecaps.explorer.render import Setting
 from poecaps.explorer.server import create_app
 from tests.explorer.conftest import serving
@@ -192,12 +193,15 @@ def test_choosing_and_mixing_experts(page: Page, digits: ExplorerModel) -> None:
 
 def test_drawing_at_random(page: Page, digits: ExplorerModel) -> None:
     page.get_by_role("button", name="New draw").click()
-    expect(page.get_by_label("Seed")).not_to_have_value("0")
+    expect(page.get_by_label("Seed", exact=True)).not_to_have_value("0")
     shows(
         page,
-        drawn(digits, *digits.draw("learned", 0, int(page.get_by_label("Seed").input_value()))),
+        drawn(
+            digits,
+            *digits.draw("learned", 0, int(page.get_by_label("Seed", exact=True).input_value())),
+        ),
     )
-    page.get_by_label("Seed").fill("7")
+    page.get_by_label("Seed", exact=True).fill("7")
     page.keyboard.press("Enter")
     shows(page, drawn(digits, *digits.draw("learned", 0, 7)))
     for domain in DOMAINS:
@@ -475,3 +479,212 @@ def test_a_single_model_is_named(browser: Browser, digits: ExplorerModel, screen
 def test_among_several_models_the_choice_names_the_one(page: Page) -> None:
     expect(page.locator("#model")).to_be_visible()
     expect(page.locator("#model-name")).to_be_hidden()
+
+
+# --------------------------------------------------------------------------------------------------
+# Chains
+
+
+@pytest.fixture
+def walking(page: Page) -> Page:
+    """The page with the model that has a density, and its chains at their start."""
+    show_chains(page)
+    return page
+
+
+def show_chains(page: Page) -> None:
+    page.get_by_role("combobox", name="Model").select_option("walks")
+    panel = page.get_by_role("region", name="Chains")
+    panel.scroll_into_view_if_needed()
+    expect(page.locator("#chains-grid canvas[data-step='0']")).to_have_count(chains.MAX_CHAINS)
+    page.get_by_label("Steps at a time").select_option("1")
+
+
+def chain_shows(page: Page, expected: chains.Walk) -> None:
+    """Wait until the pictures of all chains are these."""
+    for chain, image in enumerate(expected.images):
+        shows(page, image[..., 0], f"#chains-grid button:nth-child({chain + 1}) canvas")
+    expect(page.locator("#chains-count")).to_have_text(f"step {expected.state.step}")
+
+
+def wait_for_step(page: Page, step: int) -> None:
+    """Wait until the chains have made more steps than this."""
+    for _ in range(3000):
+        if int(page.locator("#chains-grid canvas").first.get_attribute("data-step") or 0) > step:
+            return
+        page.wait_for_timeout(20)
+    pytest.fail(f"the chains have not made {step} steps")
+
+
+def test_chains_walk_step_by_step(walking: Page, walks: ExplorerModel) -> None:
+    at = chains.start(walks, chains.MAX_CHAINS, 0)
+    chain_shows(walking, at)
+    for _ in range(2):
+        walking.get_by_role("button", name="Step", exact=True).click()
+        at = chains.advance(walks, at.state, 1)
+        chain_shows(walking, at)
+    walking.get_by_label("Steps at a time").select_option("5")
+    walking.get_by_label("Temperature").fill("1")  # the right end
+    walking.get_by_role("button", name="Step", exact=True).click()
+    chain_shows(walking, chains.advance(walks, at.state, 5, 10.0))
+    expect(walking.locator("#chains-t")).to_have_text("annealing, t = 0.00")
+    expect(walking.locator("#chains-acceptance")).to_have_text(re.compile(r"acceptance [01]\.\d\d"))
+
+
+def test_playing_moves_the_pictures_until_the_pause(walking: Page) -> None:
+    after(walking, walking.get_by_role("button", name="Play").click, "#chains-grid canvas >> nth=0")
+    wait_for_step(walking, 30)
+    assert walking.locator("#chains-plot polyline").count() == chains.MAX_CHAINS
+    assert len(str(walking.locator("#chains-plot .followed").get_attribute("points")).split()) > 30
+    expect(walking.get_by_role("img", name="Chain 0 after 25 steps")).to_be_visible()
+    walking.get_by_role("button", name="Pause").click()
+    sent: list[str] = []
+    walking.on("request", lambda request: sent.append(request.url))
+    walking.wait_for_timeout(400)
+    assert sent == []
+
+
+@pytest.mark.parametrize(("motion", "milliseconds"), [("no-preference", 100), ("reduce", 1000)])
+def test_pictures_change_less_often_with_reduced_motion(
+    opened: Callable[..., Page], motion: Any, milliseconds: int
+) -> None:
+    page = opened()
+    page.emulate_media(reduced_motion=motion)
+    show_chains(page)
+    page.clock.install()  # from now on, time passes only in `run_for`
+    page.clock.pause_at(page.evaluate("Date.now() + 1000"))
+    page.get_by_role("button", name="Play").click()
+    page.clock.run_for(1)
+    count = page.locator("#chains-count")
+    expect(count).to_have_text("step 1")
+    page.clock.run_for(milliseconds - 10)
+    page.wait_for_timeout(300)
+    expect(count).to_have_text("step 1")
+    page.clock.run_for(20)
+    expect(count).to_have_text("step 2")
+
+
+def test_the_past_is_thinned_out_when_it_is_full(walking: Page) -> None:
+    walking.get_by_label("Steps at a time").select_option("10")
+    walking.get_by_role("button", name="Play").click()
+    wait_for_step(walking, 320)
+    walking.get_by_role("button", name="Pause").click()
+    expect(walking.locator("#chains-past")).to_have_text(
+        "Chain 0 every 50 steps, from left to right"
+    )
+    expect(walking.get_by_role("img", name="Chain 0 after 300 steps")).to_be_visible()
+    expect(walking.locator("#chains-t")).to_have_text("t = 1.00")
+
+
+def test_chains_start_again_from_the_same_or_another_seed(
+    walking: Page, walks: ExplorerModel
+) -> None:
+    walking.get_by_role("button", name="Step", exact=True).click()
+    expect(walking.locator("#chains-count")).to_have_text("step 1")
+    walking.get_by_role("button", name="Restart").click()
+    chain_shows(walking, chains.start(walks, chains.MAX_CHAINS, 0))
+    walking.locator("#chains-seed").fill("12")
+    walking.keyboard.press("Enter")
+    chain_shows(walking, chains.start(walks, chains.MAX_CHAINS, 12))
+    walking.get_by_role("button", name="Random seed").click()
+    expect(walking.locator("#chains-seed")).not_to_have_value("12")
+    seed = int(walking.locator("#chains-seed").input_value())
+    chain_shows(walking, chains.start(walks, chains.MAX_CHAINS, seed))
+
+
+def test_chains_start_from_a_drawn_digit(walking: Page, walks: ExplorerModel) -> None:
+    option = walking.locator("#chains-start option[value=image]")
+    expect(option).to_be_disabled()
+    sketch(walking, (0.3, 0.2), (0.6, 0.8))
+    walking.wait_for_timeout(300)  # every piece of the line is seen
+    expect(option).to_be_enabled()
+    walking.get_by_label("Start from").select_option("image")
+    drawing = pixels(walking, "#seen")[..., np.newaxis]
+    walking.locator("#chains-panel").scroll_into_view_if_needed()
+    begin = chains.start(walks, chains.MAX_CHAINS, 0, image=drawing)
+    chain_shows(walking, begin)
+    walking.get_by_role("button", name="Step", exact=True).click()
+    chain_shows(walking, chains.advance(walks, begin.state, 1))
+    expect(walking.locator("#chains-t")).to_have_text("t = 1.00")
+    sketch(walking, (0.7, 0.2), (0.3, 0.8))  # another drawing, and all chains start there
+    expect(walking.locator("#chains-count")).to_have_text("step 0")
+    walking.get_by_role("button", name="Clear").click()
+    expect(walking.get_by_label("Start from")).to_have_value("noise")
+
+
+def test_a_chain_is_followed(walking: Page, walks: ExplorerModel) -> None:
+    chosen = walking.locator("#chains-grid button").nth(3)
+    chosen.click()
+    expect(chosen).to_have_attribute("aria-pressed", "true")
+    begin = chains.start(walks, chains.MAX_CHAINS, 0)
+    shows(walking, begin.images[3, ..., 0], "#chains-strip canvas >> nth=0")
+    energy = f"{begin.free_energy[0, 3]:.1f}".replace("-", "−")
+    expect(walking.locator("#chains-now")).to_have_text(energy)
+    expect(chosen).to_have_attribute("aria-label", f"Chain 3, free energy {energy}")
+
+
+def test_chains_by_keyboard(opened: Callable[..., Page]) -> None:
+    page = opened()
+    show_chains(page)
+    page.locator("#chains-start").focus()
+    reached = ["chains-start"]
+    while len(reached) < 8:
+        page.keyboard.press("Tab")
+        reached.append(page.evaluate("document.activeElement.id"))
+    assert reached == [
+        *("chains-start", "chains-seed", "chains-random", "chains-steps"),
+        *("temperature", "chains-play", "chains-step", "chains-restart"),
+    ]
+    page.locator("#temperature").focus()
+    page.keyboard.press("End")
+    expect(page.locator("#temperature")).to_have_attribute("aria-valuetext", "10.00")
+    page.locator("#chains-play").focus()
+    page.keyboard.press("Space")
+    expect(page.locator("#chains-play")).to_have_text("Pause")
+    wait_for_step(page, 2)
+    page.keyboard.press("Space")
+    expect(page.locator("#chains-play")).to_have_text("Play")
+
+
+def test_the_panel_of_chains_fits_and_has_names(walking: Page) -> None:
+    test_everything_has_a_name_for_screen_readers(walking)
+    test_nothing_sticks_out_sideways(walking)
+    walking.locator("#chains-panel").scroll_into_view_if_needed()
+    expect(walking.locator("#chains-grid button").nth(0)).to_be_visible()
+
+
+def test_without_a_density_there_are_no_chains(page: Page) -> None:
+    expect(page.locator("#chains-panel")).to_be_hidden()
+    sent: list[str] = []
+    page.on("request", lambda request: sent.append(request.url))
+    page.locator("#sheet-panel").scroll_into_view_if_needed()
+    page.wait_for_timeout(200)
+    assert not any("chains" in url for url in sent)
+    show_chains(page)
+    page.get_by_role("button", name="Play").click()
+    page.get_by_role("combobox", name="Model").select_option("digits")
+    expect(page.locator("#chains-panel")).to_be_hidden()
+    page.wait_for_timeout(200)
+    sent.clear()
+    page.wait_for_timeout(300)
+    assert not any("chains" in url for url in sent)
+
+
+def test_an_error_pauses_the_chains(
+    opened: Callable[..., Page], walks: ExplorerModel, problems: list[str]
+) -> None:
+    page = opened()
+    show_chains(page)
+    reason = "a chain ends after 1,000,000 steps; start another one"
+    page.route(
+        "**/chains/steps", lambda route: route.fulfill(status=409, json={"error": reason}), times=1
+    )
+    page.get_by_role("button", name="Play").click()
+    expect(page.get_by_role("alert")).to_have_text(reason)
+    expect(page.locator("#chains-play")).to_have_text("Play")
+    page.get_by_role("button", name="Step", exact=True).click()
+    expect(page.get_by_role("alert")).to_be_empty()
+    begin = chains.start(walks, chains.MAX_CHAINS, 0)
+    chain_shows(page, chains.advance(walks, begin.state, 1))
+    assert all("409" in each for each in problems)
+    problems.clear()

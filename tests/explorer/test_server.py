@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import os
 import socket
@@ -20,6 +21,7 @@ import pytest
 from PIL import Image
 
 from benchmarks.explorer_load import load
+from poecaps.explorer import chains
 from poecaps.explorer.render import ExplorerModel, Setting
 from poecaps.explorer.server import STATIC, create_app
 from tests.explorer.conftest import serving
@@ -56,7 +58,7 @@ def error_of(response: httpx.Response) -> str:
 
 
 def test_models_and_their_sizes(client: httpx.Client, digits: ExplorerModel) -> None:
-    assert client.get("/api/models").json() == ["digits", "colours"]
+    assert client.get("/api/models").json() == ["digits", "colours", "walks"]
     about = client.get("/api/models/digits").json()
     assert (about["experts"], about["parameters"], about["grid"], about["test_images"]) == (
         4,
@@ -134,8 +136,135 @@ def test_lines_of_python_are_the_models(client: httpx.Client, digits: ExplorerMo
     }
 
 
+def test_chains_walk_from_noise_in_requests_of_their_own(
+    client: httpx.Client, walks: ExplorerModel
+) -> None:
+    body: dict[str, Any] = {"chains": 3, "seed": 5, "anneal": 6}
+    begin = client.post("/api/models/walks/chains", json=body).json()
+    wanted = chains.start(walks, 3, 5, anneal=6)
+    assert np.array_equal(begin["images"], wanted.images)
+    np.testing.assert_allclose(begin["free_energy"], wanted.free_energy, rtol=1e-5)
+    body = {"chain": begin["chain"], "steps": 4, "temperature": 2.5}
+    answer = client.post("/api/models/walks/chains/steps", json=body)
+    assert answer.headers["cache-control"] == "no-store"
+    after, wanted = answer.json(), chains.advance(walks, wanted.state, 4, 2.5)
+    assert np.array_equal(after["images"], wanted.images)
+    assert np.array_equal(after["accepted"], wanted.accepted)
+    np.testing.assert_allclose(after["free_energy"], wanted.free_energy, rtol=1e-5)
+    np.testing.assert_allclose(after["inverse_temperature"], [t / 15 for t in range(1, 5)])
+    assert (after["chain"]["step"], after["chain"]["temperature"]) == (4, 2.5)
+    assert client.post("/api/models/walks/chains/steps", json=body).json() == after  # stateless
+    further = client.post("/api/models/walks/chains/steps", json={"chain": after["chain"]}).json()
+    assert further["chain"]["step"] == 5
+
+
+def test_chains_walk_from_an_encoded_image(client: httpx.Client, walks: ExplorerModel) -> None:
+    file = client.get("/api/models/walks/images/7").content
+    seen = client.post("/api/models/walks/encode", content=file, headers=PNG).json()
+    pixels = np.array(seen["image"], np.uint8)
+    body = {"chains": 2, "image": base64.b64encode(pixels.tobytes()).decode()}
+    begin = client.post("/api/models/walks/chains", json=body).json()
+    assert walks.images is not None
+    wanted = chains.start(walks, 2, 0, image=np.asarray(walks.images.images[7]))
+    assert np.array_equal(begin["images"], wanted.images)
+    assert begin["chain"]["anneal"] == 0
+
+
+def test_a_model_says_how_many_chains_it_runs(client: httpx.Client) -> None:
+    said = {
+        name: client.get(f"/api/models/{name}").json()["chains"]
+        for name in ("digits", "colours", "walks")
+    }
+    assert said == {"digits": 0, "colours": 0, "walks": chains.MAX_CHAINS}
+
+
 # --------------------------------------------------------------------------------------------------
 # Errors
+
+
+def test_a_model_without_a_density_has_no_chains(client: httpx.Client) -> None:
+    chain = client.post("/api/models/walks/chains", json={}).json()["chain"]
+    for path, body in (("chains", {}), ("chains/steps", {"chain": chain})):
+        answer = client.post(f"/api/models/digits/{path}", json=body)
+        assert answer.status_code == 404
+        assert error_of(answer) == (
+            "digits has no density to run chains on; train a model with the preset energy"
+        )
+        assert client.post(f"/api/models/nothing/{path}", json=body).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        ({"chains": 0}, 422),
+        ({"chains": 9}, 422),
+        ({"chains": 1.5}, 422),
+        ({"seed": -1}, 422),
+        ({"seed": 2**53}, 422),
+        ({"anneal": 10_001}, 422),
+        ({"image": [[[0]]]}, 422),
+        ({"image": "not base64"}, 422),
+        ({"other": 1}, 422),
+        ([], 422),
+        ({"image": ""}, 409),
+        ({"image": "AAAA"}, 409),
+    ],
+)
+def test_chains_that_cannot_start_are_refused(client: httpx.Client, body: Any, status: int) -> None:
+    answer = client.post("/api/models/walks/chains", json=body)
+    assert answer.status_code == status
+    assert error_of(answer)
+
+
+def _encoded(numbers: Any) -> str:
+    return base64.b64encode(np.array(numbers, "<f4").tobytes()).decode()
+
+
+@pytest.mark.parametrize(
+    ("changed", "status"),
+    [
+        ({"steps": 0}, 422),
+        ({"steps": 11}, 422),
+        ({"temperature": 0.99}, 422),
+        ({"temperature": 101}, 422),
+        ({"temperature": "1"}, 422),
+        ({"chain": {"step_size": 0}}, 422),
+        ({"chain": {"step_size": 11}}, 422),
+        ({"chain": {"step": -1}}, 422),
+        ({"chain": {"step": 1_000_001}}, 422),
+        ({"chain": {"settled": 51}}, 422),
+        ({"chain": {"temperature": 0}}, 422),
+        ({"chain": {"position": "not base64"}}, 422),
+        ({"chain": {"position": "AAA"}}, 422),
+        ({"chain": {"position": 3}}, 422),
+        ({"chain": {"position": "A" * 6_000_000}}, 422),
+        ({"chain": {"position": ""}}, 409),
+        ({"chain": {"position": "AAAA"}}, 409),
+        ({"chain": {"position": _encoded([0.0])}}, 409),
+        ({"chain": {"position": _encoded([0.0] * 9 * 288)}}, 409),
+        ({"chain": {"position": _encoded([np.nan] * 288)}}, 409),
+        ({"chain": {"position": _encoded([1e30] * 288)}}, 409),
+        ({"chain": {"step": 1_000_000}}, 409),
+    ],
+)
+def test_steps_that_cannot_be_are_refused_in_one_line(
+    client: httpx.Client, changed: dict[str, Any], status: int
+) -> None:
+    chain = client.post("/api/models/walks/chains", json={}).json()["chain"]
+    body = {"steps": 1, **changed, "chain": chain | changed.get("chain", {})}
+    answer = client.post("/api/models/walks/chains/steps", json=body)
+    assert answer.status_code == status
+    assert 0 < len(error_of(answer)) < 200
+    assert "\n" not in error_of(answer)
+
+
+def test_a_chain_without_a_part_of_its_state_is_refused(client: httpx.Client) -> None:
+    chain = client.post("/api/models/walks/chains", json={}).json()["chain"]
+    for name in chain:
+        part = {key: value for key, value in chain.items() if key != name}
+        answer = client.post("/api/models/walks/chains/steps", json={"chain": part})
+        assert answer.status_code == 422
+        assert name in error_of(answer)
 
 
 @pytest.mark.parametrize(
@@ -347,6 +476,37 @@ def test_a_body_that_does_not_come_is_not_waited_for(narrow: httpx.Client) -> No
         head = "\r\n".join([*lines, "Content-Length: 100", "", ""])
         connection.sendall(head.encode() + b"{")
         assert b"408" in connection.recv(1000).split(b"\r\n")[0]
+
+
+def test_chains_run_off_the_event_loop(
+    walks: ExplorerModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While steps are made, the server answers everything else."""
+    begun, go_on = threading.Event(), threading.Event()
+    advance = chains.advance
+
+    def waiting(*args: Any) -> Any:
+        begun.set()
+        assert go_on.wait(30)
+        return advance(*args)
+
+    monkeypatch.setattr(chains, "advance", waiting)
+    with (
+        serving(create_app([walks])) as address,
+        httpx.Client(base_url=address, timeout=30, trust_env=False) as client,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        chain = client.post("/api/models/walks/chains", json={}).json()["chain"]
+        body = {"chain": chain}
+        steps = threads.submit(
+            httpx.post, f"{address}/api/models/walks/chains/steps", json=body, trust_env=False
+        )
+        assert begun.wait(30)
+        assert client.get("/api/models").status_code == 200
+        assert client.post("/api/models/walks/decode", json=PICTURE).status_code == 200
+        assert not steps.done()
+        go_on.set()
+        assert steps.result().status_code == 200
 
 
 def test_a_crowd_gets_an_honest_429_and_the_server_goes_on(colours: ExplorerModel) -> None:

@@ -125,8 +125,7 @@ def training_source(run: str | Path, path: str | None) -> tuple[str, str | None]
     ):
         sample = f"{source}-sample"
         print(
-            f"the full dataset {source} is not on this machine; using {sample} of the package "
-            f"(--data {source} downloads the full dataset)",
+            f"the full dataset {source} is not on this machine; using {sample} of the package",
             file=sys.stderr,
         )
         source = sample

@@ -8,12 +8,18 @@ import time
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
 from poecaps import plotting
-from poecaps.cli.generate import ROWS, describe_draws, draw_domain, draw_reconstructions
+from poecaps.cli.generate import (
+    ROWS,
+    describe_draws,
+    draw_density,
+    draw_domain,
+    draw_reconstructions,
+)
 from poecaps.cli.loading import load_figure_images
 from poecaps.cli.outputs import FIGURES, write_card
 from poecaps.code_density import DOMAINS
@@ -27,6 +33,7 @@ from poecaps.training import (
     run_training,
 )
 from poecaps.training.checkpoint import CHECKPOINT
+from poecaps.training.config import Preset  # noqa: TC001 (tyro reads the annotations)
 from poecaps.training.distributed import Distributed
 from poecaps.training.metrics import METRICS
 from poecaps.training.progress import TensorBoard, display
@@ -45,7 +52,7 @@ def train_command(preset_given: str) -> Callable[..., None]:
     def train(
         config: Annotated[Config, tyro.conf.arg(name="")] = PRESETS[preset_given](),  # noqa: B008
         *,
-        preset: Literal["default", "paper"] = "default",  # noqa: ARG001 (config has its values)
+        preset: Preset = "default",  # noqa: ARG001 (config has its values)
         out: Annotated[
             Path | None,
             tyro.conf.arg(
@@ -213,6 +220,9 @@ def _draw_figures(result: TrainingResult) -> Iterator[str]:
     for domain in DOMAINS:
         path = draw_domain(network, domain, None, ROWS, 0, folder / f"{domain}.png")
         yield f"{describe_draws(domain)}: {path}"
+    if network.density is not None:
+        path = draw_density(network, None, ROWS, 0, folder / "model.png")
+        yield f"draws from the energy, by chains from noise: {path}"
     if not result.metrics:  # no stage had an epoch
         return
     try:

@@ -20,6 +20,7 @@ import torch
 from poecaps import functional as F
 from poecaps._modules import in_batches
 from poecaps.code_density import DOMAIN_INFO
+from poecaps.sampling import DensityTarget
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -127,6 +128,12 @@ class ExplorerModel:
     def deviation(self) -> Tensor:
         """Change of the preactivation when a slider moves by 1: (J, D)."""
         return self.network.code_density.std.clamp(min=MIN_DEVIATION)
+
+    @cached_property
+    def chain_target(self) -> DensityTarget:
+        """The density on which chains walk; ValueError if the model has none."""
+        # It multiplies large matrices once, which takes longer than a step.
+        return DensityTarget(self.network.require_density())
 
     @torch.inference_mode()
     def preactivation(self, settings: Sequence[Setting]) -> Tensor:

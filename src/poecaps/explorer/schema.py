@@ -2,13 +2,33 @@
 
 from __future__ import annotations
 
+import base64
 from typing import Annotated, Any
 
+import numpy as np
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from poecaps.explorer.chains import (
+    ADAPTED_STEPS,
+    ANNEAL,
+    MAX_ANNEAL,
+    MAX_CHAINS,
+    MAX_STATE_BYTES,
+    MAX_STEP,
+    MAX_STEP_SIZE,
+    MAX_STEPS,
+    MAX_TEMPERATURE,
+    MIN_STEP_SIZE,
+    ChainError,
+    ChainState,
+)
 from poecaps.explorer.render import MAX_MAGNITUDE, MAX_OFFSET, Setting
 
 MAX_SETTINGS, MAX_PARAMETERS = 1024, 1024
+MAX_SEED = 2**53 - 1  # the largest integer that JavaScript represents exactly
+BASE64 = "^(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$"
+MAX_BASE64 = 4 * -(-MAX_STATE_BYTES // 3)
+FLOAT32 = "<f4"  # little-endian
 
 
 def _as_integer(value: Any) -> Any:
@@ -82,6 +102,166 @@ class Code(BaseModel):
         return cls(experts=experts)
 
 
+Seed = Annotated[
+    int,
+    Field(ge=0, le=MAX_SEED, description="The same seed gives the same chains."),
+    BeforeValidator(_as_integer),
+]
+Temperature = Annotated[float, Field(ge=1, le=MAX_TEMPERATURE, allow_inf_nan=False)]
+
+
+class ChainStart(BaseModel):
+    """Where Markov chains on the density of a model start."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    chains: Annotated[
+        int,
+        Field(ge=1, le=MAX_CHAINS, description="Number of chains."),
+        BeforeValidator(_as_integer),
+    ] = 1
+    seed: Seed = 0
+    anneal: Annotated[
+        int,
+        Field(
+            ge=0,
+            le=MAX_ANNEAL,
+            description="Steps in which chains from noise are annealed from the base measure to "
+            "the model.",
+        ),
+        BeforeValidator(_as_integer),
+    ] = ANNEAL
+    image: Annotated[
+        str | None,
+        Field(
+            max_length=MAX_BASE64,
+            pattern=BASE64,
+            description="Image at which all chains start: the H·W·C bytes of its pixels, row by "
+            "row, as base64. The chains are then not annealed. By default they start from noise.",
+        ),
+    ] = None
+
+    def pixels(self) -> Any:
+        """Return the bytes of the image as an array of uint8, or None."""
+        return None if self.image is None else np.frombuffer(base64.b64decode(self.image), np.uint8)
+
+
+class Chain(BaseModel):
+    """The state of chains: all that their next step depends on. Send it back as it is."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    seed: Seed
+    step: Annotated[
+        int,
+        Field(ge=0, le=MAX_STEP, description="Steps made so far."),
+        BeforeValidator(_as_integer),
+    ]
+    anneal: Annotated[
+        int,
+        Field(ge=0, le=MAX_ANNEAL, description="Steps in which the chains are annealed."),
+        BeforeValidator(_as_integer),
+    ]
+    temperature: Annotated[Temperature, Field(description="Temperature of the last step.")]
+    settled: Annotated[
+        int,
+        Field(
+            ge=0,
+            le=ADAPTED_STEPS,
+            description=f"Steps at this temperature, up to {ADAPTED_STEPS}; until then the "
+            "step size is adapted.",
+        ),
+        BeforeValidator(_as_integer),
+    ]
+    step_size: Annotated[
+        float,
+        Field(
+            ge=MIN_STEP_SIZE,
+            le=MAX_STEP_SIZE,
+            allow_inf_nan=False,
+            description="Length of a leapfrog step.",
+        ),
+    ]
+    position: Annotated[
+        str,
+        Field(
+            max_length=MAX_BASE64,
+            pattern=BASE64,
+            description="I·K numbers for each chain, float32 in little-endian order, as base64.",
+        ),
+    ]
+
+    def state(self) -> ChainState:
+        """Convert to the state of `poecaps.explorer.chains`; raise ChainError if it is none."""
+        data = base64.b64decode(self.position)
+        if len(data) % 4:
+            raise ChainError(f"the state must hold float32, but has {len(data):,} bytes")
+        return ChainState(
+            np.frombuffer(data, FLOAT32).astype(np.float32),
+            self.seed,
+            self.step,
+            self.anneal,
+            self.temperature,
+            self.settled,
+            self.step_size,
+        )
+
+    @classmethod
+    def from_state(cls, state: ChainState) -> Chain:
+        """Convert from the state of `poecaps.explorer.chains`."""
+        return cls(
+            seed=state.seed,
+            step=state.step,
+            anneal=state.anneal,
+            temperature=state.temperature,
+            settled=state.settled,
+            step_size=state.step_size,
+            position=base64.b64encode(state.position.astype(FLOAT32).tobytes()).decode(),
+        )
+
+
+class ChainSteps(BaseModel):
+    """Steps that chains make."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    chain: Chain
+    steps: Annotated[
+        int,
+        Field(ge=1, le=MAX_STEPS, description="Number of steps."),
+        BeforeValidator(_as_integer),
+    ] = 1
+    temperature: Annotated[
+        Temperature,
+        Field(description="1 is the model, higher is closer to the base measure."),
+    ] = 1.0
+
+
+class Walk(BaseModel):
+    """A start of B chains, or T steps of them."""
+
+    chain: Annotated[Chain, Field(description="The state, for the next request.")]
+    images: Annotated[
+        list[list[list[list[int]]]],
+        Field(description="Image of each chain: (B, H, W, C), from 0 to 255."),
+    ]
+    free_energy: Annotated[
+        list[list[float]],
+        Field(description="Free energy after each step: (T, B); of a start, one row."),
+    ]
+    accepted: Annotated[
+        list[list[bool]],
+        Field(description="Whether each step was accepted: (T, B); of a start, empty."),
+    ]
+    inverse_temperature: Annotated[
+        list[float],
+        Field(
+            description="Of each step, from 0 (the base measure) to 1 (the model): (T,); "
+            "of a start, empty."
+        ),
+    ]
+
+
 class ModelInfo(BaseModel):
     """The sizes of a model, and the mean and standard deviation of the codes of its experts."""
 
@@ -102,6 +282,9 @@ class ModelInfo(BaseModel):
         int, Field(description="Distance in pixels of the receptive fields of neighbours.")
     ]
     test_images: Annotated[int, Field(description="Number of test images.")]
+    chains: Annotated[
+        int, Field(description="Most chains of a request; 0 if the model has no density.")
+    ]
     mean: Annotated[
         list[list[float]],
         Field(description="Vectors before squashing where all offsets are 0: (J, D)."),

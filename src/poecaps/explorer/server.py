@@ -18,9 +18,20 @@ from starlette.exceptions import HTTPException as StarletteError
 
 from poecaps._version import __version__
 from poecaps.code_density import Domain  # noqa: TC001 (FastAPI reads the annotations)
-from poecaps.explorer import pictures
+from poecaps.explorer import chains, pictures
 from poecaps.explorer.render import STRIDE
-from poecaps.explorer.schema import Code, Encoding, Error, ModelInfo, PythonCode
+from poecaps.explorer.schema import (
+    MAX_SEED,
+    Chain,
+    ChainStart,
+    ChainSteps,
+    Code,
+    Encoding,
+    Error,
+    ModelInfo,
+    PythonCode,
+    Walk,
+)
 from poecaps.explorer.security import LOCAL_HOSTS, SecurityMiddleware
 
 if TYPE_CHECKING:
@@ -42,7 +53,6 @@ THREADS = 2  # each computes on one core, so that a long request does not delay 
 ALL_ADDRESSES = ("0.0.0.0", "::")  # noqa: S104 (recognized, not used as a default)
 MAX_SCALE = 20
 MAX_INT = 2**31 - 1
-MAX_SEED = 2**53 - 1  # the largest integer that JavaScript represents exactly
 NO_STORE = {"cache-control": "no-store"}
 IMAGE_TYPES = ("image/png", "image/jpeg", "image/webp")
 
@@ -79,8 +89,9 @@ def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
     meanings = {
         400: "The body is not JSON text.",
         403: "The request comes from another site.",
-        404: "There is no such model, expert, parameter or image.",
+        404: "There is no such model, expert, parameter, image or density.",
         408: "The request took too long to arrive.",
+        409: "The chain or its image does not belong to the model, or the chain has ended.",
         413: "The request is too large.",
         415: "The content type of the body is not that of a picture.",
         422: "The request is not valid.",
@@ -142,6 +153,7 @@ def create_app(models: Sequence[ExplorerModel], **limits: Any) -> FastAPI:
     app.add_exception_handler(StarletteError, _http_error)
     _add_models(app, registry)
     _add_codes(app, registry)
+    _add_chains(app, registry)
     _add_page(app)
     return app
 
@@ -169,6 +181,7 @@ def _add_models(app: FastAPI, registry: ModelRegistry) -> None:
             field=found.receptive_field,
             stride=STRIDE,
             test_images=0 if found.images is None else len(found.images),
+            chains=chains.max_chains(found),
             mean=found.mean.tolist(),
             deviation=found.deviation.tolist(),
         )
@@ -319,6 +332,62 @@ def _encode(model: ExplorerModel, data: bytes, centre: bool, invert: bool) -> JS
         "routing": encoded.routing.tolist(),
     }
     return JSONResponse(content, headers=NO_STORE)
+
+
+def _add_chains(app: FastAPI, registry: ModelRegistry) -> None:
+    @app.post("/api/models/{model}/chains", response_model=Walk, responses=_errors(409))
+    async def start_chains(
+        model: Name, start: Annotated[ChainStart, Body(description="Where the chains start.")]
+    ) -> JSONResponse:
+        """Start Markov chains on the density of a model, from noise or at an image."""
+        found = _find_with_density(registry, model)
+        return await registry.compute(_start_chains, found, start)
+
+    @app.post("/api/models/{model}/chains/steps", response_model=Walk, responses=_errors(409))
+    async def step_chains(
+        model: Name, steps: Annotated[ChainSteps, Body(description="The chains, and their steps.")]
+    ) -> JSONResponse:
+        """Make steps of Hamiltonian Monte Carlo with the chains of an earlier response."""
+        found = _find_with_density(registry, model)
+        return await registry.compute(_step_chains, found, steps)
+
+
+def _start_chains(model: ExplorerModel, start: ChainStart) -> JSONResponse:
+    try:
+        walk = chains.start(
+            model, start.chains, start.seed, anneal=start.anneal, image=start.pixels()
+        )
+    except chains.ChainError as error:
+        raise HTTPException(409, str(error)) from error
+    return _walk_response(walk)
+
+
+def _step_chains(model: ExplorerModel, steps: ChainSteps) -> JSONResponse:
+    try:
+        walk = chains.advance(model, steps.chain.state(), steps.steps, steps.temperature)
+    except chains.ChainError as error:
+        raise HTTPException(409, str(error)) from error
+    return _walk_response(walk)
+
+
+def _walk_response(walk: chains.Walk) -> JSONResponse:
+    content = {
+        "chain": Chain.from_state(walk.state).model_dump(),
+        "images": walk.images.tolist(),
+        "free_energy": walk.free_energy.tolist(),
+        "accepted": walk.accepted.tolist(),
+        "inverse_temperature": walk.inverse_temperature,
+    }
+    return JSONResponse(content, headers=NO_STORE)
+
+
+def _find_with_density(registry: ModelRegistry, name: str) -> ExplorerModel:
+    model = registry.find(name)
+    if model.network.density is None:
+        raise HTTPException(
+            404, f"{name} has no density to run chains on; train a model with the preset energy"
+        )
+    return model
 
 
 def _image_response(pixels: Any, as_: str, scale: int) -> Response:

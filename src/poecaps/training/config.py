@@ -14,7 +14,7 @@ from poecaps.functional import MIXINGS, Mixing
 from poecaps.options import DensityOptions, ModelOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
 Precision = Literal["auto", "float32", "bfloat16"]
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
@@ -320,7 +320,8 @@ def energy() -> Config:
     )
 
 
-PRESETS = {"default": default, "paper": paper, "energy": energy}
+Preset = Literal["default", "paper", "energy"]
+PRESETS: dict[str, Callable[[], Config]] = {"default": default, "paper": paper, "energy": energy}
 
 # Options that depend on the machine and do not change the trained model (but for rounding).
 MACHINE_OPTIONS = ("data_path", "device", "checkpoint_every")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, cast
 
@@ -12,10 +11,8 @@ from torch import nn
 
 from poecaps import functional as F
 from poecaps._files import ModelError
-from poecaps.likelihood import estimate_log_partition, fit_log_partition
 from poecaps.metrics import effective_rank
-from poecaps.training.chains import LearningChains
-from poecaps.training.seeds import Stream, derive_seed
+from poecaps.training.density import DensityLearner
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -131,13 +128,7 @@ class AutoencoderTrainer(StageTrainer):
 
 
 class DensityTrainer(StageTrainer):
-    """A density over the input capsules learns by maximum likelihood.
-
-    The gradient of log P(x) is −∂F(x)/∂W on images minus the same on draws of the density, which
-    Markov chains provide (`poecaps.training.chains`). The result is a running average of the
-    weights: how probable the density makes its modes oscillates while it learns, because the
-    chains follow it with a delay, and the average does not.
-    """
+    """A density over the input capsules learns by maximum likelihood, see `DensityLearner`."""
 
     module: CapsuleDensity
     options: DensityStage
@@ -150,7 +141,7 @@ class DensityTrainer(StageTrainer):
         self.name, self.options, self.module, self.seed = "density", options, density, seed
 
     def prepare(self, fresh: bool, generator: torch.Generator) -> None:
-        """Compute the capsules; a fresh density fits its base measure and starts its chains."""
+        """Compute the capsules and start the chains; a fresh density fits its base measure."""
         self.cache.compute_inputs(0)
         order = torch.randperm(len(self.cache), generator=generator)
         held_out = min(MAX_HELD_OUT, len(self.cache) // HELD_OUT_DIVISOR)
@@ -159,10 +150,8 @@ class DensityTrainer(StageTrainer):
         if fresh:
             self.cache.fit_density_base()
             _reset_parameters(self.module, self.options.init_std, generator)
-        self.chains = LearningChains(self.module, self.options, self.cache.distributed)
-        self.average = [each.detach().clone() for each in self.module.parameters()]
-        if fresh:
-            self.chains.start(generator)
+        self.learner = DensityLearner(self.module, self.options, self.cache.distributed)
+        self.learner.chains.start(generator)
 
     def data_on_device(self) -> bool:
         """Return whether all inputs of the stage are in the memory of the device."""
@@ -170,17 +159,8 @@ class DensityTrainer(StageTrainer):
 
     def loss(self, indices: Tensor, random: RandomNumbers) -> Tensor:
         """Compute the mean of F over images minus that over draws of the density."""
-        self._update_average()
-        x_model, weight = self.chains.advance(random)
-        x = self.cache.whitened(self.kept[indices.to(self.kept.device) % len(self.kept)])
-        energy = self.module.free_energy(torch.cat((x, x_model)))
-        data, model = energy.split((len(x), len(x_model)))
-        loss: Tensor = data.mean() - (weight * model).sum()
-        if self.module.linear_dims == 0:
-            # Without linear coordinates an origin has no effect, but the optimizer needs a
-            # gradient to have a state that a checkpoint can hold.
-            loss = loss + 0 * self.module.origin.sum()
-        return loss
+        kept = self.kept[indices.to(self.kept.device) % len(self.kept)]
+        return self.learner.loss(self.cache.whitened(kept), random)
 
     def metrics(self) -> dict[str, float]:
         """Compute the free energies of training images, held-out images and chains.
@@ -190,69 +170,36 @@ class DensityTrainer(StageTrainer):
         Without held-out images, with no chain at t = 1 or none that has arrived there, the numbers
         that need them are left out.
         """
-        density = self.module
+        density, chains = self.module, self.learner.chains
         train = density.free_energy(self.cache.whitened(self.cache.probe_indices())).mean()
         values = {"free_energy": train.item()}
         if len(self.held_out):
             held_out = density.free_energy(self.cache.whitened(self.held_out)).mean()
             values["held_out_free_energy"] = held_out.item()
-        capsules = density.base.from_white(self.chains.position)[self.chains.at_model()]
+        capsules = density.base.from_white(chains.position)[chains.at_model()]
         if len(capsules):
             values["chain_free_energy"] = density.free_energy(capsules).mean().item()
-        values["acceptance"] = self.chains.acceptance.item()
-        log_partition = self.chains.log_partition()
+        values["acceptance"] = chains.acceptance.item()
+        log_partition = chains.log_partition()
         if math.isfinite(log_partition):
             values["log_partition"] = log_partition
             if len(self.held_out):
                 values["nats"] = -values["held_out_free_energy"] - log_partition
         return values
 
-    @torch.no_grad()
     def finish(self) -> None:
         """Replace the weights by their average, and estimate the partition function."""
-        if self.options.epochs == 0:
-            return
-        self._update_average()
-        for parameter, average in zip(self.module.parameters(), self.average, strict=True):
-            parameter.copy_(average)
-        if self.options.partition_steps and self.cache.distributed.is_main:
-            seed = derive_seed(self.seed, Stream.PARTITION)
-            generator = torch.Generator(self.cache.device).manual_seed(seed)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # a wide bracket is reported by the likelihood
-                estimate = estimate_log_partition(
-                    self.module,
-                    chains=self.options.partition_chains,
-                    steps=self.options.partition_steps,
-                    leapfrog_steps=self.options.leapfrog_steps,
-                    generator=generator,
-                )
-            fit_log_partition(self.module, estimate)
+        if self.options.epochs > 0:
+            self.learner.finish(self.seed)
 
     def state(self) -> dict[str, Tensor]:
         """Return the chains, and the average of the weights."""
-        averages = {f"average.{number}": each for number, each in enumerate(self.average)}
-        return {**self.chains.state(), **averages}
+        return self.learner.state()
 
     def load_state(self, state: Mapping[str, Tensor], source: Path) -> None:
         """Restore the chains, and the average of the weights."""
-        if not state:
-            return
-        self.chains.load_state(state, source)
-        for number, average in enumerate(self.average):
-            found = state.get(f"average.{number}")
-            if found is None or found.shape != average.shape or not found.isfinite().all():
-                raise ModelError(f"{source} is damaged: average.{number} is not that of a density")
-            average.copy_(found)
-
-    @torch.no_grad()
-    def _update_average(self) -> None:
-        """Add the current weights to the average, whose memory grows with the steps at first."""
-        step = self.chains.step
-        decay = torch.clamp((1 + step) / (10 + step), max=self.options.average)
-        rate = (1 - decay).to(torch.float32)
-        for parameter, average in zip(self.module.parameters(), self.average, strict=True):
-            average.lerp_(parameter.detach(), rate)
+        if state:
+            self.learner.load_state(state, source)
 
 
 class EncoderTrainer(StageTrainer):

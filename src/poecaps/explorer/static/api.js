@@ -73,6 +73,11 @@ export async function encode(name, blob, { centre, invert }, signal) {
   return (await request(modelUrl(name, `/encode?${query}`), options)).json();
 }
 
+const walk = async (name, path, body, signal) =>
+  (await request(modelUrl(name, path), post(body, signal))).json();
+export const startChains = (name, body, signal) => walk(name, "/chains", body, signal);
+export const stepChains = (name, body, signal) => walk(name, "/chains/steps", body, signal);
+
 /** Requests of which only the latest matters: a new one cancels the previous one. */
 export class LatestRequest {
   #controller = new AbortController();

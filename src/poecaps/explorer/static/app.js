@@ -2,6 +2,7 @@
 
 import * as api from "./api.js";
 import { drawPixels } from "./canvas.js";
+import { Chains } from "./chains.js";
 import { byId, clearError, copyText, create, debounce, download, showError } from "./dom.js";
 import { Encoder } from "./encoder.js";
 import { Sliders } from "./sliders.js";
@@ -153,17 +154,30 @@ const traversal = new Traversal((parameter, offset) => changeSetting((setting) =
   setting.offsets[parameter] = offset;
 }));
 
-const encoder = new Encoder(page, updateLink, selectExpert);
+const chains = new Chains();
+
+const encoder = new Encoder(page, () => {
+  updateLink();
+  chains.setImage(page.state.pixels);
+}, selectExpert);
 
 new IntersectionObserver(([entry]) => {
   isTraversalVisible = entry.isIntersecting;
   if (isTraversalVisible && page.model && !isTraversalDrawn) updateTraversal();
 }).observe(byId("sheet-panel"));
 
-// A small copy of the image stays visible when the large one is scrolled out of view.
-new IntersectionObserver(([entry]) => {
-  byId("small-image").hidden = entry.isIntersecting;
-}, { threshold: 0.3 }).observe(byId("image"));
+// A small copy of the image stays visible when the large one is scrolled out of view, except in the
+// middle of the chains, which have images of their own.
+const inView = new Set();
+function watch(element, options) {
+  new IntersectionObserver(([entry]) => {
+    if (entry.isIntersecting) inView.add(element);
+    else inView.delete(element);
+    byId("small-image").hidden = inView.size > 0;
+  }, options).observe(element);
+}
+watch(byId("image"), { threshold: 0.3 });
+watch(byId("chains-panel"), { rootMargin: "-45% 0px" });
 
 function draw() {
   const { model, state } = page;
@@ -249,6 +263,7 @@ async function open(name, linked) {
     buildExperts();
     sliders.build(page.model.parameters);
     traversal.build(page.model.parameters);
+    chains.build(page.model);
   }
   byId("model").value = name;
   page.state = linked ?? initialState(name);

@@ -45,7 +45,7 @@ export function toFragment(state) {
   ];
   if (state.test !== null) parts.push(`t=${state.test}`);
   else if (state.pixels && state.pixels.length <= MAX_LINK_BYTES) {
-    parts.push(`i=${toBase64(state.pixels)}`);
+    parts.push(`i=${toUrlBase64(state.pixels)}`);
   }
   return `#${parts.join("&")}`;
 }
@@ -93,9 +93,12 @@ function decodeName(text) {
   }
 }
 
-function toBase64(pixels) {
-  const text = btoa(String.fromCharCode(...pixels));
-  return text.replaceAll("+", "-").replaceAll("/", "_").replaceAll("=", "");
+/** Convert bytes to base64. */
+export const toBase64 = (bytes) =>
+  btoa(bytes.reduce((text, byte) => text + String.fromCharCode(byte), ""));
+
+function toUrlBase64(pixels) {
+  return toBase64(pixels).replaceAll("+", "-").replaceAll("/", "_").replaceAll("=", "");
 }
 
 function fromBase64(text) {

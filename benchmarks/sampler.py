@@ -1,0 +1,211 @@
+"""Time one step of the sampler of a density: five leapfrog steps and a Metropolis test.
+
+`python -m benchmarks.sampler --device cuda --json docs/results/sampler-cuda.json` compares three
+ways to take the same step, for the sizes of the paper and for those of the preset `energy`:
+
+`poecaps`
+    `poecaps.sampling.hmc_step`. With one routing iteration, the energy and its gradient are two
+    matrix products; with more, the gradient goes through the routing kernels.
+`poecaps, replayed`
+    The same from a CUDA graph; on a GPU only.
+`einsum and autograd`
+    The equations as they are written: votes by einsum, routing, the energy, and its gradient by
+    autograd.
+`matrix product and autograd`
+    With one iteration only: votes are never formed, the energy is a matrix product, and autograd
+    finds the gradient.
+
+All of them use the same random numbers, and the largest difference of their results is shown. The
+alternatives take
+turns; times are medians with minimum and maximum.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from benchmarks import machine
+from poecaps import functional as F
+from poecaps.energy import CapsuleDensity
+from poecaps.sampling import DensityTarget, hmc_step, start_chains
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+    from benchmarks.machine import Step
+
+LEAPFROG_STEPS, STEP_SIZE = 5, 0.05
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sizes of a density and number of chains."""
+
+    experts: int
+    dim: int
+    iterations: int
+    chains: int
+
+    def __str__(self) -> str:
+        return f"{self.experts}×{self.dim}, R {self.iterations}, {self.chains} chains"
+
+
+INPUTS, IN_DIM = 576, 8
+CASES = (Case(20, 16, 1, 128), Case(200, 16, 1, 32), Case(20, 16, 3, 128))
+
+
+class Autograd:
+    """A target whose energy is written down by einsum, and whose gradient autograd finds."""
+
+    def __init__(self, density: CapsuleDensity, *, votes: bool) -> None:
+        self.density, self.votes = density, votes
+
+    def base(self, u: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute minus the log-density of the base measure and its gradient."""
+        return u.square().sum(-1) / 2, u
+
+    def energy(self, u: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute F and its gradient by autograd."""
+        density = self.density
+        with torch.enable_grad():
+            u = u.detach().requires_grad_()
+            x = u.view(-1, density.in_capsules, density.in_dim)
+            weight = density.weight.detach()
+            if self.votes:
+                routed = F.routing_by_agreement(
+                    x,
+                    weight,
+                    iterations=density.iterations,
+                    sharpness=density.sharpness,
+                    normalize=density.normalize,
+                )
+                z = routed.preactivation * density.out_capsules
+            else:
+                z = torch.einsum("bik,ijdk->bjd", x, weight)
+            z = F.forward_side(z, density.linear_dims, density.origin.detach())
+            energy = F.free_energy(z, strength=density.strength.detach())
+            (gradient,) = torch.autograd.grad(energy.sum(), u)
+        return energy.detach(), gradient
+
+
+def steps_of(case: Case, device: torch.device) -> dict[str, Callable[[], Tensor]]:
+    """Return the alternatives, each of which takes one step and returns the positions."""
+    density = CapsuleDensity(
+        INPUTS,
+        IN_DIM,
+        case.experts,
+        case.dim,
+        linear_dims=case.dim // 2,
+        strength=5.0,
+        iterations=case.iterations,
+        generator=torch.Generator(device).manual_seed(0),
+        device=device,
+    )
+    generator = torch.Generator(device).manual_seed(1)
+    shape = (case.chains, INPUTS * IN_DIM)
+    position, momentum = torch.randn(2, *shape, generator=generator, device=device)
+    uniform = torch.rand(case.chains, generator=generator, device=device)
+    one = torch.ones(case.chains, device=device)
+
+    def step_on(target: Any) -> Callable[[], Tensor]:
+        chains = start_chains(target, position, one)
+        options = {"step_size": STEP_SIZE, "leapfrog_steps": LEAPFROG_STEPS}
+
+        @torch.no_grad()
+        def step() -> Tensor:
+            return hmc_step(target, chains, momentum, uniform, **options)[0].position  # type: ignore[arg-type]
+
+        return step
+
+    ours = step_on(DensityTarget(density))
+    steps = {"poecaps": ours}
+    if device.type == "cuda":
+        steps["poecaps, replayed"] = replayed(ours)
+    steps["einsum and autograd"] = step_on(Autograd(density, votes=True))
+    if case.iterations == 1:
+        steps["matrix product and autograd"] = step_on(Autograd(density, votes=False))
+    return steps
+
+
+def replayed(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """Capture a step in a CUDA graph and return its replay."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = step()
+
+    def replay() -> Tensor:
+        graph.replay()
+        return result
+
+    return replay
+
+
+def measure(case: Case, rounds: int, device: torch.device) -> dict[str, Any]:
+    """Time the alternatives of a case, and compare their results."""
+    steps = steps_of(case, device)
+    expected = steps["einsum and autograd"]()
+    errors = {
+        name: ((step() - expected).norm() / expected.norm()).item() for name, step in steps.items()
+    }
+    plain: dict[str, Step] = dict(steps)
+    times = machine.time_in_turns(plain, rounds, device)
+    ours = min(times[name]["median_s"] for name in times if name.startswith("poecaps"))
+    return {
+        name: {**summary, "times_poecaps": summary["median_s"] / ours, "difference": errors[name]}
+        for name, summary in times.items()
+    }
+
+
+def table(case: str, results: dict[str, dict[str, float]]) -> str:
+    """Format the results of a case."""
+    lines = [f"{case:32} median ms      min      max  × poecaps  difference"]
+    for name, found in results.items():
+        times = (found[each] * 1e3 for each in ("median_s", "min_s", "max_s"))
+        numbers = " ".join(f"{value:8.3f}" for value in times)
+        lines.append(
+            f"  {name:30} {numbers}  {found['times_poecaps']:9.2f}  {found['difference']:.1e}"
+        )
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, print, and write the numbers if a file is named."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", default=default, choices=["cpu", "cuda"])
+    parser.add_argument(
+        "--rounds", type=int, default=7, help="how often the alternatives take turns (default: 7)"
+    )
+    parser.add_argument("--json", type=Path, help="file for the numbers")
+    options = parser.parse_args(arguments)
+    device = torch.device(options.device)
+    report: dict[str, Any] = {
+        "command": machine.command("benchmarks.sampler", parser, options),
+        "machine": machine.describe(device),
+        "cases": {},
+    }
+    print(json.dumps(report["machine"], indent=1, ensure_ascii=False), flush=True)
+    for case in CASES:
+        report["cases"][str(case)] = found = measure(case, options.rounds, device)
+        print(table(str(case), found), flush=True)
+    machine.write(report, options.json)
+
+
+if __name__ == "__main__":
+    main()
