@@ -74,7 +74,7 @@ def train_command(preset_given: str) -> Callable[..., None]:
         Parameters
         ----------
         preset
-            Values of other options: default (best codes), paper (as published) or energy (a density).
+            Values of other options: default (best results), paper (as published) or energy.
         out
             New folder for the results.
         resume
