@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,15 +12,27 @@ import torch
 
 from poecaps import CapsuleNetwork, squash, unsquash
 from poecaps.applications import (
+    denoise,
     encode,
     free_energy,
     inpaint,
+    inpaint_by_density,
     interpolate,
+    log_prob,
     nearest_neighbours,
     novelty_score,
 )
 from poecaps.data import ImageSet
-from poecaps.training import DecoderStage, EncoderStage, PixelDecoderStage, Stage, train
+from poecaps.options import DensityOptions
+from poecaps.training import (
+    DecoderStage,
+    EncoderStage,
+    PixelDecoderStage,
+    Stage,
+    fit_density,
+    train,
+)
+from poecaps.training.config import DensityStage
 from tests.training.runs import config_for
 
 
@@ -51,6 +64,168 @@ def network(tmp_path_factory: pytest.TempPathFactory) -> CapsuleNetwork:
     )
     data = ImageSet(bars(400, seed=0).numpy())
     return train(config, tmp_path_factory.mktemp("applications") / "run", data=data).eval()
+
+
+@pytest.fixture(scope="module")
+def dense(network: CapsuleNetwork) -> CapsuleNetwork:
+    """The same autoencoder with a density of its features, and without a pixel decoder."""
+    options = DensityOptions(experts=(16, 6), linear_dims=3, base_components=16)
+    sizes = replace(network.architecture, pixel_decoder=False, density=options)
+    made = CapsuleNetwork(sizes, generator=torch.Generator().manual_seed(0)).eval()
+    made.autoencoder.load_state_dict(network.autoencoder.state_dict())
+    assert made.whitening is not None
+    with torch.no_grad():
+        activations = made.activations(bars(400, seed=0))
+        made.whitening.fit([activations])
+        capsules = made.whiten(activations)
+    stage = DensityStage(
+        learning_rate=5e-3,
+        final_learning_rate_ratio=0.05,
+        chains=64,
+        lifetime=60,
+        leapfrog_steps=3,
+        average=0.95,
+        partition_chains=16,
+        partition_steps=50,
+    )
+    fit_density(made.require_density(), capsules, steps=150, batch_size=64, options=stage)
+    return made.requires_grad_(False)
+
+
+class TestLogProb:
+    def test_it_is_that_of_the_network_for_any_number_of_images(
+        self, dense: CapsuleNetwork
+    ) -> None:
+        images = bars(300, seed=1)  # more than one batch
+        found = log_prob(dense, images)
+        torch.testing.assert_close(found, dense.log_prob(images), rtol=1e-4, atol=1e-2)
+        assert not found.requires_grad
+
+    def test_bars_are_more_probable_than_noise(
+        self, dense: CapsuleNetwork, generator: torch.Generator
+    ) -> None:
+        noise = torch.rand(50, 1, 20, 19, generator=generator)
+        assert log_prob(dense, bars(50, seed=1)).median() > log_prob(dense, noise).max()
+
+    def test_a_network_without_a_density_raises_an_error(self, network: CapsuleNetwork) -> None:
+        with pytest.raises(ValueError, match="this model has no density; train one with"):
+            log_prob(network, bars(1, seed=0))
+
+
+def upper_half() -> torch.Tensor:
+    known = torch.ones(20, 19, dtype=torch.bool)
+    known[10:] = False
+    return known
+
+
+class TestInpaintByDensity:
+    def test_known_pixels_stay_and_every_draw_is_another_image(
+        self, dense: CapsuleNetwork, generator: torch.Generator
+    ) -> None:
+        images, known, reports = bars(2, seed=1), upper_half(), []
+        filled = inpaint_by_density(
+            dense,
+            images,
+            known,
+            draws=3,
+            steps=9,
+            generator=generator,
+            report=lambda done, total: reports.append((done, total)),
+        )
+        assert filled.shape == (3, 2, 1, 20, 19)
+        assert torch.equal(filled[:, :, :, :10], images[:, :, :10].expand(3, -1, -1, -1, -1))
+        assert ((filled >= 0) & (filled <= 1)).all()
+        for first, second in ((0, 1), (0, 2), (1, 2)):
+            assert (filled[first] - filled[second]).abs().amax((1, 2, 3)).min() > 0.01
+        assert reports == [(done, 9) for done in range(1, 10)]
+
+    def test_the_error_is_below_that_of_the_mean_image(
+        self, dense: CapsuleNetwork, generator: torch.Generator
+    ) -> None:
+        images, mean = bars(8, seed=1), bars(400, seed=0).mean(0)
+        filled = inpaint_by_density(
+            dense, images, upper_half(), draws=2, steps=60, generator=generator
+        ).mean(0)
+        errors = [(each - images)[:, :, 10:].square().mean() for each in (filled, mean)]
+        assert errors[0] < 0.8 * errors[1]
+
+    def test_hidden_pixels_are_not_read(self, dense: CapsuleNetwork) -> None:
+        images, known = bars(2, seed=1), upper_half()
+        spoiled = torch.where(known, images, torch.nan)
+        first, second = (
+            inpaint_by_density(
+                dense, each, known, draws=2, steps=6, generator=torch.Generator().manual_seed(1)
+            )
+            for each in (images, spoiled)
+        )
+        assert torch.equal(first, second)
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"noise": 0.0}, "noise must be above 0"),
+            ({"noise": -1.0}, "noise must be a finite number"),
+            ({"draws": 0}, "draws must be a whole number of at least 1"),
+            ({"steps": 1}, "steps must be a whole number of at least 2"),
+            ({"known": torch.ones(19, 20, dtype=torch.bool)}, "known must have shape"),
+            ({"images": torch.zeros(1, 1, 19, 20)}, "images must have shape"),
+            ({"images": torch.full((1, 1, 20, 19), 2.0)}, "images must be from 0 to 1"),
+        ],
+    )
+    def test_bad_arguments_raise_an_error(
+        self, options: dict[str, Any], message: str, dense: CapsuleNetwork
+    ) -> None:
+        usual: dict[str, Any] = {"images": bars(1, seed=0), "known": upper_half(), "steps": 3}
+        with pytest.raises(ValueError, match=message):
+            inpaint_by_density(dense, **usual | options)
+
+    def test_a_mask_of_numbers_raises_an_error(self, dense: CapsuleNetwork) -> None:
+        with pytest.raises(TypeError, match="boolean mask"):
+            inpaint_by_density(dense, bars(1, seed=0), torch.ones(20, 19))
+
+    def test_a_network_without_a_density_raises_an_error(self, network: CapsuleNetwork) -> None:
+        with pytest.raises(ValueError, match="this model has no density; train one with"):
+            inpaint_by_density(network, bars(1, seed=0), upper_half())
+
+
+class TestDenoise:
+    def test_most_of_the_noise_is_removed(
+        self, dense: CapsuleNetwork, generator: torch.Generator
+    ) -> None:
+        images = bars(6, seed=1)
+        noisy = images + 0.4 * torch.randn(images.shape, generator=generator)
+        clean = denoise(dense, noisy, noise=0.4, draws=3, steps=60, generator=generator)
+        assert clean.shape == images.shape
+        assert ((clean >= 0) & (clean <= 1)).all()
+        before, after = (
+            (each - images).square().mean((1, 2, 3)) for each in (noisy.clamp(0, 1), clean)
+        )
+        assert bool((after < before / 2).all())
+
+    def test_the_same_seed_gives_the_same_image(self, dense: CapsuleNetwork) -> None:
+        first, second, other = (
+            denoise(
+                dense,
+                bars(1, seed=1),
+                noise=0.2,
+                draws=2,
+                steps=6,
+                generator=torch.Generator().manual_seed(seed),
+            )
+            for seed in (1, 1, 2)
+        )
+        assert torch.equal(first, second)
+        assert not torch.equal(first, other)
+
+    def test_bad_arguments_raise_an_error(self, dense: CapsuleNetwork) -> None:
+        with pytest.raises(ValueError, match="noise must be above 0"):
+            denoise(dense, bars(1, seed=0), noise=0)
+        with pytest.raises(ValueError, match="images must have shape"):
+            denoise(dense, torch.zeros(1, 1, 19, 20), noise=0.1)
+        with pytest.raises(TypeError, match="images must be a floating-point tensor"):
+            denoise(dense, torch.zeros(1, 1, 20, 19, dtype=torch.uint8), noise=0.1)
+        with pytest.raises(ValueError, match="images must be finite"):
+            denoise(dense, torch.full((1, 1, 20, 19), torch.nan), noise=0.1, steps=3)
 
 
 class TestNoveltyScore:

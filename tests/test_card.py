@@ -9,7 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import huggingface_hub
@@ -20,9 +20,10 @@ import yaml
 from PIL import Image
 
 import poecaps
-from poecaps import Architecture, CapsuleNetwork, card, hub
+from poecaps import Architecture, CapsuleNetwork, card, evaluation, hub
 from poecaps.cli.main import main
 from poecaps.training import PRESETS, record
+from tests.networks import TINY_DENSITY, shorten_chains, untrained_with_density
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -244,6 +245,29 @@ def test_a_card_lists_the_options_that_differ_from_the_preset(run: Path) -> None
     assert options["encoder.epochs"] == 1
     assert not {"data", "seed", "device", "model.whiten"} & options.keys()
     assert "Options that differ from the preset `default`:" in text_of(run)
+
+
+def test_a_card_shows_the_measures_of_draws_from_the_density(
+    tmp_path: Path, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shorten_chains(monkeypatch)
+    train, test = poecaps.data.load("mnist-sample"), poecaps.data.load("mnist-sample", split="test")
+    sizes = replace(TINY_DENSITY, image_shape=(1, 28, 28))
+    network = untrained_with_density(sizes, train.batch(range(60)), generator)
+    network.save(tmp_path)
+    first, second = (poecaps.data.ImageSet(each.images[:60]) for each in (train, test))
+    classifier = evaluation.load_classifier("mnist")
+    result = evaluation.evaluate(network, first, second, classifier, samples=5)
+    (tmp_path / card.MEASURED).write_text(result.to_json(), encoding="utf-8")
+    assert card.write(tmp_path, network)
+    lines = text_of(tmp_path).splitlines()
+    rows = {"model": "draws from the energy", "model-tied": "draws from the energy, tied filters"}
+    for domain, draws in rows.items():
+        of = result.domains[domain]
+        assert of.frechet is not None
+        assert of.recognisability is not None
+        assert f"| Fréchet distance of {draws} | {of.frechet.distance:.1f} |" in lines
+        assert f"| recognisable {draws} | {of.recognisability.share:.1%} |" in lines
 
 
 def test_a_block_of_code_ends_where_it_should(run: Path) -> None:

@@ -18,6 +18,8 @@ from PIL import Image
 
 from poecaps.plotting import (
     SEPARATOR,
+    animation,
+    chain_strip,
     expert_grid,
     image_grid,
     reconstructions,
@@ -192,6 +194,80 @@ def test_a_traversal_names_its_parameters_and_values(tmp_path: Path) -> None:
     assert grid.above(0).tobytes() != other.above(0).tobytes()
     np.testing.assert_array_equal(grid.above(1), other.above(1), "a negative zero is written as 0")
     np.testing.assert_array_equal(grid.above(2), other.above(2))
+
+
+def test_every_chain_has_its_row_and_every_time_its_column(tmp_path: Path) -> None:
+    pixels = make_pixels(4, 3, 3, 6, 5)
+    path = chain_strip(as_images(pixels), tmp_path / "strip.png", steps=[0, 5, 10, 15])
+    grid = Grid(path, 6, 5)
+    assert (len(grid.y_spans), len(grid.x_spans)) == (3, 4)
+    for time in range(4):
+        for chain in range(3):
+            np.testing.assert_array_equal(grid.cell(chain, time), as_colour(pixels[time, chain]))
+    assert len({grid.above(time).tobytes() for time in range(4)}) == 4  # the numbers of steps
+    with np.load(path.with_suffix(".npz")) as file:
+        assert set(file) == {"images", "steps"}
+        np.testing.assert_array_equal(file["images"], as_images(pixels).numpy(), strict=True)
+        assert file["steps"].tolist() == [0, 5, 10, 15]
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize(("count", "columns", "rows"), [(1, 1, 1), (5, 3, 2), (9, 3, 3)])
+def test_an_animation_shows_every_time_as_a_grid(
+    tmp_path: Path, count: int, columns: int, rows: int, channels: int
+) -> None:
+    pixels = make_pixels(4, count, channels, 6, 5)
+    path = animation(as_images(pixels), tmp_path / "moving.png", milliseconds=50)
+    assert [file.name for file in tmp_path.iterdir()] == ["moving.png"]
+    with Image.open(path) as picture:
+        assert getattr(picture, "n_frames", 1) == 4
+        assert picture.info["loop"] == 0
+        durations = []
+        for time in range(4):
+            picture.seek(time)
+            durations.append(picture.info["duration"])
+            page = np.asarray(picture.convert("RGB"))
+            scale = page.shape[0] // (6 * rows)
+            assert page.shape == (6 * rows * scale, 5 * columns * scale, 3)
+            assert 400 < page.shape[1] <= 560
+            small = page[::scale, ::scale]
+            np.testing.assert_array_equal(page, small.repeat(scale, 0).repeat(scale, 1))
+            cells = small.reshape(rows, 6, columns, 5, 3).swapaxes(1, 2).reshape(-1, 6, 5, 3)
+            for cell, shown in zip(cells, pixels[time], strict=False):
+                np.testing.assert_array_equal(cell, as_colour(shown))
+            assert not cells[count:].any()
+    assert durations == [50, 50, 50, 1000]
+
+
+def test_an_animation_of_one_time_is_a_picture(tmp_path: Path) -> None:
+    path = animation(as_images(make_pixels(1, 4, 1, 6, 6)), tmp_path / "still.png")
+    assert open_page(path).shape[0] > 400
+
+
+def test_the_same_animation_is_the_same_file(tmp_path: Path) -> None:
+    images = as_images(make_pixels(3, 4, 1, 6, 6))
+    first, second = (animation(images, tmp_path / f"{name}.png") for name in "ab")
+    assert first.read_bytes() == second.read_bytes()
+
+
+def test_arguments_of_chains_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    images, path = torch.zeros(2, 3, 1, 4, 4), tmp_path / "page.png"
+    with pytest.raises(ValueError, match="steps must be 2 numbers, one for each time, but are 3"):
+        chain_strip(images, path, steps=[0, 1, 2])
+    with pytest.raises(ValueError, match=r"images must have shape \(times, chains, C, H, W\)"):
+        chain_strip(images[0], path, steps=[0, 1, 2])
+    with pytest.raises(ValueError, match=r"images\[0, 0, 0, 0, 0\] = 2.0"):
+        chain_strip(images + 2, path, steps=[0, 1])
+    with pytest.raises(ValueError, match=r"images must have shape \(times, N, C, H, W\)"):
+        animation(images[0], path)
+    with pytest.raises(ValueError, match=r"images\[0, 0, 0, 0, 0\] = -1.0"):
+        animation(images - 1, path)
+    with pytest.raises(ValueError, match="milliseconds must be a whole number of at least 1"):
+        animation(images, path, milliseconds=0)
+    for draw in (animation, lambda *args: chain_strip(*args, steps=[0, 1])):
+        with pytest.raises(ValueError, match=r"page\.gif.*end in \.png"):
+            draw(images, tmp_path / "page.gif")
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_numbers_of_parameters_do_not_run_into_each_other(tmp_path: Path) -> None:

@@ -283,6 +283,8 @@ def _check_masked(
         )
     if pixels:
         checks.check_pixels_on_cpu(images[:, :, known], "images")
+    else:
+        checks.check_values_on_cpu(images, "images", ball=False)
 
 
 @torch.no_grad()

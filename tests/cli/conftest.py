@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+import torch
 
 import poecaps
 from poecaps.cli.main import main
+from tests.networks import TINY_DENSITY, untrained_with_density
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -35,6 +37,27 @@ def run(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a finished run; tests write their results elsewhere."""
     folder = tmp_path_factory.mktemp("runs") / "small"
     assert main(["train", "--data", str(source), "--out", str(folder), "--quiet", *SMALL]) == 0
+    return folder
+
+
+@pytest.fixture(scope="session")
+def noise(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Training and test images for the model of `dense`, with a black margin."""
+    path = tmp_path_factory.mktemp("data") / "noise.npz"
+    random = np.random.default_rng(0)
+    train, test = (random.integers(0, 256, (count, 20, 19), np.uint8) for count in (60, 12))
+    train[:, 17:], test[:, 17:] = 0, 0
+    np.savez(path, x_train=train, y_train=np.arange(60) % 2, x_test=test, y_test=np.arange(12) % 2)
+    return path
+
+
+@pytest.fixture(scope="session")
+def dense(noise: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a model with a density and a pixel decoder; neither was trained."""
+    folder = tmp_path_factory.mktemp("runs") / "dense"
+    images = poecaps.data.load(str(noise)).batch(slice(None))
+    generator = torch.Generator().manual_seed(7)
+    untrained_with_density(TINY_DENSITY, images, generator).save(folder)
     return folder
 
 

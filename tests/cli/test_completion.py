@@ -19,6 +19,11 @@ COMPLETED = {  # a line that is being typed, and what it may become
     "poecaps generate --domain l": ["learned"],
     "poecaps generate --do": ["--domain"],
     "poecaps train --encoder.f": ["--encoder.final-learning-rate-ratio"],
+    "poecaps sam": ["sample"],
+    "poecaps sample --temperat": ["--temperature"],
+    "poecaps lik": ["likelihood"],
+    "poecaps likelihood --im": ["--images"],
+    "poecaps generate --domain m": ["model"],
 }
 
 
@@ -85,6 +90,8 @@ def test_only_words_are_offered(tmp_path: Path, capsys: pytest.CaptureFixture[st
         "traverse",
         "encode",
         "evaluate",
+        "sample",
+        "likelihood",
         "explore",
     ):
         words = f"COMP_WORDS=(poecaps {command} --); COMP_CWORD=2"
@@ -104,3 +111,14 @@ def test_every_script_is_corrected(shell: Shell, capsys: pytest.CaptureFixture[s
     assert script.endswith(f"\n{COMPLETE_FILES[shell]}\n")
     assert ('"$((CURRENT - 1))"' in script) == (shell == "zsh")
     assert '"$CURRENT"' not in script
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_every_script_knows_the_commands_of_a_density(
+    shell: Shell, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where the shell is not installed."""
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    for word in ("sample", "likelihood", "temperature", "images"):
+        assert word in script

@@ -28,8 +28,24 @@ def test_help_shows_the_values_of_the_preset(
     assert "Initial learning rate. (default: 100.0)" in text
 
 
+def test_the_preset_energy_has_help(capsys: pytest.CaptureFixture[str]) -> None:
+    helps = []
+    for preset in ("energy", "default"):
+        with pytest.raises(SystemExit) as leave:
+            main(["train", "--help", "--preset", preset])
+        assert leave.value.code == 0
+        words = capsys.readouterr().out.replace("│", " ").split()
+        helps.append(" ".join(words))
+    assert "density. (default: 200 16)" in helps[0]
+    assert "density. (default: 200 16)" not in helps[1]
+    assert "or energy" in helps[0]
+
+
 def test_help_shows_optional_values_plainly(capsys: pytest.CaptureFixture[str]) -> None:
-    for command in ("train", "generate", "reconstruct", "traverse", "encode", "evaluate", "info"):
+    for command in (
+        *("train", "generate", "reconstruct", "traverse", "encode", "evaluate", "info"),
+        *("sample", "likelihood"),
+    ):
         with pytest.raises(SystemExit):
             main([command, "--help"])
         text = capsys.readouterr().out

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 import poecaps
@@ -416,3 +417,43 @@ def test_missing_matplotlib_is_reported_and_stops_nothing(
     assert "pip install 'poecaps[plots]'" in capsys.readouterr().out
     assert (tmp_path / "run" / "figures" / "joint.png").exists()
     assert (tmp_path / "run" / CHECKPOINT).exists()
+
+
+ENERGY = shlex.split("""
+    --preset energy --model.features 8 --model.capsule-dim 4 --model.experts 3 5
+    --model.joint-components 4 --model.equalized-components 4 --model.density.experts 3 4
+    --model.density.linear-dims 2 --model.density.base-components 4
+    --autoencoder.epochs 1 --encoder.epochs 1 --decoder.epochs 1 --pixel-decoder.epochs 1
+    --density.epochs 1 --density.chains 8 --density.lifetime 6 --density.partition-chains 4
+    --density.partition-steps 3 --batch-size 16 --device cpu
+""")
+
+
+def test_the_preset_energy_trains_a_density_and_draws_from_it(
+    source: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setattr("poecaps.cli.generate.DENSITY_STEPS", 6)
+    where = ["--data", str(source), "--out", str(tmp_path / "run")]
+    assert main(["train", *where, *ENERGY, "--quiet"]) == 0
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err) == ("", "")
+    network = poecaps.load(tmp_path / "run")
+    assert np.isfinite(network.require_density().log_partition)
+    drawn = arrays(tmp_path / "run" / "figures" / "model.npz")["images"]
+    expected = network.generate_from_density(
+        80, steps=6, generator=torch.Generator().manual_seed(0)
+    )
+    np.testing.assert_allclose(drawn, expected, atol=1e-3)
+    card = (tmp_path / "run" / "README.md").read_text(encoding="utf-8")
+    assert "| preset | energy, with the changes below |" in card
+    shutil.rmtree(tmp_path / "run" / "figures")
+    assert main(["train", "--resume", str(tmp_path / "run")]) == 0
+    shown = capsys.readouterr()
+    picture = tmp_path / "run" / "figures" / "model.png"
+    assert f"draws from the energy, by chains from noise: {picture}\n" in shown.out
+    assert picture.is_file()
+    assert "sampling  6/6 steps" in shown.err

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
 
+from poecaps.code_density import DOMAINS
 from poecaps.data import ImageSet, load
 from poecaps.evaluation import (
     Evaluation,
@@ -22,6 +24,7 @@ from poecaps.evaluation import (
 from poecaps.options import ModelOptions
 from poecaps.training import Config, DecoderStage, EncoderStage, Stage
 from poecaps.training import train as train_network
+from tests.networks import TINY_DENSITY, shorten_chains, untrained_with_density
 
 if TYPE_CHECKING:
     from poecaps import CapsuleNetwork
@@ -177,6 +180,49 @@ def test_without_a_classifier_or_labels_the_other_measures_are_computed(
     other = dataclasses.replace(result, name="other")
     assert "\nnote: other: no labels" in comparison_table([result, other])
     json.loads(result.to_json())
+
+
+def test_a_network_with_a_density_is_measured_on_draws_of_it(
+    digits: tuple[ImageSet, ImageSet],
+    generator: torch.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shorten_chains(monkeypatch)
+    sizes = replace(TINY_DENSITY, image_shape=(1, 28, 28))
+    images = digits[0].batch(range(60))
+    dense = untrained_with_density(sizes, images, generator)
+    result = evaluate(dense, *digits, load_classifier("mnist"), samples=6)
+    assert tuple(result.domains) == (*DOMAINS, "model", "model-tied")
+    model, tied = result.domains["model"], result.domains["model-tied"]
+    assert model.frechet is not None
+    assert tied.frechet is not None
+    assert min(model.frechet.distance, tied.frechet.distance) > 0
+    table = result.table()
+    assert "draws from the energy, domain model\n" in table
+    assert "draws from the energy, tied filters, domain model-tied\n" in table
+
+
+def test_draws_of_the_density_are_those_of_the_network(
+    generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shorten_chains(monkeypatch)
+    dense = untrained_with_density(
+        TINY_DENSITY, torch.rand(60, 1, 20, 19, generator=generator), generator
+    )
+    encoder, draws = NetworkEncoder(dense), []
+    state = generator.get_state()
+    for domain, is_tied in (("model", False), ("model-tied", True)):
+        found = encoder.sample(3, domain, generator.set_state(state))
+        expected = dense.generate_from_density(
+            3, tied=is_tied, generator=generator.set_state(state)
+        )
+        assert torch.equal(found, expected)
+        draws.append(found)
+    assert (draws[0] - draws[1]).abs().max() > 0.01
+
+
+def test_a_network_without_a_density_has_no_such_domains(network: CapsuleNetwork) -> None:
+    assert tuple(NetworkEncoder(network).domains) == DOMAINS
 
 
 class Pixels:

@@ -12,10 +12,20 @@ import pytest
 import torch
 
 from poecaps import CapsuleNetwork, ModelError
+from poecaps.energy import CapsuleDensity, GaussianBase
 from poecaps.likelihood import estimate_log_partition, exact_log_partition, fit_log_partition
 from poecaps.options import DensityOptions, ModelOptions
 from poecaps.serialization import read_tensors, write_tensors
-from poecaps.training import PRESETS, Config, EncoderStage, Stage, TrainingError, resume, train
+from poecaps.training import (
+    PRESETS,
+    Config,
+    EncoderStage,
+    Stage,
+    TrainingError,
+    fit_density,
+    resume,
+    train,
+)
 from poecaps.training.chains import LearningChains
 from poecaps.training.checkpoint import CHECKPOINT, read_checkpoint
 from poecaps.training.config import DensityStage, stage_options
@@ -29,7 +39,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from poecaps.energy import CapsuleDensity
     from poecaps.training import Progress
 
 CHAINS, NUMBERS = 16, 32  # 8 capsules of dimension 4
@@ -581,3 +590,120 @@ def test_processes_share_the_chains(density: CapsuleDensity, generator: torch.Ge
     assert torch.equal(torch.cat([part.position for part in parts]), one.position)
     with pytest.raises(ValueError, match=r"density.chains must be a multiple of the number of"):
         chains_on(density, generator, Distributed(0, 2), chains=11)
+
+
+# --------------------------------------------------------------------------------------------------
+# A density by itself
+
+QUICK = DensityStage(
+    learning_rate=2e-2,
+    chains=64,
+    lifetime=40,
+    leapfrog_steps=3,
+    average=0.9,
+    partition_chains=32,
+    partition_steps=50,
+)
+
+
+def clusters(count: int, seed: int) -> Tensor:
+    """Points around (1.2, −0.8) and around its negation, as two capsules: (count, 2, 1)."""
+    generator = torch.Generator().manual_seed(seed)
+    side = torch.randint(2, (count, 1), generator=generator) * 2.0 - 1
+    spread = 0.3 * torch.randn(count, 2, generator=generator)
+    return (side * torch.tensor([1.2, -0.8]) + spread).view(count, 2, 1)
+
+
+def new_density(seed: int = 0, **options: Any) -> CapsuleDensity:
+    generator = torch.Generator().manual_seed(seed)
+    return CapsuleDensity(2, 1, 3, 2, linear_dims=1, strength=2.0, generator=generator, **options)
+
+
+def held_out(density: CapsuleDensity) -> float:
+    """Mean log-probability of other points of the two clusters, with the exact log Z."""
+    x = clusters(1000, seed=2)
+    with torch.no_grad():
+        energy, base = density.free_energy(x), density.base.log_prob(x)
+    return (base - energy).mean().item() - exact_log_partition(density)
+
+
+def test_fitting_raises_the_probability_of_held_out_data() -> None:
+    density = new_density()
+    before = held_out(density)
+    fit_density(density, clusters(500, seed=1), steps=200, batch_size=64, options=QUICK)
+    assert held_out(density) > before + 0.2
+    assert density.log_partition == pytest.approx(exact_log_partition(density), abs=0.2)
+    assert density.log_partition > 0.5
+    # A point between the clusters is less probable than their centres.
+    centre = torch.tensor([1.2, -0.8]).view(1, 2, 1)
+    with torch.no_grad():
+        there, opposite, between = density.log_prob(torch.cat((centre, -centre, 0 * centre)))
+    assert min(there, opposite) > between
+
+
+def test_the_base_measure_is_fitted_too() -> None:
+    x = clusters(500, seed=1)
+    density, base = new_density(base_components=1), new_density(base_components=1).base
+    base.fit([x])
+    fit_density(density, x, steps=1, options=QUICK)
+    for name, value in base.state_dict().items():
+        torch.testing.assert_close(density.base.state_dict()[name], value)
+    assert isinstance(density.base, GaussianBase)
+    assert density.base.std.item() > 1.3
+
+
+def test_fitting_with_the_same_seed_is_bit_identical() -> None:
+    x, reports = clusters(100, seed=1), []
+    fitted = [new_density() for _ in range(3)]
+    for density, seed in zip(fitted, (4, 4, 5), strict=True):
+        fit_density(
+            density,
+            x,
+            steps=8,
+            batch_size=16,
+            options=QUICK,
+            seed=seed,
+            report=lambda *values: reports.append(values),
+        )
+    first, second, other = (density.state_dict() for density in fitted)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert not torch.equal(first["weight"], other["weight"])
+    assert [values[:2] for values in reports] == [(step, 8) for step in range(1, 9)] * 3
+    assert reports[:8] == reports[8:16]
+    assert all(math.isfinite(loss) for *_, loss in reports)
+
+
+def test_a_fit_that_diverges_is_an_error() -> None:
+    options = replace(QUICK, learning_rate=1e20)
+    with pytest.raises(
+        TrainingError, match=r"the density diverged at step \d+; lower the learning"
+    ):
+        fit_density(new_density(), clusters(50, seed=1), steps=20, options=options)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"steps": 0}, ValueError, "steps must be a whole number of at least 1, but is 0"),
+        ({"steps": 2.5}, TypeError, "steps must be a whole number"),
+        ({"batch_size": 0}, ValueError, "batch_size must be a whole number of at least 1"),
+        ({"x": torch.zeros(5, 3, 1)}, ValueError, r"x must have shape \(B, I=2, K=1\)"),
+        ({"x": torch.zeros(0, 2, 1)}, ValueError, "x must hold at least one"),
+        ({"x": torch.zeros(5, 2, 1, dtype=torch.float64)}, TypeError, "x is torch.float64 but"),
+        ({"x": torch.full((5, 2, 1), torch.nan)}, ValueError, "x must be finite"),
+        ({"x": np.zeros((5, 2, 1))}, TypeError, "x must be a torch.Tensor"),
+        ({"options": replace(QUICK, chains=4)}, ValueError, "options.chains must be .* at least 5"),
+        ({"density": new_density().requires_grad_(False)}, ValueError, r"requires_grad_\(\) first"),
+    ],
+)
+def test_invalid_arguments_of_a_fit_are_an_error(
+    changes: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    usual: dict[str, Any] = {
+        "density": new_density(),
+        "x": clusters(5, seed=1),
+        "steps": 2,
+        "options": QUICK,
+    }
+    with pytest.raises(error, match=message):
+        fit_density(**usual | changes)

@@ -15,11 +15,11 @@ from poecaps import likelihood as likelihoods
 from poecaps import plotting
 from poecaps._files import write_json
 from poecaps._modules import device_of, in_batches
+from poecaps.cli.generate import temperatures
 from poecaps.cli.loading import load_images, open_model
 from poecaps.cli.options import Data, DataPath, Device, Model, OptionalSplit, output
-from poecaps.cli.outputs import FIGURES, StepCounter, default_output
+from poecaps.cli.outputs import FIGURES, StepCounter, default_output, require_png
 from poecaps.network import DENSITY_STEPS, CapsuleNetwork
-from poecaps.sampling import geometric_ladder
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -75,6 +75,7 @@ def sample(
     checks.require_int("seed", seed, 0, 2**63 - 1)
     network = open_model(run, device)
     target = out or default_output(run, FIGURES, "samples.png")
+    require_png(target)  # before the chains run
     options: dict[str, Any] = {"temperature": temperature}
     if image is not None:
         images = load_images(network, run, data, data_path, split)
@@ -90,7 +91,7 @@ def sample(
     drawn = network.sample_density(
         chains,
         steps=steps,
-        ladder=None if temper is None else geometric_ladder(temper),
+        ladder=temperatures(temper),
         keep_every=every if show else None,
         generator=torch.Generator(device_of(network)).manual_seed(seed),
         report=StepCounter("sampling"),
@@ -165,13 +166,15 @@ def likelihood(
         value = in_batches(network.log_prob, batch)
         base = value - in_batches(lambda x: density.log_ratio(network.whitened(x)), batch)
     half = estimate.bracket / 2
-    mean, error = value.mean().item(), value.std().item() / len(value) ** 0.5
+    mean = value.mean().item()
+    error = None if len(value) == 1 else value.std().item() / len(value) ** 0.5
     print(f"log Z            {estimate.forward:.1f} to {estimate.reverse:.1f}")
     print(f"effective chains {estimate.effective_sample_size:.0f} of {estimate.chains}")
     print(
         f"log-likelihood   {mean - half:.1f} to {mean + half:.1f} nats above independent capsules"
     )
-    print(f"                 standard error over {len(value):,} images {error:.1f}")
+    if error is not None:
+        print(f"                 standard error over {len(value):,} images {error:.1f}")
     print(f"of these         {base.mean():.1f} by the base measure, the others by the experts")
     for warning in caught:
         print(f"warning: {warning.message}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path  # noqa: TC003 (tyro reads the annotations)
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
 from tyro.conf import Positional, arg
@@ -20,7 +20,7 @@ from poecaps.cli.options import (
     OptionalSplit,
     output,
 )
-from poecaps.cli.outputs import FIGURES, StepCounter, default_output
+from poecaps.cli.outputs import FIGURES, StepCounter, default_output, require_png
 from poecaps.code_density import DOMAIN_INFO, DOMAINS, Domain
 from poecaps.network import DENSITY_STEPS, TRAVERSAL_REACH, TRAVERSAL_STEPS, CapsuleNetwork
 from poecaps.sampling import geometric_ladder
@@ -87,9 +87,9 @@ def generate(
         network = open_model(run, device)
         name = "model" if expert is None else f"model-{expert}"
         path = out or default_output(run, FIGURES, f"{name}.png")
-        print(
-            draw_density(network, expert, rows, seed, path, steps=steps, temper=temper, tied=tied)
-        )
+        require_png(path)  # before the chains run
+        options: dict[str, Any] = {"steps": steps, "temper": temper, "tied": tied}
+        print(draw_density(network, expert, rows, seed, path, **options))
         return
     if domain != "all" and DOMAIN_INFO[domain].whole_code and expert is not None:
         raise ValueError(
@@ -141,6 +141,7 @@ def draw_density(
     steps: int | None = None,
     temper: int | None = None,
     tied: bool = False,
+    quiet: bool = False,
 ) -> Path:
     """Draw images from the density of a network, by chains that start from noise."""
     title = "draws from the energy, by chains from noise"
@@ -148,14 +149,22 @@ def draw_density(
         title = f"draws from the energy with only expert {expert} on"
     images = network.generate_from_density(
         rows * COLUMNS,
-        steps=steps or DENSITY_STEPS,
+        steps=DENSITY_STEPS if steps is None else steps,
         expert=expert,
-        ladder=None if temper is None else geometric_ladder(temper),
+        ladder=temperatures(temper),
         tied=tied,
         generator=torch.Generator(device_of(network)).manual_seed(seed),
-        report=StepCounter("sampling"),
+        report=None if quiet else StepCounter("sampling"),
     )
     return plotting.image_grid(images, path, columns=COLUMNS, title=title)
+
+
+def temperatures(temper: int | None) -> tuple[float, ...] | None:
+    """Return the inverse temperatures of the option `--temper`."""
+    if temper is None:
+        return None
+    checks.require_int("temper", temper, 2)
+    return geometric_ladder(temper)
 
 
 def reconstruct(

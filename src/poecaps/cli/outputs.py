@@ -59,6 +59,12 @@ def default_output(run: str, *parts: str) -> Path:
     return Path(f"{run}-{parts[-1]}") if models.is_shipped(run) else Path(run, *parts)
 
 
+def require_png(path: Path) -> None:
+    """Raise ValueError unless the path of a picture ends in ``.png``."""
+    if path.suffix.lower() != ".png":
+        raise ValueError(f"--out must name a PNG, but is {path}; let it end in .png")
+
+
 def write_card(network: CapsuleNetwork, folder: Path, *, draw: bool) -> None:
     """Write the model card of a run, unless it was edited."""
     if not card.write(folder, network, draw=draw):

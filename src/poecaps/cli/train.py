@@ -74,7 +74,7 @@ def train_command(preset_given: str) -> Callable[..., None]:
         Parameters
         ----------
         preset
-            Values of options that are not given: default (best results) or paper (as published).
+            Values of other options: default (best results), paper (as published) or energy.
         out
             New folder for the results.
         resume
@@ -200,7 +200,7 @@ def _warn_of_failure(result: TrainingResult) -> None:
 def _finish(result: TrainingResult, *, quiet: bool, figures: bool) -> None:
     """Draw the figures of a finished run and write its model card."""
     try:
-        for line in _draw_figures(result) if figures else ():
+        for line in _draw_figures(result, quiet=quiet) if figures else ():
             if not quiet:
                 print(line, flush=True)
         write_card(result.network, result.folder, draw=figures)
@@ -211,7 +211,7 @@ def _finish(result: TrainingResult, *, quiet: bool, figures: bool) -> None:
         ) from error
 
 
-def _draw_figures(result: TrainingResult) -> Iterator[str]:
+def _draw_figures(result: TrainingResult, *, quiet: bool) -> Iterator[str]:
     """Draw the figures of a run, and yield a line about each."""
     network, folder = result.network, result.folder / FIGURES
     images = load_figure_images(network, result.folder, result.data)
@@ -221,7 +221,7 @@ def _draw_figures(result: TrainingResult) -> Iterator[str]:
         path = draw_domain(network, domain, None, ROWS, 0, folder / f"{domain}.png")
         yield f"{describe_draws(domain)}: {path}"
     if network.density is not None:
-        path = draw_density(network, None, ROWS, 0, folder / "model.png")
+        path = draw_density(network, None, ROWS, 0, folder / "model.png", quiet=quiet)
         yield f"draws from the energy, by chains from noise: {path}"
     if not result.metrics:  # no stage had an epoch
         return

@@ -153,6 +153,11 @@ def fit_density(
     checks.require_int("batch_size", batch_size, 1)
     options = options or DensityStage(learning_rate=2e-3, final_learning_rate_ratio=0.05)
     options.validate("options")
+    if not all(parameter.requires_grad for parameter in density.parameters()):
+        raise ValueError(
+            "the parameters of density must require gradients, but those of a loaded network do "
+            "not; call density.requires_grad_() first"
+        )
     density.base.fit(x.split(FIT_BATCH))
     distributed, device = Distributed(), density.weight.device
     learner = DensityLearner(density, options, distributed)
