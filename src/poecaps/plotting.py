@@ -183,7 +183,7 @@ def chain_strip(
 
 
 def animation(images: Tensor | Array, path: PathLike, *, milliseconds: int = 80) -> Path:
-    """Write an animated PNG of a grid of images that change over time.
+    """Write an animated PNG of a grid of images that change over time, without an ``.npz``.
 
     Parameters
     ----------

@@ -87,7 +87,7 @@ def sample(
         raise ValueError(
             "--data, --data-path and --split select the data of --image; add --image as well"
         )
-    every = max(1, steps // (STRIP_COLUMNS - 1))
+    every = -(-steps // (STRIP_COLUMNS - 1))  # rounded up: no more than the columns of a strip
     drawn = network.sample_density(
         chains,
         steps=steps,

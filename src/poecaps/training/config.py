@@ -312,11 +312,24 @@ def energy() -> Config:
     The model of `default`, with a density over the features that learns by Markov chains.
     """
     base = default()
-    density = DensityOptions(experts=(200, 16), linear_dims=8, base_components=256)
+    density = DensityOptions(
+        experts=(60, 8),
+        linear_dims=8,
+        strength=10.0,
+        base_components=256,
+        base_max_variance=1.0,
+        equalization=0.0,
+    )
     return replace(
         base,
         model=replace(base.model, density=density),
-        density=DensityStage(epochs=13, learning_rate=2e-3, final_learning_rate_ratio=0.1),
+        density=DensityStage(
+            epochs=20,
+            learning_rate=2e-3,
+            final_learning_rate_ratio=0.05,
+            chains=256,
+            average=0.998,
+        ),
     )
 
 
