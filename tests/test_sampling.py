@@ -33,6 +33,7 @@ from tests.densities import ZOO, Known, from_zoo, make_density
 
 # Densities for which routing is differentiated need the most time.
 COUNT, FEW = 2000, 500
+LADDER = (1.0, 0.6, 0.25, 0.0)
 SOME = ["even, linear", "routed over outputs", "ball, routed"]
 
 
@@ -140,11 +141,10 @@ def test_chains_draw_from_the_density_with_a_ladder(
     density = from_zoo(name, generator, std=1.5)
     samples = sample(density, COUNT, **settings(sampler, generator, ladder=LADDER))
     Known(density).assert_are_draws(samples.capsules)
+    energy = density.free_energy(samples.capsules).detach()
+    torch.testing.assert_close(samples.free_energy[-1], energy)
     assert len(samples.swap_rates) == 3
     assert all(0.3 < rate < 1 for rate in samples.swap_rates)
-
-
-LADDER = (1.0, 0.6, 0.25, 0.0)
 
 
 def test_the_gibbs_sampler_is_exact_at_every_temperature(generator: torch.Generator) -> None:
@@ -209,6 +209,26 @@ def test_with_evidence_chains_draw_from_the_posterior(
     assert bool((samples.capsules != start).any((1, 2)).double().mean() > 0.9)
     with pytest.raises(AssertionError):
         Known(density).assert_are_draws(samples.capsules)
+
+
+@pytest.mark.parametrize("ladder", [None, LADDER])
+def test_every_chain_may_have_evidence_of_its_own(
+    ladder: tuple[float, ...] | None, generator: torch.Generator
+) -> None:
+    """The first half of the chains observed one sum, the second half another."""
+    density = from_zoo("even, linear", generator)
+    seen = torch.tensor([1.0, -1.0], dtype=torch.float64).repeat_interleave(COUNT)
+
+    def evidence(x: Tensor) -> Tensor:
+        return one_in_all(x * seen.view(-1, 1, 1))
+
+    options = settings("hmc", generator, ladder=ladder, evidence=evidence)
+    first, second = sample(density, 2 * COUNT, **options).capsules.split(COUNT)
+    known = Known(density, evidence=one_in_all)
+    known.assert_are_draws(first)
+    Known(density, evidence=lambda x: one_in_all(-x)).assert_are_draws(second)
+    with pytest.raises(AssertionError):
+        known.assert_are_draws(second)
 
 
 def one_in_all(x: Tensor) -> Tensor:

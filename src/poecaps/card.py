@@ -195,7 +195,7 @@ class _Card:
     def lines(self) -> Iterator[str]:
         """Yield the card, line by line."""
         run = self.run
-        config = None if run is None else dataclass_from_json(Config, run["config"])
+        config = None if run is None else dataclass_from_json(Config, run["config"], defaults=True)
         known = None if config is None else KNOWN_DATA.get(config.data.removesuffix("-sample"))
         yield from self._head(known)
         data = self.data_name

@@ -89,6 +89,8 @@ class CapsuleNetwork(nn.Module):
         self.density: CapsuleDensity | None = None
         self.whitening: Preprocessing | None = None
         if a.density.experts is not None:
+            components, numbers = a.density.base_components, below[0] * below[1]
+            checks.require_int("model.density.base_components", components, 0, numbers)
             self.whitening = Preprocessing(
                 *below,
                 centre=True,

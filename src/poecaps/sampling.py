@@ -496,7 +496,8 @@ def sample(
         if sampler == "gibbs":
             raise ValueError("sampler='gibbs' draws the states itself; leave on=None, or use 'hmc'")
         states = on.to(weight).expand(count * len(levels), -1)
-    target = DensityTarget(density, states, evidence, reduced=clamped is None)
+    observed = None if evidence is None else _for_levels(evidence, count)
+    target = DensityTarget(density, states, observed, reduced=clamped is None)
     noise = u = target.sample_positions(count, generator)
     if start is not None:
         density._check(start, ball=False, name="start")
@@ -617,6 +618,14 @@ def _projection(
     identity = torch.eye(len(fixed), dtype=start.dtype, device=start.device)[fixed]
     rows = torch.linalg.qr(base._multiply(identity, base.std, base.rest_std).T)[0]
     return lambda u: u - (u @ rows) @ rows.T
+
+
+def _for_levels(evidence: Callable[[Tensor], Tensor], count: int) -> Callable[[Tensor], Tensor]:
+    """Apply the evidence of `count` chains to each level of a ladder: (L·count, I, K) → (L·count,).
+
+    Every level has a chain for each observation.
+    """
+    return lambda x: torch.cat([evidence(level) for level in x.split(count)])
 
 
 def _check_ladder(ladder: Sequence[float] | None) -> tuple[float, ...]:

@@ -82,7 +82,7 @@ def _describe_run(run: str) -> Iterator[tuple[str, str]]:
             ", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in values.items()),
         )
     try:
-        config = dataclass_from_json(Config, about["config"])
+        config = dataclass_from_json(Config, about["config"], defaults=True)
     except (TypeError, ValueError) as error:
         raise ModelError(
             f"{folder / record.RECORD} has no valid configuration ({error})"

@@ -77,6 +77,7 @@ class LearningChains:
         self.step_size = torch.full((), INITIAL_STEP_SIZE, device=device)
         self.acceptance = torch.zeros((), device=device)
         self.step = torch.zeros((), dtype=torch.float64, device=device)
+        self._at_model = torch.zeros(count, dtype=torch.bool, device=device)
 
     def start(self, generator: torch.Generator) -> None:
         """Draw all chains from the base measure, on the CPU: the same for every device."""
@@ -111,6 +112,7 @@ class LearningChains:
             leapfrog_steps=self.options.leapfrog_steps,
         )
         self.position.copy_(chains.position)
+        self._at_model.copy_(t >= 1)
         at_model = self._inverse_temperature(self.all_offsets)[0] >= 1
         weight = (t >= 1).to(t) * self.distributed.size / at_model.sum().clamp(min=1)
         self._adapt((accepted * weight).sum())
@@ -118,8 +120,8 @@ class LearningChains:
         return self.density.base.from_white(self.position), weight
 
     def at_model(self) -> Tensor:
-        """Return which chains of this process are at t = 1: (C,) of bool."""
-        return self._inverse_temperature(self.offsets)[0] >= 1
+        """Return which chains of this process were at t = 1 in the last step: (C,) of bool."""
+        return self._at_model
 
     def log_partition(self) -> float:
         """Estimate log Z from the chains of this process that have arrived; NaN without any."""

@@ -72,7 +72,8 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         raise FileNotFoundError(f"cannot resume the run in {folder}: it contains no {CHECKPOINT}")
     tensors, about = read_tensors(source)
     try:
-        config = dataclass_from_json(Config, about["config"])
+        # A checkpoint that does not mention an option is older than the option.
+        config = dataclass_from_json(Config, about["config"], defaults=True)
         config.validate()
         stage, step = int(about["stage"]), int(about["step"])
     except (KeyError, TypeError, ValueError, OverflowError) as error:

@@ -143,13 +143,21 @@ class FeatureCache:
         self.network.preprocessing.fit(batches)
         self.distributed.broadcast_from_main(list(self.network.preprocessing.buffers()))
 
-    def fit_density_base(self) -> None:
-        """Fit whitening and base measure of the density; `compute_inputs(0)` comes first."""
-        assert self._activations is not None  # noqa: S101
+    def fit_density_base(self, indices: Tensor) -> None:
+        """Fit whitening and base measure of the density; `compute_inputs(0)` comes first.
+
+        Parameters
+        ----------
+        indices : (M,)
+            Images to which they are fitted.
+        """
+        activations = self._activations
+        assert activations is not None  # noqa: S101
         whitening, density = self.network.whitening, self.network.density
         assert whitening is not None and density is not None  # noqa: S101, PT018
-        whitening.fit(_Batches(self._activations, self.device, self.batch_size))
-        density.base.fit(_Mapped(self.whitened, len(self), self.batch_size))
+        batches = indices.split(self.batch_size)
+        whitening.fit(_Mapped(lambda batch: _take(activations, batch, self.device), batches))
+        density.base.fit(_Mapped(self.whitened, batches))
         buffers = [*whitening.buffers(), *density.base.buffers()]
         self.distributed.broadcast_from_main(buffers)
 
@@ -216,13 +224,13 @@ class _Batches:
 
 
 class _Mapped:
-    """A function of the indices of all images, in batches; can be iterated over several times."""
+    """A function of batches of indices; can be iterated over several times."""
 
-    def __init__(self, function: Callable[[Tensor], Tensor], count: int, size: int) -> None:
-        self.function, self.count, self.size = function, count, size
+    def __init__(self, function: Callable[[Tensor], Tensor], batches: Sequence[Tensor]) -> None:
+        self.function, self.batches = function, batches
 
     def __iter__(self) -> Iterator[Tensor]:
-        return map(self.function, torch.arange(self.count).split(self.size))
+        return map(self.function, self.batches)
 
 
 def _take(rows: Tensor, indices: Tensor, device: torch.device) -> Tensor:

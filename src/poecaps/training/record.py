@@ -134,7 +134,7 @@ def without_machine(record: Mapping[str, Any]) -> dict[str, Any]:
     Paths and commands are removed; a dataset that is not known by name is called by the name of its
     file or folder.
     """
-    config, usual = dataclass_from_json(Config, record["config"]), Config()
+    config, usual = dataclass_from_json(Config, record["config"], defaults=True), Config()
     data = dict(record["data"])
     if config.data not in NAMES:
         config = replace(config, data=Path(config.data).name)

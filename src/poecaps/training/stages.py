@@ -148,7 +148,7 @@ class DensityTrainer(StageTrainer):
         self.held_out, kept = order[:held_out], order[held_out:]
         self.kept = kept.to(self.cache.device)
         if fresh:
-            self.cache.fit_density_base()
+            self.cache.fit_density_base(kept.sort().values)
             _reset_parameters(self.module, self.options.init_std, generator)
         self.learner = DensityLearner(self.module, self.options, self.cache.distributed)
         self.learner.chains.start(generator)
@@ -171,7 +171,8 @@ class DensityTrainer(StageTrainer):
         that need them are left out.
         """
         density, chains = self.module, self.learner.chains
-        train = density.free_energy(self.cache.whitened(self.cache.probe_indices())).mean()
+        probe = self.kept[: len(self.cache.probe_indices())]
+        train = density.free_energy(self.cache.whitened(probe)).mean()
         values = {"free_energy": train.item()}
         if len(self.held_out):
             held_out = density.free_energy(self.cache.whitened(self.held_out)).mean()

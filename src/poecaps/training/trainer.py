@@ -137,7 +137,7 @@ class Trainer:
             parameters = list(stage.module.parameters())
             optimizer = make_optimizer(stage.options, parameters)
             load_optimizer_state(optimizer, parameters, start.optimizer, self.folder / CHECKPOINT)
-            stage.load_state(start.stage_state, self.folder / CHECKPOINT)
+            self._load_stage_state(stage, start)
             generator = torch.Generator(self.device)
             self.network.eval()
             stage.module.train()
@@ -288,6 +288,13 @@ class Trainer:
         if (stage, step) != (0, 0):  # at the start, no weights are saved
             load_state(self.network, checkpoint.model, source)
             self.network.to(self.device)
+
+    def _load_stage_state(self, stage: StageTrainer, start: Checkpoint) -> None:
+        """Restore the state of a stage; raise ModelError if a checkpoint within it has none."""
+        source = self.folder / CHECKPOINT
+        if stage.has_state and start.step > 0 and not start.stage_state:
+            raise ModelError(f"{source} is damaged: the state of {stage.name} is missing")
+        stage.load_state(start.stage_state, source)
 
     def _save_or_stop(
         self, index: int, step: int, interrupted: bool, optimizer: Optimizer | None = None
