@@ -34,7 +34,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Sampler = Literal["hmc", "langevin", "gibbs"]
+"""Name of a sampler, see `sample`."""
 SAMPLERS: tuple[Sampler, ...] = get_args(Sampler)
+"""All samplers."""
 
 __all__ = [
     "SAMPLERS",

@@ -36,8 +36,8 @@ def test_the_preset_energy_has_help(capsys: pytest.CaptureFixture[str]) -> None:
         assert leave.value.code == 0
         words = capsys.readouterr().out.replace("│", " ").split()
         helps.append(" ".join(words))
-    assert "density. (default: 200 16)" in helps[0]
-    assert "density. (default: 200 16)" not in helps[1]
+    assert "density. (default: 60 8)" in helps[0]
+    assert "density. (default: 60 8)" not in helps[1]
     assert "or energy" in helps[0]
 
 
