@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from poecaps import models
 from poecaps.cli.main import main
 
 if TYPE_CHECKING:
@@ -57,3 +58,12 @@ def test_output_in_an_encoding_without_some_characters(run: Path) -> None:
     arguments = [sys.executable, "-m", "poecaps", "info", str(run)]
     done = subprocess.run(arguments, env=environment, capture_output=True, text=True, check=True)
     assert "28?28, grey" in done.stdout
+
+
+def test_a_record_that_is_older_than_an_option_is_read(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    record = json.loads((models.find("mnist") / "run.json").read_text(encoding="utf-8"))
+    assert "density" not in record["config"]  # the bundled models are older
+    assert main(["info", "mnist"]) == 0
+    assert "poecaps train" in capsys.readouterr().out
