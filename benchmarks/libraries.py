@@ -101,7 +101,7 @@ def measure_optimizer(rounds: int, device: torch.device) -> dict[str, Any]:
         encoder = CapsuleExperts(*ENCODER, device=device)
         for name, module in {"autoencoder": autoencoder, "encoder": encoder}.items():
             steps = _optimizer_steps(list(module.parameters()))
-            graphs = {f"{key}, CUDA graph": _graphed(step) for key, step in steps.items()}
+            graphs = {f"{key}, CUDA graph": machine.captured(step) for key, step in steps.items()}
             found[f"step, {name}"] = machine.time_in_turns(steps | graphs, rounds, device)
     else:
         found["step"] = NEEDS_GPU
@@ -128,20 +128,6 @@ def _optimizer_steps(parameters: Sequence[nn.Parameter]) -> dict[str, Step]:
         "FusedAdam": FusedAdam(copies[0], LEARNING_RATE).step,
         "torch.optim.Adam": torch.optim.Adam(copies[1], lr=rate, fused=True, capturable=True).step,
     }
-
-
-def _graphed(step: Step) -> Step:
-    """Capture a step in a CUDA graph and return its replay."""
-    aside = torch.cuda.Stream()
-    aside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(aside):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(aside)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph.replay
 
 
 def _first_step_seconds(name: str, device: torch.device) -> float:

@@ -11,7 +11,7 @@ import shlex
 import statistics
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     Step = Callable[[], Any]
+
+T = TypeVar("T")
 
 # Linux: memory of this process, and the file that resets its peak
 MEMORY_STATUS, RESET_PEAK = Path("/proc/self/status"), Path("/proc/self/clear_refs")
@@ -136,6 +138,26 @@ def summary(times: Sequence[float]) -> dict[str, float]:
         "max_s": max(times),
         "rounds": len(times),
     }
+
+
+def captured(step: Callable[[], T]) -> Callable[[], T]:
+    """Capture a step as a CUDA graph, and return its replay."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = step()
+
+    def replay() -> T:
+        graph.replay()
+        return result
+
+    return replay
 
 
 # Memory

@@ -455,7 +455,7 @@ class Version:
         else:
             step = _step(*_problem(sizes, device, reference=self.kind == "reference"))
         step = machine.with_precision("high" if self.tf32 else "", step)
-        return _captured(step) if self.graph else step
+        return machine.captured(step) if self.graph else step
 
     def rates(self, sizes: Sizes, seconds: float) -> dict[str, float]:
         """Convert the time of an encoder step to operations and, if known, bytes per second."""
@@ -560,26 +560,6 @@ def _gradient(layer: CapsuleExperts | CapsuleDecoder, loss: Tensor) -> Tensor | 
     loss.backward()
     gradient, layer.weight.grad = layer.weight.grad, None
     return gradient
-
-
-def _captured(step: Step) -> Step:
-    """Capture the step as a CUDA graph, and return its replay."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = step()
-
-    def replay() -> Any:
-        graph.replay()
-        return result
-
-    return replay
 
 
 def _einsum(sizes: Sizes, device: torch.device, order: str, mode: str) -> Step:

@@ -128,30 +128,11 @@ def steps_of(case: Case, device: torch.device) -> dict[str, Callable[[], Tensor]
     ours = step_on(DensityTarget(density))
     steps = {"poecaps": ours}
     if device.type == "cuda":
-        steps["poecaps, replayed"] = replayed(ours)
+        steps["poecaps, replayed"] = machine.captured(ours)
     steps["einsum and autograd"] = step_on(Autograd(density, votes=True))
     if case.iterations == 1:
         steps["matrix product and autograd"] = step_on(Autograd(density, votes=False))
     return steps
-
-
-def replayed(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """Capture a step in a CUDA graph and return its replay."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = step()
-
-    def replay() -> Tensor:
-        graph.replay()
-        return result
-
-    return replay
 
 
 def measure(case: Case, rounds: int, device: torch.device) -> dict[str, Any]:

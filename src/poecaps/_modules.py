@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
     from torch import Tensor, nn
 
@@ -19,6 +19,24 @@ BATCH_SIZE = 250
 def device_of(module: nn.Module) -> torch.device:
     """Return the device of a module's parameters."""
     return next(module.parameters()).device
+
+
+class MappedBatches:
+    """A function of each batch, computed anew whenever the batches are iterated over.
+
+    Parameters
+    ----------
+    function
+        Maps a batch (B, ...) to (B, ...).
+    batches
+        Each iteration must give the same batches.
+    """
+
+    def __init__(self, function: Callable[[Tensor], Tensor], batches: Iterable[Tensor]) -> None:
+        self.function, self.batches = function, batches
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return map(self.function, self.batches)
 
 
 def in_batches(

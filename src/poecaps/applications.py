@@ -145,9 +145,7 @@ def inpaint(
         The images with their hidden pixels replaced.
     """
     checks.require_int("draws", draws, 1)
-    checks.require_nonnegative("noise", noise)
-    if noise == 0:
-        raise ValueError("noise must be above 0")
+    checks.require_positive("noise", noise)
     _check_masked(network, images, known)
     with torch.no_grad():
         drawn = in_batches(network.decode, network.sample(draws, generator=generator))

@@ -20,13 +20,14 @@ from torch import nn
 
 from poecaps import _checks as checks
 from poecaps import functional as F
+from poecaps._modules import MappedBatches
 from poecaps.kernels import dispatch
 from poecaps.layer import CapsuleRouting
 from poecaps.options import BASES, Base
 from poecaps.preprocessing import leading_directions
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable
 
     from torch import Tensor
 
@@ -104,7 +105,7 @@ class GaussianBase(nn.Module):
         size, components = self.directions.shape
         if components == 0:
             return
-        flat = _Flat(batches)
+        flat = MappedBatches(lambda batch: batch.flatten(1), batches)
         variance, directions = leading_directions(flat, size, components)
         count = sum(len(batch) for batch in flat)
         total = sum(batch.double().square().sum().item() for batch in flat) / count
@@ -116,7 +117,7 @@ class GaussianBase(nn.Module):
 
     def from_white(self, u: Tensor) -> Tensor:
         """Compute x = Σ^½ u: (B, I·K) → (B, I, K)."""
-        return self._multiply(u, self.std, self.rest_std).view(-1, self.capsules, self.dim)
+        return self.times_root(u).view(-1, self.capsules, self.dim)
 
     def to_white(self, x: Tensor) -> Tensor:
         """Compute u = Σ^(−½) x: (B, I, K) → (B, I·K)."""
@@ -124,7 +125,11 @@ class GaussianBase(nn.Module):
 
     def pull_back(self, u: Tensor, gradient: Tensor) -> Tensor:  # noqa: ARG002 (the map is linear)
         """Turn a gradient in x into the gradient in u, Σ^½ ∇_x: (B, I, K) → (B, I·K)."""
-        return self._multiply(gradient.flatten(1), self.std, self.rest_std)
+        return self.times_root(gradient.flatten(1))
+
+    def times_root(self, points: Tensor) -> Tensor:
+        """Multiply rows by Σ^½: (B, I·K) → (B, I·K)."""
+        return self._multiply(points, self.std, self.rest_std)
 
     def potential(self, u: Tensor) -> tuple[Tensor, Tensor]:
         """Compute −log N(u; 0, 1), up to a constant, and its gradient: ½‖u‖² (B,), u (B, I·K)."""
@@ -274,7 +279,7 @@ class CapsuleDensity(CapsuleRouting):
     log_strength : (J,)
         log α_j.
     origin : (J,)
-        o_j, the origin of the linear coordinates of an expert.
+        o_j, the origin of the linear coordinates of an expert; without them a buffer of zeros.
     base
         The base measure.
     partition : (3,)
@@ -283,6 +288,7 @@ class CapsuleDensity(CapsuleRouting):
     """
 
     partition: Tensor
+    origin: Tensor
     base: GaussianBase | BallBase
 
     def __init__(
@@ -337,7 +343,11 @@ class CapsuleDensity(CapsuleRouting):
                 in_capsules, in_dim, base_components, max_variance=base_max_variance, **like
             )
         self.log_strength = nn.Parameter(torch.empty(out_capsules, **like))
-        self.origin = nn.Parameter(torch.empty(out_capsules, **like))
+        origin = torch.empty(out_capsules, **like)
+        if linear_dims:
+            self.origin = nn.Parameter(origin)
+        else:  # it has no effect, so there is nothing to learn
+            self.register_buffer("origin", origin)
         self.register_buffer("partition", torch.empty(3, **like))
         self._reset_strength()
 
@@ -512,13 +522,3 @@ def energy_and_gradient(
         return -log_factor.sum(-1), gradient
     share = on / -torch.expm1(-log_factor).clamp(max=-torch.finfo(z.dtype).tiny)
     return F.energy(z, on, strength), share.unsqueeze(-1) * gradient
-
-
-class _Flat:
-    """Batches of capsules as rows (B, I·K), as often as they are iterated over."""
-
-    def __init__(self, batches: Iterable[Tensor]) -> None:
-        self.batches = batches
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return (batch.flatten(1) for batch in self.batches)

@@ -8,9 +8,10 @@ import torch
 from torch import nn
 
 from poecaps import functional as F
+from poecaps._modules import MappedBatches
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable
 
     from torch import Tensor
 
@@ -149,7 +150,10 @@ class Preprocessing(nn.Module):
         self.mean.copy_(centre)
         matrix = self._whitening(covariance)
         if self.components is not None and self.factors is not None:
-            whitened = _Whitened(batches, mean, matrix, flat=True)
+            whitened = MappedBatches(
+                lambda a: _whitened(a, mean, matrix).flatten(1),
+                batches,
+            )
             rank = len(self.factors)
             variance, directions = leading_directions(whitened, mean.numel(), rank)
             self.components.copy_(directions)
@@ -160,7 +164,7 @@ class Preprocessing(nn.Module):
             norms = torch.stack(
                 [
                     self._equalize(z).norm(dim=-1).mean(1).double().sum()
-                    for z in _Whitened(batches, centre, matrix)
+                    for z in MappedBatches(lambda a: _whitened(a, centre, matrix), batches)
                 ]
             )
             matrix = matrix * (self.scale * count / norms.sum())
@@ -193,19 +197,9 @@ class Preprocessing(nn.Module):
         return inverse_root
 
 
-class _Whitened:
-    """Batches A(a − m) of activations, recomputed in float32 whenever they are iterated over."""
-
-    def __init__(
-        self, batches: Iterable[Tensor], mean: Tensor, matrix: Tensor, *, flat: bool = False
-    ) -> None:
-        self.batches, self.mean, self.matrix, self.flat = batches, mean, matrix, flat
-
-    def __iter__(self) -> Iterator[Tensor]:
-        for a in self.batches:
-            centred = a.float() - self.mean.float()
-            z = torch.einsum("ikl,bil->bik", self.matrix.float(), centred)
-            yield z.flatten(1) if self.flat else z
+def _whitened(a: Tensor, mean: Tensor, matrix: Tensor) -> Tensor:
+    """Compute A(a − m) in float32: (B, I, K) → (B, I, K)."""
+    return torch.einsum("ikl,bil->bik", matrix.float(), a.float() - mean.float())
 
 
 def leading_directions(

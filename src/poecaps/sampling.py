@@ -112,9 +112,7 @@ class DensityTarget:
         if density.is_even and isinstance(density.base, GaussianBase):
             # z = Wᵀ Σ^½ u: both maps are linear, so they are multiplied once.
             matrix = density.even_matrix().detach()
-            self._matrix = density.base._multiply(
-                matrix.T, density.base.std, density.base.rest_std
-            ).T.contiguous()
+            self._matrix = density.base.times_root(matrix.T).T.contiguous()
             if reduced and evidence is None and self._matrix.shape[1] < self._matrix.shape[0]:
                 self._directions, self._matrix = torch.linalg.qr(self._matrix)
 
@@ -618,7 +616,7 @@ def _projection(
     # Capsules are linear in u: Σ^½ u. The directions in which none of the fixed ones changes are
     # orthogonal to the rows of Σ^½ that belong to them.
     identity = torch.eye(len(fixed), dtype=start.dtype, device=start.device)[fixed]
-    rows = torch.linalg.qr(base._multiply(identity, base.std, base.rest_std).T)[0]
+    rows = torch.linalg.qr(base.times_root(identity).T)[0]
     return lambda u: u - (u @ rows) @ rows.T
 
 

@@ -129,7 +129,7 @@ def test_a_failed_version_has_the_reason(monkeypatch: pytest.MonkeyPatch) -> Non
     def fail(*_: Any) -> None:
         raise RuntimeError("operation not permitted when stream is capturing\nand more")
 
-    monkeypatch.setattr(routing, "_captured", fail)
+    monkeypatch.setattr(machine, "captured", fail)
     versions = {
         "poecaps": Version("poecaps"),
         "poecaps, CUDA graph": Version("poecaps", graph=True),

@@ -16,7 +16,16 @@ from benchmarks.study import STUDY, Variant, default_with, main, table
 from poecaps.training import PRESETS, TrainingError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    """A job sets the number of threads of its process; other tests need theirs."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("name", STUDY)

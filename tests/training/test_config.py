@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import pytest
 
@@ -16,7 +16,7 @@ from poecaps.training import (
     Stage,
     train,
 )
-from poecaps.training.config import changed_options, nearest_preset, stage_options
+from poecaps.training.config import Preset, changed_options, nearest_preset, stage_options
 from tests.training.runs import config_for
 
 if TYPE_CHECKING:
@@ -107,3 +107,7 @@ def test_each_stage_has_a_name_and_a_field_of_options(data: Path) -> None:
         "decoder 2": "decoder",
         "pixel decoder": "pixel_decoder",
     }
+
+
+def test_the_command_line_offers_every_preset() -> None:
+    assert set(get_args(Preset)) == set(PRESETS)

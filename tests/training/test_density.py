@@ -474,7 +474,7 @@ def chains_on(
 ) -> LearningChains:
     stage = DensityStage(**{"chains": 600, "lifetime": 60, "leapfrog_steps": 3} | options)
     chains = LearningChains(density, stage, distributed or Distributed())
-    chains.step_size.fill_(0.5)
+    chains.step_size.value.fill_(0.5)
     chains.start(generator)
     return chains
 
@@ -494,7 +494,7 @@ def test_every_chain_starts_anew_once_in_a_lifetime(
         starts, arrivals = torch.zeros(64), torch.zeros(64)
         for step in range(start, start + 4 * lifetime):
             chains.step.fill_(step + lifetime)
-            t, before, is_new = chains._inverse_temperature(chains.offsets)
+            t, before, is_new = chains._inverse_temperature(chains.offsets, chains.step)
             starts += is_new
             arrivals += (t >= 1) & (before < 1)
             assert not before[is_new].any()
@@ -511,7 +511,12 @@ def test_some_chains_are_always_at_the_model(
         chains = chains_on(density, generator, chains=count, lifetime=lifetime)
         for step in range(2 * lifetime):
             chains.step.fill_(step)
-            share = (chains._inverse_temperature(chains.offsets)[0] >= 1).double().mean().item()
+            share = (
+                (chains._inverse_temperature(chains.offsets, chains.step)[0] >= 1)
+                .double()
+                .mean()
+                .item()
+            )
             assert share > 0
             assert share == pytest.approx(1 / 3, abs=1.5 / count + 0.05)
 
@@ -566,7 +571,7 @@ def test_the_step_size_of_the_chains_is_adapted(
 ) -> None:
     for first in (0.1, 20.0):
         chains = chains_on(density, generator, target_acceptance=0.7)
-        chains.step_size.fill_(first)
+        chains.step_size.value.fill_(first)
         random = RandomNumbers(generator, Distributed())
         for _ in range(150):
             chains.advance(random)

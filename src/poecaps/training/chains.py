@@ -9,10 +9,10 @@ import torch
 
 from poecaps._files import ModelError
 from poecaps.sampling import (
-    ADAPTATION_RATE,
     ANNEALED_SHARE,
     INITIAL_STEP_SIZE,
     DensityTarget,
+    StepSize,
     hmc_step,
     start_chains,
 )
@@ -74,10 +74,11 @@ class LearningChains:
         self.log_weight = torch.zeros(count, device=device)
         self.log_z = torch.zeros(count, device=device)
         self.has_arrived = torch.zeros(count, device=device)
-        self.step_size = torch.full((), INITIAL_STEP_SIZE, device=device)
+        self.step_size = StepSize(
+            torch.full((), INITIAL_STEP_SIZE, device=device), options.target_acceptance
+        )
         self.acceptance = torch.zeros((), device=device)
         self.step = torch.zeros((), dtype=torch.float64, device=device)
-        self._at_model = torch.zeros(count, dtype=torch.bool, device=device)
 
     def start(self, generator: torch.Generator) -> None:
         """Draw all chains from the base measure, on the CPU: the same for every device."""
@@ -96,7 +97,7 @@ class LearningChains:
         weight : (C,)
             Of each chain in the mean over the draws of the model: 0 while it is annealed.
         """
-        t, before, is_new = self._inverse_temperature(self.offsets)
+        t, before, is_new = self._inverse_temperature(self.offsets, self.step)
         noise = random.normal(*self.position.shape)
         fresh = self.density.base.from_noise(noise)
         position = torch.where(is_new.unsqueeze(-1), fresh, self.position)
@@ -108,12 +109,11 @@ class LearningChains:
             chains,
             random.normal(*self.position.shape),
             random.uniform(len(position)),
-            step_size=self.step_size,
+            step_size=self.step_size.value,
             leapfrog_steps=self.options.leapfrog_steps,
         )
         self.position.copy_(chains.position)
-        self._at_model.copy_(t >= 1)
-        at_model = self._inverse_temperature(self.all_offsets)[0] >= 1
+        at_model = self._inverse_temperature(self.all_offsets, self.step)[0] >= 1
         weight = (t >= 1).to(t) * self.distributed.size / at_model.sum().clamp(min=1)
         self._adapt((accepted * weight).sum())
         self.step += 1
@@ -121,7 +121,7 @@ class LearningChains:
 
     def at_model(self) -> Tensor:
         """Return which chains of this process were at t = 1 in the last step: (C,) of bool."""
-        return self._at_model
+        return self._inverse_temperature(self.offsets, self.step - 1)[0] >= 1
 
     def log_partition(self) -> float:
         """Estimate log Z from the chains of this process that have arrived; NaN without any."""
@@ -153,7 +153,7 @@ class LearningChains:
             "log_weight": self.log_weight,
             "log_z": self.log_z,
             "has_arrived": self.has_arrived,
-            "step_size": self.step_size,
+            "step_size": self.step_size.value,
             "acceptance": self.acceptance,
             "chain_step": self.step,
         }
@@ -162,17 +162,17 @@ class LearningChains:
         tensor = self._names()[name]
         return self.distributed.all_gather(tensor) if tensor.ndim else tensor
 
-    def _inverse_temperature(self, offsets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return t of chains at this step and the step before, and whether they start anew."""
+    def _inverse_temperature(self, offsets: Tensor, step: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return t of chains at a step and the step before, and whether they start anew."""
         if self.options.lifetime == 0:
             one = torch.ones_like(offsets, dtype=self.position.dtype)
             return one, one, torch.zeros_like(offsets, dtype=torch.bool)
         rate = 1 / self.options.lifetime
-        age = offsets + self.step * rate
+        age = offsets + step * rate
         is_new = (age % 1) < rate
         t = (age % 1 / ANNEALED_SHARE).clamp(max=1).to(self.position.dtype)
         earlier = ((age % 1 - rate) / ANNEALED_SHARE).clamp(min=0, max=1)
-        earlier = earlier * (self.step > 0)  # at first, all chains are draws of the base measure
+        earlier = earlier * (step > 0)  # at first, all chains are draws of the base measure
         return t, earlier.to(self.position.dtype), is_new
 
     def _add_weights(self, energy: Tensor, t: Tensor, before: Tensor, is_new: Tensor) -> None:
@@ -189,5 +189,4 @@ class LearningChains:
         mean = acceptance.reshape(1)
         self.distributed.all_reduce_mean([mean])
         self.acceptance.copy_(mean[0])
-        error = self.acceptance - self.options.target_acceptance
-        self.step_size.mul_(torch.exp(ADAPTATION_RATE * error))
+        self.step_size.update(self.acceptance)

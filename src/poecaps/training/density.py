@@ -60,10 +60,6 @@ class DensityLearner:
         energy = self.density.free_energy(torch.cat((x, x_model)))
         data, model = energy.split((len(x), len(x_model)))
         loss: Tensor = data.mean() - (weight * model).sum()
-        if self.density.linear_dims == 0:
-            # Without linear coordinates an origin has no effect, but the optimizer needs a
-            # gradient to have a state that a checkpoint can hold.
-            loss = loss + 0 * self.density.origin.sum()
         return loss
 
     @torch.no_grad()

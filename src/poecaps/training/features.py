@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 
-from poecaps._modules import BATCH_SIZE, in_batches
+from poecaps._modules import BATCH_SIZE, MappedBatches, in_batches
 from poecaps.data.buffers import allocate
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -139,8 +139,8 @@ class FeatureCache:
     def fit_preprocessing(self) -> None:
         """Fit the preprocessing of the input capsules; `compute_inputs(0)` comes first."""
         assert self._activations is not None  # noqa: S101
-        batches = _Batches(self._activations, self.device, self.batch_size)
-        self.network.preprocessing.fit(batches)
+        rows = self._activations.split(self.batch_size)
+        self.network.preprocessing.fit(MappedBatches(lambda batch: batch.to(self.device), rows))
         self.distributed.broadcast_from_main(list(self.network.preprocessing.buffers()))
 
     def fit_density_base(self, indices: Tensor) -> None:
@@ -156,8 +156,8 @@ class FeatureCache:
         whitening, density = self.network.whitening, self.network.density
         assert whitening is not None and density is not None  # noqa: S101, PT018
         batches = indices.split(self.batch_size)
-        whitening.fit(_Mapped(lambda batch: _take(activations, batch, self.device), batches))
-        density.base.fit(_Mapped(self.whitened, batches))
+        whitening.fit(MappedBatches(lambda batch: _take(activations, batch, self.device), batches))
+        density.base.fit(MappedBatches(self.whitened, batches))
         buffers = [*whitening.buffers(), *density.base.buffers()]
         self.distributed.broadcast_from_main(buffers)
 
@@ -211,26 +211,6 @@ class FeatureCache:
     def _fits_on_device(self, size: int) -> bool:
         """Return whether `size` bytes are less than a quarter of a GPU's free memory."""
         return self.device.type == "cuda" and size < torch.cuda.mem_get_info(self.device)[0] // 4
-
-
-class _Batches:
-    """The rows of a tensor in batches on a device; can be iterated over several times."""
-
-    def __init__(self, rows: Tensor, device: torch.device, batch_size: int) -> None:
-        self.rows, self.device, self.batch_size = rows, device, batch_size
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return (batch.to(self.device) for batch in self.rows.split(self.batch_size))
-
-
-class _Mapped:
-    """A function of batches of indices; can be iterated over several times."""
-
-    def __init__(self, function: Callable[[Tensor], Tensor], batches: Sequence[Tensor]) -> None:
-        self.function, self.batches = function, batches
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return map(self.function, self.batches)
 
 
 def _take(rows: Tensor, indices: Tensor, device: torch.device) -> Tensor:

@@ -18,6 +18,8 @@ SUMMARY_METRICS = (
     ("reconstruction_error", "error", 3),
     ("firing", "firing", 2),
     ("effective_rank", "rank", 1),
+    ("nats", "nats", 1),
+    ("acceptance", "acceptance", 2),
 )
 REFRESH_SECONDS = 0.1  # between two updates of the live line
 BAR_WIDTH = 14
