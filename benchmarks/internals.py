@@ -94,7 +94,9 @@ class AutoencoderSteps:
         self.precision = "bfloat16" if bfloat16 else "float32"
         self.cuda_graph = device.type == "cuda" and stage.data_on_device()
         self.options = stage.options
-        self.optimizer = make_optimizer(stage.options, list(stage.module.parameters()))
+        parameters = list(stage.module.parameters())
+        factors = stage.learning_rate_factors()
+        self.optimizer = make_optimizer(stage.options, parameters, factors)
         self.generator = torch.Generator(device).manual_seed(0)
         network.eval()
         stage.module.train()

@@ -78,7 +78,7 @@ parameter = torch.nn.Parameter(torch.zeros({size}, device=device))
 parameter.grad = torch.ones_like(parameter)
 start = time.perf_counter()
 if sys.argv[1] == "FusedAdam":
-    optimizer = FusedAdam([parameter], 1e-3)
+    optimizer = FusedAdam([{{"params": [parameter]}}], 1e-3)
 else:
     capturable = device.type == "cuda"
     optimizer = torch.optim.Adam([parameter], lr=1e-3, fused=True, capturable=capturable)
@@ -125,7 +125,7 @@ def _optimizer_steps(parameters: Sequence[nn.Parameter]) -> dict[str, Step]:
             parameter.grad = 1e-3 * torch.randn_like(parameter)
     rate = torch.tensor(LEARNING_RATE, device=parameters[0].device)
     return {
-        "FusedAdam": FusedAdam(copies[0], LEARNING_RATE).step,
+        "FusedAdam": FusedAdam([{"params": copies[0]}], LEARNING_RATE).step,
         "torch.optim.Adam": torch.optim.Adam(copies[1], lr=rate, fused=True, capturable=True).step,
     }
 

@@ -525,6 +525,65 @@ def test_the_log_ratio_is_relative_to_the_base_measure(generator: torch.Generato
     torch.testing.assert_close(density.log_prob(x) - density.base.log_prob(x), density.log_ratio(x))
 
 
+@pytest.mark.parametrize("linear_dims", [0, 2])
+def test_experts_of_the_components_alone_are_a_smaller_density(
+    linear_dims: int, generator: torch.Generator
+) -> None:
+    """P(x) is the density of the principal components times independent noise."""
+    density = make_density(generator, 3, 2, 4, 3, linear_dims=linear_dims, base_components=2)
+    base = density.base
+    assert isinstance(base, GaussianBase)
+    density.partition.copy_(torch.tensor([1.5, 2.5, 1.0]))
+    density.extend(density.restrict())  # from here on, they read the components alone
+    restricted = density.restrict()
+    x = torch.randn(20, 3, 2, dtype=torch.float64, generator=generator)
+    y = density.components(x)
+    assert y.shape == (20, 1, 2)
+    torch.testing.assert_close(restricted.free_energy(y), density.free_energy(x))
+    assert restricted.log_partition == density.log_partition == 2
+    noise = x.flatten(1) - y[:, 0] @ base.directions.T
+    normal = torch.distributions.Normal(0.0, base.rest_std)
+    # 4 of the 6 directions of the noise; in the other two it is 0, where the density is that at 0.
+    density_of_noise = normal.log_prob(noise).sum(1) - 2 * normal.log_prob(torch.tensor(0.0))
+    expected = restricted.log_prob(y) + density_of_noise
+    torch.testing.assert_close(density.log_prob(x), expected)
+    torch.testing.assert_close(
+        restricted.base.log_prob(y) - restricted.base.log_ratio(y),
+        torch.distributions.Normal(0.0, 1.0).log_prob(y).sum((1, 2)),
+    )
+
+
+def test_restricting_leaves_other_directions_out_and_extending_is_its_inverse(
+    generator: torch.Generator,
+) -> None:
+    density = make_density(generator, 3, 2, 4, 3, linear_dims=1, base_components=2)
+    assert isinstance(density.base, GaussianBase)
+    v, before = density.base.directions, density.even_matrix().detach()
+    restricted = density.restrict()
+    density.extend(restricted)
+    torch.testing.assert_close(density.even_matrix().detach(), v @ (v.T @ before))
+    again = density.restrict()
+    torch.testing.assert_close(again.weight, restricted.weight)
+    with torch.no_grad():
+        for parameter in again.parameters():
+            parameter.add_(1)
+    assert not torch.allclose(density.strength, again.strength)  # they are copies
+    density.extend(again)
+    for name, parameter in again.named_parameters():
+        torch.testing.assert_close(density.restrict().get_parameter(name), parameter)
+
+
+@pytest.mark.parametrize("options", [{}, {"base_components": 2, "iterations": 3}, {"base": "ball"}])
+def test_only_even_experts_can_be_restricted_to_components(
+    options: dict[str, Any], generator: torch.Generator
+) -> None:
+    density = make_density(generator, 3, 2, 4, 3, **options)
+    assert not density.has_components
+    for call in (density.restrict, lambda: density.components(torch.zeros(1, 3, 2))):
+        with pytest.raises(ValueError, match=r"even mixing .* and base_components above 0"):
+            call()
+
+
 def test_new_parameters_forget_the_partition_function(generator: torch.Generator) -> None:
     density = density_of(generator, strength=2.0)
     fit_log_partition(density, partition(1.0))

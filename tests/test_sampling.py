@@ -606,10 +606,13 @@ def test_diagnostics_of_constants_and_of_few_steps_are_not_numbers() -> None:
             function(torch.ones(10))
 
 
-@pytest.mark.parametrize("components", [0, 3])
+@pytest.mark.parametrize(
+    ("components", "restricted", "numbers"), [(0, False, 4), (3, False, 4), (3, True, 3)]
+)
 def test_directions_on_which_no_expert_depends_can_be_left_out(
-    components: int, generator: torch.Generator
+    components: int, restricted: bool, numbers: int, generator: torch.Generator
 ) -> None:
+    """Those outside of the range of W, or outside of the components if it reads no others."""
     density = CapsuleDensity(
         3,
         3,
@@ -624,10 +627,12 @@ def test_directions_on_which_no_expert_depends_can_be_left_out(
     density.reset_parameters(1.0, generator)
     if components:
         density.base.fit([torch.randn(50, 3, 3, generator=generator, dtype=torch.float64)])
+    if restricted:
+        density.extend(density.restrict())
     full, reduced = DensityTarget(density), DensityTarget(density, reduced=True)
     u, noise = torch.randn(2, 7, 9, generator=generator, dtype=torch.float64)
     y = reduced.coordinates(u)
-    assert y.shape == (7, 4)
+    assert y.shape == (7, numbers)
     torch.testing.assert_close(reduced.positions(y, u), u)
     moved = reduced.positions(y, noise)
     torch.testing.assert_close(reduced.coordinates(moved), y)

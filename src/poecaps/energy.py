@@ -66,7 +66,7 @@ class GaussianBase(nn.Module):
     std : (r,)
         √λ.
     rest_std : ()
-        σ.
+        σ; or (I·K,), if r = 0 and every number has a standard deviation of its own.
     """
 
     directions: Tensor
@@ -148,7 +148,8 @@ class GaussianBase(nn.Module):
     def log_ratio(self, x: Tensor) -> Tensor:
         """Compute log N(x; 0, Σ) − log N(x; 0, 1), relative to independent capsules: → (B,)."""
         size, components = self.directions.shape
-        log_det = self.std.log().sum() + (size - components) * self.rest_std.log()
+        rest = self.rest_std.log().expand(size - components)
+        log_det = self.std.log().sum() + rest.sum()
         return x.flatten(1).square().sum(-1) / 2 - self.potential(self.to_white(x))[0] - log_det
 
     def _multiply(self, points: Tensor, leading: Tensor, rest: Tensor) -> Tensor:
@@ -335,6 +336,7 @@ class CapsuleDensity(CapsuleRouting):
                 "only the Gaussian base measure has a covariance"
             )
         self.linear_dims, self.initial_strength = linear_dims, float(strength)
+        self.base_components = base_components
         like: dict[str, Any] = {"device": device, "dtype": dtype}
         if base == "ball":
             self.base = BallBase(in_capsules, in_dim)
@@ -481,6 +483,68 @@ class CapsuleDensity(CapsuleRouting):
     def even_matrix(self) -> Tensor:
         """Return W as a matrix from all inputs to all experts, for even mixing: (I·K, J·D)."""
         return self.weight.permute(0, 3, 1, 2).reshape(self.in_capsules * self.in_dim, -1)
+
+    @property
+    def has_components(self) -> bool:
+        """Whether the votes are mixed evenly, and the base measure has principal components."""
+        return self.is_even and self.base_components > 0
+
+    @torch.no_grad()
+    def restrict(self) -> CapsuleDensity:
+        """Return the density of the principal components y = Vᵀx of the base measure.
+
+        If the experts depend on x by its r principal components only, all other directions are
+        independent Gaussian noise, and P(x) is the density of y times that of the noise. The
+        density of y has the same experts and the same Z, but r numbers in place of I·K. With other
+        experts, whatever they read in other directions is left out.
+
+        Returns
+        -------
+        CapsuleDensity
+            Over one capsule of dimension r. Its parameters are copies; see `extend`.
+        """
+        base = self._base_with_components()
+        count = self.base_components
+        restricted = CapsuleDensity(
+            1,
+            count,
+            self.out_capsules,
+            self.out_dim,
+            linear_dims=self.linear_dims,
+            strength=self.initial_strength,
+            device=self.weight.device,
+            dtype=self.weight.dtype,
+        )
+        matrix = base.directions.T @ self.even_matrix()
+        restricted.weight.copy_(
+            matrix.view(1, count, self.out_capsules, self.out_dim).permute(0, 2, 3, 1)
+        )
+        assert isinstance(restricted.base, GaussianBase)  # noqa: S101
+        restricted.base.rest_std = base.std.clone()
+        for name in ("log_strength", "origin", "partition"):
+            getattr(restricted, name).copy_(getattr(self, name))
+        return restricted
+
+    def components(self, x: Tensor) -> Tensor:
+        """Compute the principal components Vᵀx as one capsule: (B, I, K) → (B, 1, r)."""
+        return (x.flatten(1) @ self._base_with_components().directions).unsqueeze(1)
+
+    @torch.no_grad()
+    def extend(self, restricted: CapsuleDensity) -> None:
+        """Take the experts of a density of the principal components, the inverse of `restrict`."""
+        matrix = self._base_with_components().directions @ restricted.even_matrix()
+        shape = (self.in_capsules, self.in_dim, self.out_capsules, self.out_dim)
+        self.weight.copy_(matrix.view(shape).permute(0, 2, 3, 1))
+        for name in ("log_strength", "origin", "partition"):
+            getattr(self, name).copy_(getattr(restricted, name))
+
+    def _base_with_components(self) -> GaussianBase:
+        if not self.has_components or not isinstance(self.base, GaussianBase):
+            raise ValueError(
+                "only a density with even mixing (iterations=1) and base_components above 0 can be "
+                "restricted to its principal components"
+            )
+        return self.base
 
     def _preactivation(self, x: Tensor, weight: Tensor, origin: Tensor | None = None) -> Tensor:
         if self.is_even:

@@ -91,14 +91,7 @@ class CapsuleNetwork(nn.Module):
         if a.density.experts is not None:
             components, numbers = a.density.base_components, below[0] * below[1]
             checks.require_int("model.density.base_components", components, 0, numbers)
-            self.whitening = Preprocessing(
-                *below,
-                centre=True,
-                scale=None,
-                whiten=True,
-                equalized_components=a.density.base_components,
-                equalization=a.density.equalization,
-            )
+            self.whitening = Preprocessing(*below, centre=True, scale=None, whiten=True)
             self.density = CapsuleDensity(
                 *below,
                 *a.density.experts,
@@ -212,15 +205,8 @@ class CapsuleNetwork(nn.Module):
         -------
         (B,)
         """
-        density, whitening = self._with_density()
-        activations = self.activations(images)
-        checks.check_pixels_on_cpu(images, "images")
-        x = self.whiten(activations)
-        if isinstance(density.base, BallBase):
-            return density.log_ratio(x)
-        v = whitening.transform_each(activations)
-        change = (v.square() - x.square()).flatten(1).sum(-1) / 2 + whitening.log_det_equalization
-        return density.log_ratio(x) + density.base.log_ratio(x) + change
+        density, x = self.require_density(), self.whitened(images)
+        return density.log_ratio(x) + density.base.log_ratio(x)
 
     # Codes to images
 

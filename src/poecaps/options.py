@@ -29,8 +29,6 @@ class DensityOptions:
     """Base measure: gaussian, or ball (uniform on unit balls, the paper)."""
     base_components: int = 256
     """Principal components of the Gaussian base measure; 0: independent capsules."""
-    equalization: float = 0.5
-    """How far the principal components are equalized before the experts: 0 (not) to 1 (fully)."""
     base_max_variance: float | None = None
     """Upper bound of the variances of the Gaussian base measure; None: those of the data."""
     iterations: int = 1
@@ -56,7 +54,6 @@ class DensityOptions:
         checks.require_positive(f"{prefix}strength", self.strength)
         checks.require_choice(f"{prefix}base", self.base, BASES)
         checks.require_int(f"{prefix}base_components", self.base_components, 0)
-        checks.require_share(f"{prefix}equalization", self.equalization)
         if self.base_max_variance is not None:
             checks.require_positive(f"{prefix}base_max_variance", self.base_max_variance)
         checks.require_int(f"{prefix}iterations", self.iterations, 1)

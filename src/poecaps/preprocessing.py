@@ -37,10 +37,10 @@ class Preprocessing(nn.Module):
     leading principal directions of all I·K numbers A(a − m) and λ their variances, of which λ_r is
     the smallest::
 
-        L = 1 + V (diag (λ_r/λ)^(p/2) − 1) Vᵀ
+        L = 1 + V (diag (λ_r/λ)^½ − 1) Vᵀ
 
-    with p = 1 reduces the variance of these directions to λ_r and leaves all others unchanged;
-    with p = ½ it goes half of the way. No direction is divided by more than 100.
+    reduces the variance of these directions to λ_r and leaves all others unchanged. No direction is
+    divided by more than 100.
 
     Parameters
     ----------
@@ -54,8 +54,6 @@ class Preprocessing(nn.Module):
         Whether each capsule is whitened.
     equalized_components
         r, at most I·K; 0: no equalization.
-    equalization
-        p, from 0 to 1.
 
     Attributes
     ----------
@@ -66,7 +64,7 @@ class Preprocessing(nn.Module):
     components : (I·K, r), or None
         V.
     factors : (r,), or None
-        (λ_r/λ)^(p/2).
+        (λ_r/λ)^½.
     """
 
     mean: Tensor
@@ -84,7 +82,6 @@ class Preprocessing(nn.Module):
         scale: float | None,
         whiten: bool,
         equalized_components: int = 0,
-        equalization: float = 1.0,
     ) -> None:
         super().__init__()
         if equalized_components > capsules * dim:
@@ -93,7 +90,6 @@ class Preprocessing(nn.Module):
                 f"all capsules, but is {equalized_components}"
             )
         self.centre, self.scale, self.whiten = centre, scale, whiten
-        self.equalization = equalization
         identity = torch.eye(dim).expand(capsules, dim, dim)
         self.register_buffer("mean", torch.zeros(capsules, dim))
         self.register_buffer("matrix", identity.clone())
@@ -112,17 +108,8 @@ class Preprocessing(nn.Module):
 
     def transform(self, a: Tensor) -> Tensor:
         """Apply the affine map: s L A (a − m), (B, I, K) → (B, I, K)."""
-        return self._equalize(self.transform_each(a))
-
-    def transform_each(self, a: Tensor) -> Tensor:
-        """Apply the part of the map that treats each capsule alone: s A (a − m)."""
         centred = a.to(self.mean.dtype) - self.mean
-        return torch.einsum("ikl,bil->bik", self.matrix, centred)
-
-    @property
-    def log_det_equalization(self) -> Tensor:
-        """Logarithm of |det L|: ()."""
-        return self.mean.new_zeros(()) if self.factors is None else self.factors.log().sum()
+        return self._equalize(torch.einsum("ikl,bil->bik", self.matrix, centred))
 
     def inverse_transform(self, z: Tensor) -> Tensor:
         """Invert `transform`: (B, I, K) → (B, I, K)."""
@@ -159,7 +146,7 @@ class Preprocessing(nn.Module):
             self.components.copy_(directions)
             target = variance[-1].clamp(min=MAX_ATTENUATION**-2 * variance[0])
             ratio = target / variance.clamp(min=SMALLEST_VARIANCE)
-            self.factors.copy_((ratio ** (self.equalization / 2)).clamp(max=1))
+            self.factors.copy_(ratio.sqrt().clamp(max=1))
         if self.scale is not None:
             norms = torch.stack(
                 [

@@ -60,6 +60,7 @@ __all__ = [
 ANNEALED_SHARE = 2 / 3
 INITIAL_STEP_SIZE = 0.1
 TARGET_ACCEPTANCE = 0.8  # near the optimum of HMC in many dimensions (Neal 2011: 0.65 to 0.9)
+ROUNDING = 1e-5  # share of the norm of a matrix that may be due to rounding
 ADAPTATION_RATE = 0.1  # of the logarithm of the step size, for each step
 
 
@@ -92,9 +93,11 @@ class DensityTarget:
     reduced
         Whether to leave out the directions of u on which no expert depends, if there are any. With
         even mixing and a Gaussian base, z = Mᵀu depends on u in the range of M only, and in all
-        other directions u is independent N(0, 1). Chains in the coordinates y = Qᵀu, with the QR
-        decomposition M = QR, need not move in these directions, and are much faster if the experts
-        have fewer numbers than the capsules. It cannot be combined with `evidence`.
+        other directions u is independent N(0, 1). Chains in the coordinates y = Qᵀu, with the
+        columns of Q an orthonormal basis of this range, need not move in these directions, and are
+        much faster if there are many of them. Q holds the principal directions of the base measure
+        if the experts depend on no other, or comes from the QR decomposition M = QR. It cannot be
+        combined with `evidence`.
     """
 
     def __init__(
@@ -113,8 +116,10 @@ class DensityTarget:
             # z = Wᵀ Σ^½ u: both maps are linear, so they are multiplied once.
             matrix = density.even_matrix().detach()
             self._matrix = density.base.times_root(matrix.T).T.contiguous()
-            if reduced and evidence is None and self._matrix.shape[1] < self._matrix.shape[0]:
-                self._directions, self._matrix = torch.linalg.qr(self._matrix)
+            if reduced and evidence is None:
+                self._directions = _range_of(self._matrix, density.base.directions)
+            if self._directions is not None:
+                self._matrix = self._directions.T @ self._matrix
 
     def coordinates(self, u: Tensor) -> Tensor:
         """Return the coordinates in which chains move: y = Qᵀu, or u itself if none are left out.
@@ -195,6 +200,28 @@ class DensityTarget:
             return density._preactivation(density.base.from_white(u), density.weight)
         z = (u @ self._matrix).view(-1, density.out_capsules, density.out_dim)
         return F.forward_side(z, density.linear_dims, density.origin)
+
+
+def _range_of(matrix: Tensor, directions: Tensor) -> Tensor | None:
+    """Find an orthonormal basis of fewer than N directions that contains the range of a matrix.
+
+    Parameters
+    ----------
+    matrix : (N, M)
+    directions : (N, r)
+        Orthonormal directions that may already contain it.
+
+    Returns
+    -------
+    (N, R) or None
+        With R the smaller one of r and M; None if there is no basis of fewer than N directions.
+    """
+    size, columns = matrix.shape
+    if directions.shape[1] < min(columns, size):
+        outside = matrix - directions @ (directions.T @ matrix)
+        if outside.norm() <= ROUNDING * matrix.norm():
+            return directions
+    return torch.linalg.qr(matrix)[0] if columns < size else None
 
 
 # --------------------------------------------------------------------------------------------------

@@ -26,8 +26,15 @@ def assert_steps_of_torch(
     ours, theirs = (
         [torch.nn.Parameter(each.to(device, copy=True)) for each in start] for _ in range(2)
     )
-    fused = optim.FusedAdam(ours, 0.01, (0.8, 0.999), weight_decay)
-    exact = torch.optim.Adam(theirs, lr=0.01, betas=(0.8, 0.999), weight_decay=weight_decay)
+    groups, exact_groups = (
+        [
+            {"params": [first], "factor": 1.0},
+            {"params": [second], "factor": 3.0},
+        ]
+        for first, second in (ours, theirs)
+    )
+    fused = optim.FusedAdam(groups, 0.01, (0.8, 0.999), weight_decay)
+    exact = torch.optim.Adam(exact_groups, lr=0.01, betas=(0.8, 0.999), weight_decay=weight_decay)
     for step, gradient in enumerate(gradients):
         fused.zero_grad()
         assert all(parameter.grad is None for parameter in ours)

@@ -135,6 +135,8 @@ class PixelDecoderStage(Stage):
 class DensityStage(CapsuleStage):
     """Options of the maximum likelihood that trains the density by Markov chains."""
 
+    strength_rate: float = 5.0
+    """Factor of the learning rate of strengths and origins, relative to that of the weights."""
     chains: int = 1024
     """Number of chains, of all processes together."""
     lifetime: int = 300
@@ -153,6 +155,7 @@ class DensityStage(CapsuleStage):
     def validate(self, name: str) -> None:
         """Raise ValueError or TypeError if an option is invalid; `name` is that of the stage."""
         super().validate(name)
+        checks.require_nonnegative(f"{name}.strength_rate", self.strength_rate)
         checks.require_int(f"{name}.lifetime", self.lifetime, 0)
         # Of fewer than 5 chains that are annealed, none may be at t = 1 in some of the steps.
         checks.require_int(f"{name}.chains", self.chains, 5 if self.lifetime else 2)
@@ -318,7 +321,6 @@ def energy() -> Config:
         strength=10.0,
         base_components=256,
         base_max_variance=1.0,
-        equalization=0.0,
     )
     return replace(
         base,

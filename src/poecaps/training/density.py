@@ -62,6 +62,14 @@ class DensityLearner:
         loss: Tensor = data.mean() - (weight * model).sum()
         return loss
 
+    def learning_rate_factors(self) -> list[float]:
+        """Return the factor of the learning rate of each parameter."""
+        weight = self.density.weight
+        return [
+            1.0 if parameter is weight else self.options.strength_rate
+            for parameter in self.density.parameters()
+        ]
+
     @torch.no_grad()
     def finish(self, seed: int) -> None:
         """Replace the weights by their average, and estimate the partition function."""
@@ -91,11 +99,8 @@ class DensityLearner:
     def load_state(self, state: Mapping[str, Tensor], source: Path) -> None:
         """Restore the chains, and the average of the weights."""
         self.chains.load_state(state, source)
-        for number, average in enumerate(self.average):
-            found = state.get(f"average.{number}")
-            if found is None or found.shape != average.shape or not found.isfinite().all():
-                raise ModelError(f"{source} is damaged: average.{number} is not that of a density")
-            average.copy_(found)
+        averages = {f"average.{number}": each for number, each in enumerate(self.average)}
+        load_weights(averages, state, source)
 
     @torch.no_grad()
     def _update_average(self) -> None:
@@ -104,6 +109,15 @@ class DensityLearner:
         decay = torch.clamp((1 + step) / (10 + step), max=self.options.average)
         for parameter, average in zip(self.density.parameters(), self.average, strict=True):
             average.lerp_(parameter.detach(), (1 - decay).to(average.dtype))
+
+
+def load_weights(weights: Mapping[str, Tensor], state: Mapping[str, Tensor], source: Path) -> None:
+    """Copy weights of a density from a state; raise ModelError if they do not belong to it."""
+    for name, tensor in weights.items():
+        found = state.get(name)
+        if found is None or found.shape != tensor.shape or not found.isfinite().all():
+            raise ModelError(f"{source} is damaged: {name} is not that of a density")
+        tensor.copy_(found)
 
 
 def fit_density(
@@ -118,7 +132,10 @@ def fit_density(
 ) -> None:
     """Train a density on capsules by maximum likelihood, and estimate its partition function.
 
-    The weights are learned from where they are; a new density has random ones.
+    The weights are learned from where they are; a new density has random ones. With even mixing
+    and `base_components`, the experts learn to read the principal components of the base measure,
+    and nothing else (`CapsuleDensity.restrict`): Adam, which scales the gradient of every weight by
+    its size, then learns weak components as fast as strong ones.
 
     Parameters
     ----------
@@ -156,9 +173,13 @@ def fit_density(
         )
     density.base.fit(x.split(FIT_BATCH))
     distributed, device = Distributed(), density.weight.device
-    learner = DensityLearner(density, options, distributed)
+    learned = density
+    if density.has_components:
+        learned, x = density.restrict(), density.components(x)
+    learner = DensityLearner(learned, options, distributed)
     learner.chains.start(make_generator(seed, Stream.STAGE))
-    optimizer = make_optimizer(options, list(density.parameters()))
+    factors = learner.learning_rate_factors()
+    optimizer = make_optimizer(options, list(learned.parameters()), factors)
     generator = torch.Generator(device).manual_seed(derive_seed(seed, Stream.STEP))
     random = RandomNumbers(generator, distributed)
     for step in range(steps):
@@ -174,3 +195,5 @@ def fit_density(
         if report is not None:
             report(step + 1, steps, value)
     learner.finish(seed)
+    if learned is not density:
+        density.extend(learned)

@@ -62,6 +62,7 @@ class FeatureCache:
         self._pixels: Tensor | None = None  # (N, C, H, W)
         self._activations: Tensor | None = None  # (N, I, K), before preprocessing
         self._capsules: Tensor | None = None  # (N, I, K)
+        self._components: Tensor | None = None  # (N, 1, r), of the density
         self._codes: dict[int, Tensor] = {}  # (N, J, D) of each encoder layer, counted from 1
         if data.images.dtype == np.uint8 and self._fits_on_device(data.images.nbytes):
             self._pixels = torch.empty(len(data), *data.shape, dtype=torch.uint8, device=device)
@@ -97,6 +98,11 @@ class FeatureCache:
         activations = _take(self._activations, indices, self.device).float()
         with torch.no_grad():
             return self.network.whiten(activations)
+
+    def components(self, indices: Tensor) -> Tensor:
+        """Return the principal components of the density, after `cache_components`: → (B, 1, r)."""
+        assert self._components is not None  # noqa: S101 (cache_components comes first)
+        return _take(self._components, indices, self.device)
 
     def codes(self, layer: int, indices: Tensor) -> Tensor:
         """Return the experts of a trained layer, counted from 1: (B,) → (B, J, D)."""
@@ -160,6 +166,20 @@ class FeatureCache:
         density.base.fit(MappedBatches(self.whitened, batches))
         buffers = [*whitening.buffers(), *density.base.buffers()]
         self.distributed.broadcast_from_main(buffers)
+
+    def cache_components(self) -> None:
+        """Compute the `components` after `fit_density_base`; all processes must call it."""
+        density = self.network.require_density()
+        if self._components is None:
+            self._components = self._compute_for_all(
+                lambda indices: density.components(self.whitened(indices)),
+                (1, density.base_components),
+                torch.float32,
+            )
+
+    def has_components_on_device(self) -> bool:
+        """Return whether the `components` are in the memory of the device."""
+        return self._components is not None and self._components.device == self.device
 
     def cache_capsules(self) -> None:
         """Keep the `inputs` of layer 0 on the device if they fit, after `fit_preprocessing`."""

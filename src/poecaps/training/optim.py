@@ -29,7 +29,7 @@ LARGE = 2**16
 
 
 class FusedAdam:
-    """`torch.optim.Adam` with ``fused=True`` and ``capturable=True``, for one parameter group.
+    """`torch.optim.Adam` with ``fused=True`` and ``capturable=True``.
 
     The number of steps and the learning rate are tensors on the device, so a step can be captured
     in a CUDA graph. It differs from `torch.optim.Adam` in two ways. Large parameters are updated by
@@ -39,10 +39,11 @@ class FusedAdam:
 
     Parameters
     ----------
-    params
-        Parameters, all on one device.
+    groups
+        Parameter groups: dictionaries with the list ``params``, all on one device, and anything
+        else, which is kept in `param_groups`.
     lr
-        Learning rate.
+        Learning rate of all groups.
     betas
         Decays of the two moments.
     weight_decay
@@ -51,23 +52,26 @@ class FusedAdam:
 
     def __init__(
         self,
-        params: Sequence[nn.Parameter],
+        groups: Sequence[dict[str, Any]],
         lr: float,
         betas: tuple[float, float] = (0.9, BETA2),
         weight_decay: float = 0.0,
     ) -> None:
-        device = params[0].device
-        self.parameters, self.betas, self.weight_decay = list(params), betas, weight_decay
+        self.parameters: list[nn.Parameter] = [each for group in groups for each in group["params"]]
+        self.betas, self.weight_decay = betas, weight_decay
+        device = self.parameters[0].device
         logs = [math.log(beta) if beta > 0 else -math.inf for beta in betas]
         self._log_betas = torch.tensor(logs, dtype=torch.float64, device=device)
-        self.param_groups: list[dict[str, Any]] = [{"lr": torch.tensor(lr, device=device)}]
+        self.param_groups: list[dict[str, Any]] = [
+            {**group, "lr": torch.tensor(lr, device=device)} for group in groups
+        ]
         self.state: dict[nn.Parameter, dict[str, Tensor]] = {
             parameter: {
                 "step": torch.zeros((), device=device),
                 "exp_avg": torch.zeros_like(parameter),
                 "exp_avg_sq": torch.zeros_like(parameter),
             }
-            for parameter in params
+            for parameter in self.parameters
         }
 
     def zero_grad(self) -> None:
@@ -78,9 +82,13 @@ class FusedAdam:
     @torch.no_grad()
     def step(self) -> None:
         """Update all parameters that have a gradient."""
+        for group in self.param_groups:
+            self._step_of(group)
+
+    def _step_of(self, group: dict[str, Any]) -> None:
         gradients = {
             parameter: _with_strides_of(parameter, parameter.grad)
-            for parameter in self.parameters
+            for parameter in group["params"]
             if parameter.grad is not None
         }
         if not gradients:
@@ -89,13 +97,13 @@ class FusedAdam:
         small: dict[nn.Parameter, Tensor] = {}
         for parameter, gradient in gradients.items():
             if _uses_triton(parameter):
-                self._step_by_triton(parameter, gradient)
+                self._step_by_triton(parameter, gradient, group["lr"])
             else:
                 small[parameter] = gradient
         if small:
-            self._step_by_torch(small)
+            self._step_by_torch(small, group["lr"])
 
-    def _step_by_triton(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+    def _step_by_triton(self, parameter: nn.Parameter, gradient: Tensor, lr: Tensor) -> None:
         from poecaps.kernels.triton.adam import adam_step
 
         state = self.state[parameter]
@@ -105,14 +113,14 @@ class FusedAdam:
             state["exp_avg"],
             state["exp_avg_sq"],
             step=state["step"],
-            lr=self.param_groups[0]["lr"],
+            lr=lr,
             log_betas=self._log_betas,
             betas=self.betas,
             weight_decay=self.weight_decay,
             eps=EPSILON,
         )
 
-    def _step_by_torch(self, gradients: dict[nn.Parameter, Tensor]) -> None:
+    def _step_by_torch(self, gradients: dict[nn.Parameter, Tensor], lr: Tensor) -> None:
         states = [self.state[parameter] for parameter in gradients]
         torch._fused_adam_(
             list[torch.Tensor](gradients),
@@ -121,7 +129,7 @@ class FusedAdam:
             [state["exp_avg_sq"] for state in states],
             [],
             [state["step"] for state in states],
-            lr=self.param_groups[0]["lr"],
+            lr=lr,
             beta1=self.betas[0],
             beta2=self.betas[1],
             weight_decay=self.weight_decay,
@@ -155,7 +163,9 @@ def _uses_triton(parameter: nn.Parameter) -> bool:
 # Functions of the training loop
 
 
-def make_optimizer(stage: Stage, parameters: Sequence[nn.Parameter]) -> Optimizer:
+def make_optimizer(
+    stage: Stage, parameters: Sequence[nn.Parameter], factors: Sequence[float] | None = None
+) -> Optimizer:
     """Return the optimizer of a stage.
 
     Parameters
@@ -164,29 +174,40 @@ def make_optimizer(stage: Stage, parameters: Sequence[nn.Parameter]) -> Optimize
         Options of the stage: optimizer, learning rate, momentum and weight decay.
     parameters
         Parameters that the stage trains, all on one device.
+    factors
+        Factor of the learning rate of each parameter; None: all are 1.
     """
+    groups = _groups(parameters, factors or [1.0] * len(parameters))
     betas = (stage.momentum, BETA2)
     if stage.optimizer == "sgd":
         return torch.optim.SGD(
-            parameters,
+            groups,
             lr=stage.learning_rate,
             momentum=stage.momentum,
             weight_decay=stage.weight_decay,
         )
     if parameters[0].device.type == "cuda":
-        return FusedAdam(parameters, stage.learning_rate, betas, stage.weight_decay)
+        return FusedAdam(groups, stage.learning_rate, betas, stage.weight_decay)
     return torch.optim.Adam(
-        parameters, lr=stage.learning_rate, betas=betas, weight_decay=stage.weight_decay
+        groups, lr=stage.learning_rate, betas=betas, weight_decay=stage.weight_decay
     )
+
+
+def _groups(parameters: Sequence[nn.Parameter], factors: Sequence[float]) -> list[dict[str, Any]]:
+    """Return a parameter group for each factor of the learning rate."""
+    members: dict[float, list[nn.Parameter]] = {}
+    for parameter, factor in zip(parameters, factors, strict=True):
+        members.setdefault(factor, []).append(parameter)
+    return [{"params": params, "factor": factor} for factor, params in members.items()]
 
 
 def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
     """Set the learning rate, in place if it is a tensor: a CUDA graph has captured its address."""
     for group in optimizer.param_groups:
         if isinstance(group["lr"], torch.Tensor):
-            group["lr"].fill_(rate)
+            group["lr"].fill_(rate * group["factor"])
         else:
-            group["lr"] = rate
+            group["lr"] = rate * group["factor"]
 
 
 def optimizer_state(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> dict[str, Tensor]:

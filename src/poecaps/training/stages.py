@@ -12,7 +12,7 @@ from torch import nn
 from poecaps import functional as F
 from poecaps._files import ModelError
 from poecaps.metrics import effective_rank
-from poecaps.training.density import DensityLearner
+from poecaps.training.density import DensityLearner, load_weights
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -78,6 +78,10 @@ class StageTrainer(ABC):
     def metrics(self) -> dict[str, float]:
         """Compute the running metrics, always on the same training images."""
 
+    def learning_rate_factors(self) -> list[float]:
+        """Return the factor of the learning rate of each parameter, after `prepare`."""
+        return [1.0 for _ in self.module.parameters()]
+
     def finish(self) -> None:  # noqa: B027 (most stages have nothing to do)
         """Bring the trained part into the form in which later stages use it."""
 
@@ -138,7 +142,8 @@ class DensityTrainer(StageTrainer):
         self, options: DensityStage, density: CapsuleDensity, seed: int, cache: FeatureCache
     ) -> None:
         super().__init__(cache)
-        self.name, self.options, self.module, self.seed = "density", options, density, seed
+        self.name, self.options, self.seed = "density", options, seed
+        self.density = self.module = density
 
     def prepare(self, fresh: bool, generator: torch.Generator) -> None:
         """Compute the capsules and start the chains; a fresh density fits its base measure."""
@@ -149,18 +154,34 @@ class DensityTrainer(StageTrainer):
         self.kept = kept.to(self.cache.device)
         if fresh:
             self.cache.fit_density_base(kept.sort().values)
+        if self.density.has_components:
+            self.cache.cache_components()
+            self.module = self.density.restrict()
+        if fresh:
             _reset_parameters(self.module, self.options.init_std, generator)
         self.learner = DensityLearner(self.module, self.options, self.cache.distributed)
         self.learner.chains.start(generator)
 
     def data_on_device(self) -> bool:
         """Return whether all inputs of the stage are in the memory of the device."""
+        if self.density.has_components:
+            return self.cache.has_components_on_device()
         return self.cache.has_inputs_on_device(0)
 
     def loss(self, indices: Tensor, random: RandomNumbers) -> Tensor:
         """Compute the mean of F over images minus that over draws of the density."""
         kept = self.kept[indices.to(self.kept.device) % len(self.kept)]
-        return self.learner.loss(self.cache.whitened(kept), random)
+        return self.learner.loss(self._inputs(kept), random)
+
+    def learning_rate_factors(self) -> list[float]:
+        """Return the factors of weights, strengths and origins."""
+        return self.learner.learning_rate_factors()
+
+    def _inputs(self, indices: Tensor) -> Tensor:
+        """Return what the density reads of images: (B,) → (B, I, K), or (B, 1, r)."""
+        if self.density.has_components:
+            return self.cache.components(indices)
+        return self.cache.whitened(indices)
 
     def metrics(self) -> dict[str, float]:
         """Compute the free energies of training images, held-out images and chains.
@@ -172,10 +193,10 @@ class DensityTrainer(StageTrainer):
         """
         density, chains = self.module, self.learner.chains
         probe = self.kept[: len(self.cache.probe_indices())]
-        train = density.free_energy(self.cache.whitened(probe)).mean()
+        train = density.free_energy(self._inputs(probe)).mean()
         values = {"free_energy": train.item()}
         if len(self.held_out):
-            held_out = density.free_energy(self.cache.whitened(self.held_out)).mean()
+            held_out = density.free_energy(self._inputs(self.held_out)).mean()
             values["held_out_free_energy"] = held_out.item()
         capsules = density.base.from_white(chains.position)[chains.at_model()]
         if len(capsules):
@@ -192,15 +213,29 @@ class DensityTrainer(StageTrainer):
         """Replace the weights by their average, and estimate the partition function."""
         if self.options.epochs > 0:
             self.learner.finish(self.seed)
+        if self.module is not self.density:
+            tensors = [*self.module.parameters(), *self.module.buffers()]
+            self.cache.distributed.broadcast_from_main([tensor.detach() for tensor in tensors])
+            self.density.extend(self.module)
 
     def state(self) -> dict[str, Tensor]:
-        """Return the chains, and the average of the weights."""
-        return self.learner.state()
+        """Return the chains, and the weights that the state of the network does not hold."""
+        return {**self.learner.state(), **self._restricted()}
 
     def load_state(self, state: Mapping[str, Tensor], source: Path) -> None:
-        """Restore the chains, and the average of the weights."""
+        """Restore the chains and weights."""
         if state:
             self.learner.load_state(state, source)
+            load_weights(self._restricted(), state, source)
+
+    def _restricted(self) -> dict[str, Tensor]:
+        """Return the weights of the density of the principal components, if that one learns."""
+        if self.module is self.density:
+            return {}
+        return {
+            f"restricted.{name}": parameter.detach()
+            for name, parameter in self.module.named_parameters()
+        }
 
 
 class EncoderTrainer(StageTrainer):

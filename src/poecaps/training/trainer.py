@@ -11,6 +11,7 @@ import torch
 from poecaps._devices import use_bfloat16
 from poecaps._files import ModelError
 from poecaps.data import DataError
+from poecaps.energy import CapsuleDensity
 from poecaps.kernels import dispatch
 from poecaps.layer import CapsuleRouting
 from poecaps.network import CapsuleNetwork
@@ -135,7 +136,7 @@ class Trainer:
             stage.prepare(first_step == 0, make_generator(self.config.seed, Stream.STAGE, index))
             self._synchronize(stage)
             parameters = list(stage.module.parameters())
-            optimizer = make_optimizer(stage.options, parameters)
+            optimizer = make_optimizer(stage.options, parameters, stage.learning_rate_factors())
             load_optimizer_state(optimizer, parameters, start.optimizer, self.folder / CHECKPOINT)
             self._load_stage_state(stage, start)
             generator = torch.Generator(self.device)
@@ -397,13 +398,15 @@ class _ImageOrder:
 
 
 def _routes_by_triton(module: nn.Module) -> bool:
-    """Return whether all capsule layers of a module run in Triton.
+    """Return whether all capsule layers of a module that route do so in Triton.
 
-    Other backends read values on the host, which cannot be captured in a CUDA graph.
+    Other backends read values on the host, which cannot be captured in a CUDA graph. A density
+    with even mixing is a matrix product, and does not route.
     """
     layers = [layer for layer in module.modules() if isinstance(layer, CapsuleRouting)]
     return all(
-        dispatch.choose(layer.weight, layer.weight, layer.backend, routing=layer.routing)
+        (isinstance(layer, CapsuleDensity) and layer.is_even)
+        or dispatch.choose(layer.weight, layer.weight, layer.backend, routing=layer.routing)
         == "triton"
         for layer in layers
     )
