@@ -33,7 +33,7 @@ import torch
 from benchmarks import machine
 from benchmarks.claims import figure
 from benchmarks.internals import CAPTURE_STEPS
-from benchmarks.study import lookup
+from benchmarks.variants import lookup
 from poecaps.code_density import CodeDensity
 from poecaps.data import ImageSet, load
 from poecaps.evaluation import CLASSIFIERS, evaluate, load_classifier

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from benchmarks.routing import COPY_RATES, ORDERS, PLAIN_TORCH, PRODUCT_RATES, SIZE_NAMES, share
-from benchmarks.study import cell, lookup
 from benchmarks.study import table as study_table
+from benchmarks.variants import cell, lookup
 from poecaps.code_density import DOMAINS
 
 if TYPE_CHECKING:

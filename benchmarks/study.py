@@ -12,61 +12,22 @@ command.
 
 from __future__ import annotations
 
-import argparse
 import json
-import multiprocessing
-import os
-import statistics
-import tempfile
 import time
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from benchmarks import machine
-from benchmarks.internals import command_for
+from benchmarks import variants
+from benchmarks.variants import Job, Variant, preset_with
 from poecaps._modules import device_of
 from poecaps.data import load
 from poecaps.evaluation import CLASSIFIERS, evaluate, load_classifier
-from poecaps.training import PRESETS, Config, Progress, TrainingError, train
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-
-@dataclass(frozen=True)
-class Variant:
-    """A preset and the options that differ from it, by their names on the command line."""
-
-    preset: str = "default"
-    changes: Mapping[str, Any] = field(default_factory=dict)
-
-    def config(self, **common: Any) -> Config:
-        """Return the options of a run."""
-        config = PRESETS[self.preset]()
-        for name, value in self.changes.items():
-            stage, _, option = name.rpartition(".")
-            if stage:
-                config = replace(
-                    config, **{stage: replace(getattr(config, stage), **{option: value})}
-                )
-            else:
-                config = replace(config, **{option: value})
-        return replace(config, **common)
-
-
-def default_with(**changes: Any) -> Variant:
-    """Change options of the preset `default`; a double underscore stands for the dot."""
-    return Variant("default", {name.replace("__", "."): value for name, value in changes.items()})
-
-
-def paper_with(**changes: Any) -> Variant:
-    """Change options of the preset `paper`."""
-    return replace(default_with(**changes), preset="paper")
-
+default_with = partial(preset_with, "default")
+paper_with = partial(preset_with, "paper")
 
 _SCALED = {"model__centre": True, "model__scale": 0.4, "decoder__learning_rate": 1.0}
 _WHITENED = {**_SCALED, "model__whiten": True, "model__normalize": "outputs"}
@@ -189,17 +150,17 @@ STUDY: dict[str, Variant] = {
     ),
 }
 
-COLUMNS = {  # heading: path of the number in an evaluation, format
-    "linear probe": ("probe.test_accuracy", ".4f"),
-    "NMI": ("specialisation.normalised", ".3f"),
-    "effective rank": ("effective_rank", ".1f"),
-    "pixel MSE": ("reconstruction.error", ".4f"),
-    "Fréchet distance": ("domains.joint.frechet.distance", ".1f"),
-    "recognisable, all experts": ("domains.joint.recognisability.share", ".1%"),
-    "recognisable, one expert": ("experts.recognisability.share", ".1%"),
-    "purity": ("experts.purity.mean", ".1%"),
-    "variety": ("experts.variety.mean", ".1%"),
-    "negatives": ("domains.restricted.negatives.share", ".1%"),
+COLUMNS = {  # heading: path of the number in a row, format
+    "linear probe": ("evaluation.probe.test_accuracy", ".4f"),
+    "NMI": ("evaluation.specialisation.normalised", ".3f"),
+    "effective rank": ("evaluation.effective_rank", ".1f"),
+    "pixel MSE": ("evaluation.reconstruction.error", ".4f"),
+    "Fréchet distance": ("evaluation.domains.joint.frechet.distance", ".1f"),
+    "recognisable, all experts": ("evaluation.domains.joint.recognisability.share", ".1%"),
+    "recognisable, one expert": ("evaluation.experts.recognisability.share", ".1%"),
+    "purity": ("evaluation.experts.purity.mean", ".1%"),
+    "variety": ("evaluation.experts.variety.mean", ".1%"),
+    "negatives": ("evaluation.domains.restricted.negatives.share", ".1%"),
 }
 ROW_NAMES = {  # the rows of unchanged presets; any other row has the name of its variant
     "default": "default (preset, unchanged)",
@@ -207,168 +168,37 @@ ROW_NAMES = {  # the rows of unchanged presets; any other row has the name of it
 }
 
 
-@dataclass(frozen=True)
-class Job:
-    """One network to train and evaluate."""
-
-    name: str
-    data: str
-    path: str | None
-    seed: int
-    device: str
-    samples: int
-    threads: int
-    keep: str | None
-    """Folder to keep the run in; None: the run is deleted."""
-
-
 def run(job: Job) -> dict[str, Any]:
-    """Train and evaluate, and return the row.
-
-    Diverged training is a result and gives a row without an evaluation; any other error is raised.
-    """
-    torch.set_num_threads(job.threads)
-    config = STUDY[job.name].config(
-        data=job.data, data_path=job.path, seed=job.seed, device=job.device
-    )
-    stage_ends: dict[str, float] = {}
-
-    def report(progress: Progress) -> None:
-        stage_ends[progress.stage] = time.perf_counter()
-
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = (
-            Path(job.keep or scratch) / f"{job.name.replace(' ', '-').replace(',', '')}-{job.seed}"
-        )
+    """Train and evaluate, and return the row."""
+    config, o = job.config(STUDY), job.options
+    with job.folder() as folder:
+        network, trained = variants.train_and_time(config, folder)
+        row = job.row(config) | trained
+        if network is None:
+            return row
+        training, test = (load(o.data, split=split, path=o.path) for split in ("train", "test"))
+        has_classifier = o.data.removesuffix("-sample") in CLASSIFIERS
+        classifier = load_classifier(o.data) if has_classifier else None
         start = time.perf_counter()
-        row: dict[str, Any] = {
-            "variant": job.name,
-            "seed": job.seed,
-            "command": command_for(config),
-        }
-        try:
-            network = train(config, folder, report=report)
-        except TrainingError as error:
-            if " diverged at step " not in str(error):
-                raise
-            return row | {"failed": str(error).split(";")[0]}
-        trained = time.perf_counter()
-        stage_starts = [start, *stage_ends.values()]
-        row["seconds"] = {
-            stage: round(stage_end - stage_start, 2)
-            for (stage, stage_end), stage_start in zip(
-                stage_ends.items(), stage_starts, strict=False
-            )
-        }
-        row["training_seconds"] = round(trained - start, 2)
-        training, test = (load(job.data, split=split, path=job.path) for split in ("train", "test"))
-        has_classifier = job.data.removesuffix("-sample") in CLASSIFIERS
-        classifier = load_classifier(job.data) if has_classifier else None
         result = evaluate(
-            network, training, test, classifier, samples=job.samples, device=device_of(network)
+            network, training, test, classifier, samples=o.samples, device=device_of(network)
         )
-        if job.keep is not None:
+        row["evaluation_seconds"] = round(time.perf_counter() - start, 2)
+        if o.keep is not None:
             (folder / "evaluation.json").write_text(result.to_json() + "\n")
-    row["evaluation_seconds"] = round(time.perf_counter() - trained, 2)
     return row | {"evaluation": json.loads(result.to_json())}
 
 
 def table(rows: Sequence[Mapping[str, Any]], heading: str = "variant") -> str:
-    """Format rows as a Markdown table with one line per variant.
-
-    A cell is the mean over the seeds and, for several seeds, the standard deviation.
-    """
-    lines = [
-        f"| {heading} | seeds | {' | '.join(COLUMNS)} |",
-        f"| --- | --- |{' ---: |' * len(COLUMNS)}",
-    ]
-    names = [name for name in STUDY if any(row["variant"] == name for row in rows)]
-    for name in names:
-        same = [row for row in rows if row["variant"] == name]
-        evaluations = [row["evaluation"] for row in same if "evaluation" in row]
-        label = ROW_NAMES.get(name, name)
-        if not evaluations:
-            empty = " |" * (len(COLUMNS) - 1)
-            lines.append(f"| {label} | {len(same)} | {same[0]['failed']} |{empty}")
-            continue
-        cells = [
-            cell([lookup(evaluation, path) for evaluation in evaluations], form)
-            for path, form in COLUMNS.values()
-        ]
-        lines.append(f"| {label} | {len(evaluations)} | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def lookup(evaluation: Any, path: str) -> float | None:
-    """Return a number of an evaluation by its path, such as probe.test_accuracy."""
-    for key in path.split("."):
-        evaluation = None if evaluation is None else evaluation.get(key)
-    return None if evaluation is None else float(evaluation)
-
-
-def cell(values: Sequence[float | None], form: str) -> str:
-    """Format the mean of values and, for several values, their standard deviation."""
-    known = [value for value in values if value is not None]
-    if not known:
-        return "–"
-    text = format(statistics.mean(known), form)
-    if len(known) > 1:
-        text += f" ± {format(statistics.stdev(known), form)}"
-    return text.replace("%", " %")
+    """Format rows as a Markdown table; see `benchmarks.variants.table`."""
+    names = {name: ROW_NAMES.get(name, name) for name in STUDY}
+    return variants.table(rows, names, COLUMNS, heading)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train and evaluate the requested variants, or print a file as a table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--data",
-        default="mnist",
-        help="a dataset with a classifier: mnist, fashion-mnist (default: mnist)",
-    )
-    parser.add_argument("--path", help="folder of the dataset")
-    parser.add_argument("--only", help="variants, separated by semicolons (default: all)")
-    parser.add_argument("--seeds", default="0", help="seeds, comma-separated (default: 0)")
-    parser.add_argument("--device", default="auto", help="(default: a GPU if available)")
-    parser.add_argument(
-        "--samples", type=int, default=10_000, help="samples from each domain (default: 10000)"
-    )
-    parser.add_argument(
-        "--jobs", type=int, default=1, help="networks trained at the same time (default: 1)"
-    )
-    parser.add_argument("--json", type=Path, help="file to add the rows to")
-    parser.add_argument("--keep", help="folder to keep the runs in")
-    parser.add_argument("--table", type=Path, help="only print this file as a table")
-    options = parser.parse_args(arguments)
-    if options.table is not None:
-        print(table(json.loads(options.table.read_text())))
-        return
-    names = options.only.split(";") if options.only else list(STUDY)
-    if unknown := [name for name in names if name not in STUDY]:
-        parser.error(
-            f"--only must be a list of {'; '.join(STUDY)}; but contains {'; '.join(unknown)}"
-        )
-    rows: list[dict[str, Any]] = []
-    if options.json is not None and options.json.is_file():
-        rows = json.loads(options.json.read_text())
-    done = {(row["variant"], row["seed"]) for row in rows}
-    threads = max(1, (os.cpu_count() or 1) // options.jobs)
-    common = (options.device, options.samples, threads, options.keep)
-    jobs = [
-        Job(name, options.data, options.path, seed, *common)
-        for seed in map(int, options.seeds.split(","))
-        for name in names
-        if (name, seed) not in done
-    ]
-    context = multiprocessing.get_context("spawn")  # CUDA does not work after a fork
-    with ProcessPoolExecutor(options.jobs, mp_context=context) as pool:
-        for future in as_completed([pool.submit(run, job) for job in jobs]):
-            rows.append(future.result())
-            print(table(rows[-1:]).splitlines()[-1], flush=True)
-            # After each row, so that an interrupted run keeps its results.
-            machine.write(rows, options.json)
-    print(f"\n{table(rows)}")
+    parser = variants.make_parser(__doc__, samples=10_000)
+    variants.run_study(parser, arguments, STUDY, run, table)
 
 
 if __name__ == "__main__":

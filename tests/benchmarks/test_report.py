@@ -22,7 +22,8 @@ from benchmarks.report import (
     numbers,
 )
 from benchmarks.routing import ORDERS
-from benchmarks.study import STUDY, lookup
+from benchmarks.study import STUDY
+from benchmarks.variants import lookup
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -4,28 +4,21 @@ from __future__ import annotations
 
 import json
 import re
+from argparse import Namespace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 import torch
 
-from benchmarks import study
+from benchmarks import study, variants
 from benchmarks.internals import changed_options, command_for
-from benchmarks.study import STUDY, Variant, default_with, main, table
+from benchmarks.study import STUDY, default_with, main, table
+from benchmarks.variants import Job, Variant
 from poecaps.training import PRESETS, TrainingError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
-
-
-@pytest.fixture(autouse=True)
-def threads() -> Iterator[None]:
-    """A job sets the number of threads of its process; other tests need theirs."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("name", STUDY)
@@ -45,6 +38,7 @@ def test_no_two_variants_are_the_same() -> None:
     assert len(set(commands)) == len(commands)
 
 
+@pytest.mark.usefixtures("same_process")
 def test_a_variant_is_trained_and_evaluated_once(
     bars: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -61,29 +55,6 @@ def test_a_variant_is_trained_and_evaluated_once(
     rows = tmp_path / "rows.json"
     data = ["--data", str(bars), "--device", "cpu", "--samples", "20"]
 
-    class SameProcessPool:
-        """A pool that runs jobs in this process."""
-
-        def __init__(self, *_: object, **__: object) -> None: ...
-
-        def __enter__(self) -> SameProcessPool:
-            return self
-
-        def __exit__(self, *_: object) -> None: ...
-
-        def submit(self, function: object, job: study.Job) -> study.Job:
-            assert function is study.run
-            return job
-
-    class Done:
-        def __init__(self, job: study.Job) -> None:
-            self.job = job
-
-        def result(self) -> dict[str, object]:
-            return study.run(self.job)
-
-    monkeypatch.setattr(study, "ProcessPoolExecutor", SameProcessPool)
-    monkeypatch.setattr(study, "as_completed", lambda jobs: map(Done, jobs))
     main(
         [
             *data,
@@ -110,10 +81,10 @@ def test_a_variant_is_trained_and_evaluated_once(
     assert "| small | 2 |" in capsys.readouterr().out
 
 
-def job(tmp_path: Path) -> study.Job:
-    return study.Job(
-        "small", str(tmp_path / "bars.npy"), None, 0, "cpu", samples=20, threads=1, keep=None
-    )
+def job(tmp_path: Path) -> Job:
+    data = str(tmp_path / "bars.npy")
+    options = Namespace(data=data, path=None, device="cpu", samples=20, keep=None)
+    return Job("small", 0, options)
 
 
 def test_diverged_training_is_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +123,7 @@ def test_other_errors_are_raised(
         raise error
 
     monkeypatch.setitem(STUDY, "small", Variant())
-    monkeypatch.setattr(study, "train", fail)
+    monkeypatch.setattr(variants, "train", fail)
     with pytest.raises(type(error), match=re.escape(str(error))):
         study.run(job(tmp_path))
 

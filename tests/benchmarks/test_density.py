@@ -1,0 +1,136 @@
+"""The study of the density: every variant is valid, and a row has its numbers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from benchmarks import density
+from benchmarks.density import STUDY, draws, energy_with, likelihood, main, table
+from benchmarks.internals import changed_options, command_for
+from poecaps.data import ImageSet, load
+from poecaps.evaluation import load_classifier
+from poecaps.training import train
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from poecaps import CapsuleNetwork
+
+SMALL: dict[str, Any] = {
+    "model__features": 8,
+    "model__capsule_dim": 4,
+    "model__density__experts": (3, 5),
+    "model__density__linear_dims": 2,
+    "model__density__base_components": 4,
+    "autoencoder__epochs": 1,
+    "density__epochs": 1,
+    "density__chains": 16,
+    "density__lifetime": 6,
+    "encoder__epochs": 0,
+    "decoder__epochs": 0,
+    "pixel_decoder__epochs": 0,
+}
+
+
+@pytest.mark.parametrize("name", STUDY)
+def test_a_variant_is_valid_and_changes_only_its_options(name: str) -> None:
+    variant = STUDY[name]
+    config = variant.config(data="mnist", seed=3)
+    config.validate()
+    changed = changed_options(config, variant.preset)
+    asked = {"data": "mnist", "seed": 3, **variant.changes}
+    assert changed.items() <= asked.items()  # options that all variants share may be the preset's
+
+
+def test_no_two_variants_are_the_same() -> None:
+    commands = [command_for(variant.config()) for variant in STUDY.values()]
+    assert len(set(commands)) == len(commands)
+
+
+@pytest.fixture
+def few_digits(monkeypatch: pytest.MonkeyPatch) -> ImageSet:
+    """The bundled digits, but only 200 of them."""
+    data = load("mnist-sample")
+    few = replace(data, images=data.images[:200], labels=None)
+    monkeypatch.setattr(density, "load", lambda *_, **__: few)
+    return few
+
+
+@pytest.mark.usefixtures("same_process", "few_digits")
+@pytest.mark.parametrize("on", ["held-out", "test"])
+def test_a_variant_is_trained_and_measured(
+    on: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(STUDY, "small", energy_with(**SMALL))
+    rows = tmp_path / "rows.json"
+    arguments = ["--data", "mnist-sample", "--device", "cpu", "--only", "small"]
+    arguments += ["--samples", "20", "--steps", "6", "--temperatures", "5", "--on", on]
+    main([*arguments, "--seeds", "0,1", "--json", str(rows)])
+    found = json.loads(rows.read_text())
+    assert [row["seed"] for row in found] == [0, 1]
+    for row in found:
+        nats = row["nats"]
+        assert nats["upper"] - nats["lower"] == pytest.approx(abs(nats["bracket"]))
+        assert row["seconds"]["density"] > 0
+        assert row["draws"].keys() >= {"tied", "pixel_decoder", "seconds"}
+        assert 0 <= row["draws"]["tied"]["recognisable"] <= 1
+        assert "--preset energy" in row["command"]
+    capsys.readouterr()
+    main(["--table", str(rows)])
+    assert "| small | 2 |" in capsys.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def network(tmp_path_factory: pytest.TempPathFactory) -> CapsuleNetwork:
+    config = energy_with(**SMALL).config(data="mnist-sample", device="cpu")
+    data = load("mnist-sample")
+    few = replace(data, images=data.images[:200], labels=None)
+    return train(config, tmp_path_factory.mktemp("run") / "run", data=few)
+
+
+def test_nats_are_those_of_the_network(network: CapsuleNetwork, few_digits: ImageSet) -> None:
+    found = likelihood(network, few_digits, temperatures=50, seed=0)
+    images = few_digits.batch(slice(None))
+    mean = network.log_prob(images).mean().item()
+    assert found["lower"] - 0.5 < mean < found["upper"] + 0.5
+    x = network.whitened(images)
+    difference = network.require_density().free_energy(-x) - network.require_density().free_energy(
+        x
+    )
+    assert found["above_mirror_images"] == pytest.approx(difference.mean().item(), abs=1e-2)
+
+
+def test_draws_are_compared_with_images(
+    network: CapsuleNetwork, few_digits: ImageSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Images that are drawn as they are have a distance of 0, and none needs a mirror."""
+    x = network.whitened(few_digits.batch(slice(None)))
+    samples = network.sample_density(len(x), steps=2)
+    monkeypatch.setattr(
+        type(network), "sample_density", lambda *_, **__: replace(samples, capsules=x)
+    )
+    images = few_digits.batch(slice(None))
+    monkeypatch.setattr(
+        type(network),
+        "decode_whitened",
+        lambda _, capsules, **__: images if torch.equal(capsules, x) else torch.zeros_like(images),
+    )
+    classifier = load_classifier("mnist")
+    found = draws(network, few_digits, classifier, count=len(x), steps=2, seed=0)
+    assert found["tied"]["frechet"] == pytest.approx(0, abs=1e-3)
+    assert found["tied"]["recognisable"] > 0.9
+    assert found["tied"]["classes"] > 9
+    assert found["tied"]["only_mirrored"] == 0
+
+
+def test_a_table_has_a_line_for_each_variant() -> None:
+    row = {"variant": "energy", "seed": 0, "nats": {"lower": 1234.4}, "draws": {"seconds": 1.0}}
+    failed = {"variant": "Gaussian base", "seed": 0, "failed": "density diverged at step 7"}
+    lines = table([row, failed]).splitlines()
+    assert lines[2].startswith("| Gaussian base | 1 | density diverged at step 7 |")
+    assert lines[3].startswith("| energy | 1 | 1,234 | – |")
