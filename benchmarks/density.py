@@ -12,36 +12,45 @@ draws
     model has one, by the pixel decoder: the share that a classifier recognises, the effective
     number of classes, the Fréchet distance, and the share that is recognisable only when mirrored.
 
+The first two variants have no density: their experts learn by contrastive divergence, and the
+measured density is that of the paper, e^(−F) on the product of unit balls. Its base measure is
+uniform, and nats are relative to it.
+
 With `--on held-out`, the last images of the training set are left out of the training and measured
 on; options are chosen there. `--on test` trains on all of them and measures on the test images.
-`--table FILE` prints FILE as a table.
+`--pictures FOLDER` writes eighty draws of each variant, not selected. `--table FILE` prints FILE as
+a table.
 """
 
 from __future__ import annotations
 
 import time
 import warnings
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from benchmarks import variants
 from benchmarks.variants import Job, Variant, preset_with
+from poecaps import plotting, sampling
 from poecaps._modules import in_batches
 from poecaps.data import load
+from poecaps.energy import CapsuleDensity
 from poecaps.evaluation import frechet_distance, load_classifier, measures
 from poecaps.likelihood import estimate_log_partition
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
 
-    from poecaps import CapsuleNetwork
+    from poecaps import CapsuleExperts, CapsuleNetwork
     from poecaps.data import ImageSet
     from poecaps.evaluation import Classifier
+    from poecaps.sampling import Samples
 
 HELD_OUT = 5000  # images
 CONFIDENT = 0.9  # probability from which on the classifier recognises an image
@@ -74,6 +83,8 @@ _PAPER = {
 _STRONG = {**_SMALL, "model__density__strength": 20.0}
 
 STUDY: dict[str, Variant] = {
+    "contrastive divergence, preset paper": Variant("paper"),
+    "contrastive divergence, preset default": Variant("default"),
     "paper: ball, strength 1, spheres": energy_with(**_PAPER, model__density__base="ball"),
     "Gaussian base": energy_with(**_PAPER),
     "learned strengths": energy_with(**_STRONG, model__density__linear_dims=0),
@@ -94,6 +105,67 @@ STUDY: dict[str, Variant] = {
 }
 
 
+@dataclass(frozen=True)
+class Measured:
+    """A density with the maps between images and its capsules."""
+
+    density: CapsuleDensity
+    inputs: Callable[[Tensor], Tensor]
+    """From images (B, C, H, W) to capsules (B, I, K)."""
+    decoders: dict[str, Callable[[Tensor], Tensor]]
+    """From capsules to images, by name."""
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the density."""
+        return self.density.weight.device
+
+
+def measured(network: CapsuleNetwork) -> Measured:
+    """Return the density of a network or, if it has none, that of its first layer of experts."""
+    tied = {"tied": True} | ({} if network.pixel_decoder is None else {"pixel_decoder": False})
+    if network.density is not None:
+        decode = network.decode_whitened
+        return Measured(
+            network.density,
+            network.whitened,
+            {name: partial(decode, tied=value) for name, value in tied.items()},
+        )
+    experts = cast("CapsuleExperts", network.encoders[0])
+
+    def decode_capsules(x: Tensor, *, tied: bool) -> Tensor:
+        activations = network.preprocessing.from_capsules(x)
+        return torch.sigmoid(network.logits(activations, tied=tied))
+
+    return Measured(
+        density_of_experts(experts),
+        network.capsules,
+        {name: partial(decode_capsules, tied=value) for name, value in tied.items()},
+    )
+
+
+@torch.no_grad()
+def density_of_experts(experts: CapsuleExperts) -> CapsuleDensity:
+    """Return the density of the paper, e^(−F) on unit balls, of a layer of experts.
+
+    A density counts coefficients in units of the uniform coefficient, so its weights are smaller by
+    that factor.
+    """
+    routing = experts.routing
+    density = CapsuleDensity(
+        experts.in_capsules,
+        experts.in_dim,
+        experts.out_capsules,
+        experts.out_dim,
+        base="ball",
+        **asdict(routing),
+        device=experts.weight.device,
+    )
+    count = experts.in_capsules if routing.normalize == "inputs" else experts.out_capsules
+    density.weight.copy_(experts.weight / count)
+    return density
+
+
 def run(job: Job) -> dict[str, Any]:
     """Train and measure, and return the row."""
     config, o = job.config(STUDY), job.options
@@ -103,9 +175,22 @@ def run(job: Job) -> dict[str, Any]:
     row = job.row(config) | trained
     if network is None:
         return row
-    row["nats"] = likelihood(network, images, temperatures=o.temperatures, seed=job.seed)
-    classifier = load_classifier(o.data, device=network.require_density().weight.device)
-    row["draws"] = draws(network, images, classifier, count=o.samples, steps=o.steps, seed=job.seed)
+    model = measured(network)
+    row["nats"] = likelihood(model, images, temperatures=o.temperatures, seed=job.seed)
+    classifier = load_classifier(o.data, device=model.device)
+    samples, seconds = draw(model.density, o.samples, o.steps, job.seed)
+    row["draws"] = {
+        "seconds": seconds,
+        "acceptance": samples.acceptance,
+        "split_rhat": samples.split_rhat,
+        **measure_draws(model, samples.capsules, images, classifier),
+    }
+    if o.pictures is not None:
+        o.pictures.mkdir(parents=True, exist_ok=True)
+        for name, decode in model.decoders.items():
+            pictures = decode(samples.capsules[:DRAWS_FOR_TIME])
+            file = f"{o.data}-{job.file_name}-{name.replace('_', '-')}.png"
+            plotting.image_grid(pictures.cpu(), o.pictures / file, columns=20)
     return row
 
 
@@ -125,28 +210,26 @@ def _part(data: ImageSet, part: slice) -> ImageSet:
 
 @torch.no_grad()
 def likelihood(
-    network: CapsuleNetwork, images: ImageSet, *, temperatures: int, seed: int
+    model: Measured, images: ImageSet, *, temperatures: int, seed: int
 ) -> dict[str, float]:
     """Measure the mean log-likelihood of images, relative to independent capsules, in nats."""
-    density = network.require_density()
-    device = density.weight.device
+    density = model.density
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the bracket is a column of the table
         estimate = estimate_log_partition(
             density,
             chains=256,
             steps=temperatures,
-            generator=torch.Generator(device).manual_seed(seed),
+            generator=torch.Generator(model.device).manual_seed(seed),
         )
 
     def energies(batch: Tensor) -> Tensor:
-        x = network.whitened(batch.to(device))
+        x = model.inputs(batch.to(model.device))
         base = density.base.log_ratio(x)
         return torch.stack((base, density.free_energy(x), density.free_energy(-x)), dim=1)
 
-    base, energy, mirrored = (
-        in_batches(energies, images.batch(slice(None))).double().mean(0).tolist()
-    )
+    means = in_batches(energies, images.batch(slice(None))).double().mean(0)
+    base, energy, mirrored = means.tolist()
     return {
         "lower": base - energy - max(estimate.forward, estimate.reverse),
         "upper": base - energy - min(estimate.forward, estimate.reverse),
@@ -158,48 +241,43 @@ def likelihood(
 
 
 @torch.no_grad()
-def draws(
-    network: CapsuleNetwork,
-    images: ImageSet,
-    classifier: Classifier,
-    *,
-    count: int,
-    steps: int,
-    seed: int,
-) -> dict[str, Any]:
-    """Draw from noise and measure the images; the time is that of a second, smaller call."""
-    device = network.require_density().weight.device
-    samples = network.sample_density(
-        count, steps=steps, generator=torch.Generator(device).manual_seed(seed)
-    )
+def draw(density: CapsuleDensity, count: int, steps: int, seed: int) -> tuple[Samples, float]:
+    """Draw from noise; return the samples, and the seconds of a second call for eighty draws."""
+    anneal = round(sampling.ANNEALED_SHARE * steps)
+
+    def sample(count: int, seed: int) -> Samples:
+        generator = torch.Generator(density.weight.device).manual_seed(seed)
+        return sampling.sample(
+            density, count, steps=steps - anneal, anneal=anneal, generator=generator
+        )
+
+    samples = sample(count, seed)
     start = time.perf_counter()
-    few = network.sample_density(
-        DRAWS_FOR_TIME, steps=steps, generator=torch.Generator(device).manual_seed(seed + 1)
-    )
-    few.capsules.sum().item()
-    result: dict[str, Any] = {
-        "seconds": round(time.perf_counter() - start, 2),
-        "acceptance": samples.acceptance,
-        "split_rhat": samples.split_rhat,
-    }
+    sample(DRAWS_FOR_TIME, seed + 1).capsules.sum().item()
+    return samples, round(time.perf_counter() - start, 2)
+
+
+@torch.no_grad()
+def measure_draws(
+    model: Measured, capsules: Tensor, images: ImageSet, classifier: Classifier
+) -> dict[str, dict[str, float]]:
+    """Measure draws (B, I, K), decoded in every way that the model has."""
     reference = in_batches(
-        lambda batch: classifier.predict(batch.to(device)).features, images.batch(slice(None))
+        lambda batch: classifier.predict(batch.to(model.device)).features,
+        images.batch(slice(None)),
     )
-    decoders = {"tied": True} | ({} if network.pixel_decoder is None else {"pixel_decoder": False})
-    for name, tied in decoders.items():
-        predictions = [
-            classifier.predict(
-                in_batches(lambda x: network.decode_whitened(x, tied=tied), capsules)  # noqa: B023
-            )
-            for capsules in (samples.capsules, -samples.capsules)
-        ]
-        sure, mirrored = (each.probabilities.amax(1) >= CONFIDENT for each in predictions)
-        drawn = predictions[0]
+    result = {}
+    for name, decode in model.decoders.items():
+        drawn, mirrored = (
+            classifier.predict(in_batches(decode, points)) for points in (capsules, -capsules)
+        )
+        sure = drawn.probabilities.amax(1) >= CONFIDENT
+        sure_mirrored = mirrored.probabilities.amax(1) >= CONFIDENT
         result[name] = {
             "recognisable": sure.float().mean().item(),
             "classes": measures.diversity(drawn.probabilities.argmax(1)).effective_classes,
             "frechet": frechet_distance(drawn.features.cpu(), reference.cpu()).distance,
-            "only_mirrored": (mirrored & ~sure).float().mean().item(),
+            "only_mirrored": (sure_mirrored & ~sure).float().mean().item(),
         }
     return result
 
@@ -239,6 +317,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--temperatures", type=int, default=2000, help="of the likelihood (default: 2000)"
     )
+    parser.add_argument("--pictures", type=Path, help="folder for pictures of the draws")
     variants.run_study(parser, arguments, STUDY, run, table)
 
 

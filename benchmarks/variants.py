@@ -9,6 +9,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import re
 import statistics
 import tempfile
 import time
@@ -86,8 +87,12 @@ class Job:
     def folder(self) -> Iterator[Path]:
         """Return the folder of the run, which is deleted afterwards without ``--keep``."""
         with tempfile.TemporaryDirectory() as scratch:
-            name = f"{self.name.replace(' ', '-').replace(',', '')}-{self.seed}"
-            yield Path(self.options.keep or scratch) / name
+            yield Path(self.options.keep or scratch) / self.file_name
+
+    @property
+    def file_name(self) -> str:
+        """Name of the variant and its seed, for files."""
+        return f"{re.sub('[,:]', '', self.name).replace(' ', '-')}-{self.seed}"
 
 
 def train_and_time(

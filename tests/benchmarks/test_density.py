@@ -10,16 +10,26 @@ import pytest
 import torch
 
 from benchmarks import density
-from benchmarks.density import STUDY, draws, energy_with, likelihood, main, table
+from benchmarks.density import (
+    STUDY,
+    energy_with,
+    likelihood,
+    main,
+    measure_draws,
+    measured,
+    table,
+)
 from benchmarks.internals import changed_options, command_for
+from poecaps import CapsuleNetwork
 from poecaps.data import ImageSet, load
 from poecaps.evaluation import load_classifier
+from poecaps.options import Architecture, ModelOptions
 from poecaps.training import train
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from poecaps import CapsuleNetwork
+    from torch import Tensor
 
 SMALL: dict[str, Any] = {
     "model__features": 8,
@@ -70,6 +80,7 @@ def test_a_variant_is_trained_and_measured(
     rows = tmp_path / "rows.json"
     arguments = ["--data", "mnist-sample", "--device", "cpu", "--only", "small"]
     arguments += ["--samples", "20", "--steps", "6", "--temperatures", "5", "--on", on]
+    arguments += ["--pictures", str(tmp_path / "pictures")]
     main([*arguments, "--seeds", "0,1", "--json", str(rows)])
     found = json.loads(rows.read_text())
     assert [row["seed"] for row in found] == [0, 1]
@@ -80,6 +91,7 @@ def test_a_variant_is_trained_and_measured(
         assert row["draws"].keys() >= {"tied", "pixel_decoder", "seconds"}
         assert 0 <= row["draws"]["tied"]["recognisable"] <= 1
         assert "--preset energy" in row["command"]
+    assert len(list((tmp_path / "pictures").glob("mnist-sample-small-[01]-*.png"))) == 4
     capsys.readouterr()
     main(["--table", str(rows)])
     assert "| small | 2 |" in capsys.readouterr().out
@@ -94,38 +106,58 @@ def network(tmp_path_factory: pytest.TempPathFactory) -> CapsuleNetwork:
 
 
 def test_nats_are_those_of_the_network(network: CapsuleNetwork, few_digits: ImageSet) -> None:
-    found = likelihood(network, few_digits, temperatures=50, seed=0)
+    found = likelihood(measured(network), few_digits, temperatures=50, seed=0)
     images = few_digits.batch(slice(None))
     mean = network.log_prob(images).mean().item()
     assert found["lower"] - 0.5 < mean < found["upper"] + 0.5
-    x = network.whitened(images)
-    difference = network.require_density().free_energy(-x) - network.require_density().free_energy(
-        x
-    )
-    assert found["above_mirror_images"] == pytest.approx(difference.mean().item(), abs=1e-2)
+    density, x = network.require_density(), network.whitened(images)
+    difference = (density.free_energy(-x) - density.free_energy(x)).mean().item()
+    assert found["above_mirror_images"] == pytest.approx(difference, abs=1e-2)
 
 
-def test_draws_are_compared_with_images(
-    network: CapsuleNetwork, few_digits: ImageSet, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("normalize", ["inputs", "outputs"])
+def test_the_density_of_experts_has_their_free_energy(normalize: str, few_digits: ImageSet) -> None:
+    """Trained by contrastive divergence, they have no density of their own."""
+    options = ModelOptions(features=8, capsule_dim=4, experts=((3, 5),), normalize=normalize)  # type: ignore[arg-type]
+    network = CapsuleNetwork(Architecture.of(options, few_digits.shape))
+    with torch.no_grad():
+        network.encoders[0].weight.mul_(30)  # type: ignore[operator]
+    model = measured(network)
+    images = few_digits.batch(range(20))
+    energy = model.density.free_energy(model.inputs(images))
+    assert energy.std() > 0
+    torch.testing.assert_close(energy, network.free_energy(images), rtol=1e-4, atol=1e-5)
+    decoded = model.decoders["tied"](model.inputs(images))
+    torch.testing.assert_close(decoded, network.decode_capsules(network.capsules(images)))
+
+
+def test_draws_are_compared_with_images(network: CapsuleNetwork, few_digits: ImageSet) -> None:
     """Images that are drawn as they are have a distance of 0, and none needs a mirror."""
-    x = network.whitened(few_digits.batch(slice(None)))
-    samples = network.sample_density(len(x), steps=2)
-    monkeypatch.setattr(
-        type(network), "sample_density", lambda *_, **__: replace(samples, capsules=x)
-    )
     images = few_digits.batch(slice(None))
-    monkeypatch.setattr(
-        type(network),
-        "decode_whitened",
-        lambda _, capsules, **__: images if torch.equal(capsules, x) else torch.zeros_like(images),
+    x = network.whitened(images)
+    # By position: the first part of the draws are the images, and mirrored draws are black.
+    model = replace(
+        measured(network),
+        decoders={
+            "right": lambda part: _matching(part, x, images),
+            "wrong way round": lambda part: _matching(-part, x, images),
+        },
     )
-    classifier = load_classifier("mnist")
-    found = draws(network, few_digits, classifier, count=len(x), steps=2, seed=0)
-    assert found["tied"]["frechet"] == pytest.approx(0, abs=1e-3)
-    assert found["tied"]["recognisable"] > 0.9
-    assert found["tied"]["classes"] > 9
-    assert found["tied"]["only_mirrored"] == 0
+    found = measure_draws(model, x, few_digits, load_classifier("mnist"))
+    assert found["right"]["frechet"] == pytest.approx(0, abs=1e-3)
+    assert found["right"]["recognisable"] > 0.9
+    assert found["right"]["classes"] > 9
+    assert found["right"]["only_mirrored"] == 0
+    assert found["wrong way round"]["frechet"] > 100
+    assert found["wrong way round"]["only_mirrored"] > 0.9
+
+
+def _matching(part: Tensor, x: Tensor, images: Tensor) -> Tensor:
+    """Return the images whose capsules these are, and black images for all others."""
+    exact = "donot_use_mm_for_euclid_dist"
+    nearest = torch.cdist(part.flatten(1), x.flatten(1), compute_mode=exact).min(1)
+    found = images[nearest.indices]
+    return found * (nearest.values < 1e-3).view(-1, 1, 1, 1)
 
 
 def test_a_table_has_a_line_for_each_variant() -> None:
