@@ -518,6 +518,19 @@ def test_winners_are_the_strongest_experts_with_their_head_start(
     assert F.winning_experts(z, None, balance) is None
 
 
+def test_views_of_an_image_have_the_winners_of_their_mean(generator: torch.Generator) -> None:
+    z, balance = normal(generator, 20, 6, 3), normal(generator, 6)
+    on = F.winning_experts(z, 2, balance, views=4)
+    assert on is not None
+    score = z.square().sum(-1).log() + balance
+    for image in range(5):
+        rows = slice(4 * image, 4 * image + 4)
+        best = score[rows].mean(0).topk(2).indices
+        expected = torch.zeros(6, dtype=torch.bool).index_fill(0, best, True)
+        assert torch.equal(on[rows], expected.expand(4, 6))
+    assert F.winning_experts(z, None, balance, views=4) is None
+
+
 def test_bernoulli_states_are_unit_vectors_of_the_experts_that_fire(
     generator: torch.Generator,
 ) -> None:

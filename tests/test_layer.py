@@ -751,6 +751,11 @@ def test_bad_learning_options_are_refused(generator: torch.Generator) -> None:
         layer.contrastive_divergence(x, mixing="gibbs")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="winners must be a whole number from 1 to 5, but is 9"):
         layer.winners = 9
+    with pytest.raises(ValueError, match="views must be a whole number of at least 1, but is 0"):
+        layer.contrastive_divergence(x, views=0)
+    message = f"x must hold 7 views of every image, but {len(x)} rows are not a multiple"
+    with pytest.raises(ValueError, match=message):
+        layer.contrastive_divergence(x, views=7)
 
 
 def test_folding_the_balance_keeps_winners_and_coefficients(generator: torch.Generator) -> None:

@@ -420,8 +420,13 @@ def forward_side(z: Tensor, linear_dims: int, origin: Tensor | None = None) -> T
     return torch.cat((sphere, line.clamp(min=0)), dim=-1)
 
 
-def winning_experts(z: Tensor, winners: int | None, balance: Tensor | None = None) -> Tensor | None:
+def winning_experts(
+    z: Tensor, winners: int | None, balance: Tensor | None = None, *, views: int = 1
+) -> Tensor | None:
     """Select the `winners` experts with the largest log‖z_j‖² + balance_j of each image.
+
+    With several views of every image, the mean of log‖z_j‖² over its views decides, and all of them
+    have the same winners: which expert fires is then what the views have in common.
 
     Parameters
     ----------
@@ -430,6 +435,8 @@ def winning_experts(z: Tensor, winners: int | None, balance: Tensor | None = Non
         Number of experts that may fire for an image. None: there is no competition.
     balance : (J,), optional
         Head start of each expert.
+    views
+        Number of consecutive rows that are views of the same image; a divisor of B.
 
     Returns
     -------
@@ -440,6 +447,9 @@ def winning_experts(z: Tensor, winners: int | None, balance: Tensor | None = Non
         return None
     with torch.no_grad():
         score = z.to(_at_least_float32(z.dtype)).square().sum(-1).log()
+        if views > 1:
+            mean = score.view(-1, views, score.shape[-1]).mean(1)
+            score = mean.repeat_interleave(views, dim=0)
         if balance is not None:
             score = score + balance
         best = score.topk(winners, dim=-1).indices
@@ -485,6 +495,7 @@ def contrastive_divergence(
     chain: Tensor | None = None,
     winners: int | None = None,
     balance: Tensor | None = None,
+    views: int = 1,
 ) -> LearningStep:
     """Compute one step of Algorithm 1: contrastive divergence, mixed by dynamic routing.
 
@@ -512,8 +523,9 @@ def contrastive_divergence(
         `uniform` has shape (k, N, J), with N the number of capsules that are mixed.
     chain : (N, I, K), optional
         Persistent chain: mixing starts here, with the chain's own coefficients, instead of at `x`.
-    winners, balance : see `winning_experts`
-        Competition between the experts. Experts that do not win are off in both phases.
+    winners, balance, views : see `winning_experts`
+        Competition between the experts. Experts that do not win are off in both phases. A chain
+        has no views.
 
     Returns
     -------
@@ -522,7 +534,8 @@ def contrastive_divergence(
     """
     with torch.no_grad():
         routed = routing_by_agreement(x, weight, **asdict(routing))
-        c, on = routed.coefficients, winning_experts(routed.preactivation, winners, balance)
+        c = routed.coefficients
+        on = winning_experts(routed.preactivation, winners, balance, views=views)
         x_model, z_model, c_model, on_model = x, routed.preactivation, c, on
         if chain is not None:
             routed = routing_by_agreement(chain, weight, **asdict(routing))

@@ -377,6 +377,7 @@ class CapsuleExperts(CapsuleRouting):
         chain: Tensor | None = None,
         generator: torch.Generator | None = None,
         uniform: Tensor | None = None,
+        views: int = 1,
     ) -> Tensor:
         r"""Compute the loss mean F(x) − mean F(x̃), whose gradient in W is −ΔW of Algorithm 1.
 
@@ -408,6 +409,9 @@ class CapsuleExperts(CapsuleRouting):
         uniform : (k, N, J), optional
             Uniform random numbers from 0 to 1 that decide which experts fire, in place of draws
             from `generator`.
+        views
+            Number of consecutive rows of `x` that are views of the same image, such as
+            transformed copies. They compete together, see `poecaps.functional.winning_experts`.
 
         Returns
         -------
@@ -428,6 +432,11 @@ class CapsuleExperts(CapsuleRouting):
         checks.require_choice("mixing", mixing, F.MIXINGS)
         self._check(x, ball=True)
         checks.require_images("x", x)
+        checks.require_int("views", views, 1)
+        if len(x) % views:
+            raise ValueError(
+                f"x must hold {views} views of every image, but {len(x)} rows are not a multiple"
+            )
         if chain is not None:
             self._check(chain, ball=True, name="chain")
             checks.require_images("chain", chain)
@@ -449,6 +458,7 @@ class CapsuleExperts(CapsuleRouting):
             chain=chain,
             winners=self.winners,
             balance=self.balance,
+            views=views,
         )
         if chain is not None and step.x_model is not None:
             with torch.no_grad():

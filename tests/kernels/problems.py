@@ -73,6 +73,7 @@ def learned(
         "chain": None,
         "winners": None,
         "balance": None,
+        "views": 1,
     }
     weight = weight.detach().clone().requires_grad_()
     # The reference has the closed form where autograd has no gradient.

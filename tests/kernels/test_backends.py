@@ -138,6 +138,26 @@ def test_contrastive_divergence(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("views", [3, 7])
+@pytest.mark.parametrize("chained", [False, True])
+def test_views_of_an_image_win_together_in_any_block(
+    backend: RoutingBackend, views: int, chained: bool, generator: torch.Generator
+) -> None:
+    """A block has 128 images, which is no multiple of the views."""
+    x, weight = problem((60 * views, 5, 8, 4, 6), generator)
+    chain = squash(torch.randn(9, 5, 8, generator=generator)) if chained else None
+    given = {"winners": 1, "balance": torch.randn(4, generator=generator), "views": views}
+    routing = options(3, "outputs", "cosine")
+    assert_learned(backend, x, weight, routing, chain=chain, **given)
+    on = learned(backend, x, weight, routing, chain=chain, **given).on
+    assert on is not None
+    images = on.view(60, views, 4)
+    assert torch.equal(images, images[:, :1].expand_as(images))
+    alone = learned(backend, x, weight, routing, chain=chain, **given | {"views": 1}).on
+    assert not torch.equal(alone, on)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize(("normalize", "agreement"), OPTIONS)
 def test_decoder_contrastive_divergence(
@@ -175,6 +195,7 @@ def test_a_gradient_is_computed_only_if_required(
         "chain": None,
         "winners": None,
         "balance": None,
+        "views": 1,
     }
     target = torch.zeros(sizes[0], sizes[3], sizes[4])
     with_gradient = learned(backend, x, weight, routing, **given)

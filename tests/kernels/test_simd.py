@@ -321,7 +321,7 @@ def test_tensors_with_other_strides(
     assert_learned(cpu, strided_x, strided_weight, options(3, "outputs", "cosine"), **given)
     image, expert = torch.arange(18).unsqueeze(1), torch.arange(3)
     mask = ((image + expert) % 3 != 0).T.contiguous().T.float()
-    monkeypatch.setattr(F, "winning_experts", lambda *_: mask)
+    monkeypatch.setattr(F, "winning_experts", lambda *_, **__: mask)
     assert_learned(cpu, x, weight, options(3, "inputs", "cosine"), winners=2)
 
 
@@ -446,8 +446,8 @@ def test_an_interrupt_while_other_threads_work(
             raise KeyboardInterrupt
 
     class Batch(routing._Batch):
-        def __init__(self, *given: Any) -> None:
-            super().__init__(*given)
+        def __init__(self, *given: Any, **options: Any) -> None:
+            super().__init__(*given, **options)
             held.append(weakref.ref(self.workspace))
 
     futures: list[Any] = []
@@ -483,7 +483,7 @@ def test_a_forked_child_learns_too() -> None:
         torch.set_num_threads(2)
         x, weight = torch.rand(40, 30, 8) / 8, torch.rand(30, 5, 16, 8, requires_grad=True)
         options = dict(k=1, mixing="deterministic", uniform=None, chain=None)
-        options |= dict(winners=None, balance=None)
+        options |= dict(winners=None, balance=None, views=1)
         routing = RoutingOptions(3, 5.0)
         learn = lambda: cpu.contrastive_divergence(x, weight, routing, **options).loss.item()
         before = learn()

@@ -238,6 +238,8 @@ def test_encode_and_its_gradient(winners: int | None, generator: torch.Generator
         ("inputs", "cosine", {"sizes": (40, 5, 3, 4, 4)}),
         ("inputs", "cosine", {"winners": 3, "balanced": True}),
         ("outputs", "cosine", {"winners": 2, "balanced": True, "chained": True, "k": 2}),
+        ("outputs", "cosine", {"winners": 1, "views": 3, "sizes": (18, 5, 3, 4, 4)}),
+        ("inputs", "cosine", {"winners": 1, "views": 2, "chained": True}),
     ],
 )
 def test_contrastive_divergence(
@@ -262,6 +264,7 @@ def test_contrastive_divergence(
     balance = torch.randn(j, generator=generator).to(DEVICE) if "balanced" in options else None
     shared = {"k": k, "mixing": mixing, "winners": options.get("winners"), "balance": balance}
     shared["uniform"] = uniform if mixing == "bernoulli" else None
+    shared["views"] = options.get("views", 1)
     routing = routing_options(normalize, agreement, options.get("iterations", 3))
     exact = F.contrastive_divergence(
         x.double(),

@@ -98,6 +98,7 @@ class RoutingBackend(Protocol):
         chain: Tensor | None,
         winners: int | None,
         balance: Tensor | None,
+        views: int,
     ) -> LearningStep:
         """See `poecaps.functional.contrastive_divergence`."""
 

@@ -6,6 +6,7 @@ functions route in C and continue in `torch_routing`.
 
 from __future__ import annotations
 
+import math
 import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -168,6 +169,7 @@ def contrastive_divergence(
     chain: Tensor | None,
     winners: int | None,
     balance: Tensor | None,
+    views: int,
 ) -> F.LearningStep:
     """Compute `functional.contrastive_divergence`, with a gradient if the weight requires one.
 
@@ -180,7 +182,9 @@ def contrastive_divergence(
     balance : (J,), optional
     """
     if chain is None and mixing == "deterministic":
-        return _deterministic(x, weight, routing, k=k, winners=winners, balance=balance)
+        return _deterministic(
+            x, weight, routing, k=k, winners=winners, balance=balance, views=views
+        )
     options = asdict(routing)
     return torch_routing.contrastive_divergence_from(
         x,
@@ -193,6 +197,7 @@ def contrastive_divergence(
         uniform=uniform,
         winners=winners,
         balance=balance,
+        views=views,
     )
 
 
@@ -219,6 +224,7 @@ def _deterministic(
     k: int,
     winners: int | None,
     balance: Tensor | None,
+    views: int,
 ) -> F.LearningStep:
     """Compute all steps for one block of images before the next block."""
     needs_gradient = torch.is_grad_enabled() and weight.requires_grad
@@ -229,11 +235,11 @@ def _deterministic(
         gradient: Tensor | None = None
         if needs_gradient:
             gradient = torch.empty_like(weight, memory_format=torch.contiguous_format)
-        batch = _Batch(x, weight, routing, gradient)
+        batch = _Batch(x, weight, routing, gradient, views=views)
         for block in batch.blocks():
             z = x.new_empty(len(x[block]), experts, out_dim)
             batch.route(block, z)
-            on = F.winning_experts(z, winners, balance)
+            on = F.winning_experts(z, winners, balance, views=views)
             gaps.append(batch.learn(k, on))
             winning += [] if on is None else [on]
         batch.release()
@@ -256,6 +262,8 @@ class _Batch:
         Options of the routing.
     grad_weight : (I, J, D, K), optional
         Contiguous tensor that `learn` writes the gradient to after the last block.
+    views
+        Number of consecutive rows of `x` that must be in the same block.
     """
 
     def __init__(
@@ -264,6 +272,8 @@ class _Batch:
         weight: Tensor,
         routing: F.RoutingOptions,
         grad_weight: Tensor | None = None,
+        *,
+        views: int = 1,
     ) -> None:
         inputs, experts, out_dim, dim = weight.shape
         self.library = build.library(out_dim, dim)
@@ -272,7 +282,10 @@ class _Batch:
         normalize_inputs, cosine = routing.normalize == "inputs", routing.agreement == "cosine"
 
         groups_within_limit = max(1, COEFFICIENT_BYTES // (4 * LANES * inputs * experts))
-        self.block = min(BLOCK, groups_within_limit * LANES, max(1, len(x)))
+        # All views of an image are in the same block.
+        images = math.lcm(LANES, views)
+        block = min(BLOCK, groups_within_limit * LANES)
+        self.block = min(max(images, block - block % images), max(1, len(x)))
         groups = -(-self.block // LANES)
         chunks = min(MAX_CHUNKS, max(1, inputs // MIN_CHUNK))
         self.threads = min(torch.get_num_threads(), groups * max(chunks, experts))

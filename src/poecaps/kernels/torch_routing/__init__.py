@@ -129,6 +129,7 @@ def contrastive_divergence(
     chain: Tensor | None,
     winners: int | None,
     balance: Tensor | None,
+    views: int,
 ) -> F.LearningStep:
     """Compute `functional.contrastive_divergence`, with a gradient if the weight requires one.
 
@@ -142,7 +143,7 @@ def contrastive_divergence(
     """
     if chain is None and mixing == "deterministic" and not _is_few_to_many(weight):
         return many_to_few.contrastive_divergence(
-            x, weight, routing, k=k, winners=winners, balance=balance
+            x, weight, routing, k=k, winners=winners, balance=balance, views=views
         )
     options = asdict(routing)
     return contrastive_divergence_from(
@@ -156,6 +157,7 @@ def contrastive_divergence(
         uniform=uniform,
         winners=winners,
         balance=balance,
+        views=views,
     )
 
 
@@ -236,6 +238,7 @@ def contrastive_divergence_from(
     uniform: Tensor | None,
     winners: int | None,
     balance: Tensor | None,
+    views: int,
 ) -> F.LearningStep:
     """Compute `contrastive_divergence` of capsules whose routing is given.
 
@@ -252,7 +255,7 @@ def contrastive_divergence_from(
     needs_gradient = torch.is_grad_enabled() and weight.requires_grad
     with torch.no_grad():
         c, z = routed.coefficients, routed.preactivation
-        on = F.winning_experts(z, winners, balance)
+        on = F.winning_experts(z, winners, balance, views=views)
         x_model, c_model, z_model, on_model = x, c, z, on
         if chain is not None and routed_chain is not None:
             x_model, c_model = chain, routed_chain.coefficients

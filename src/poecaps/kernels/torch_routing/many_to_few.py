@@ -107,6 +107,7 @@ def contrastive_divergence(
     k: int,
     winners: int | None,
     balance: Tensor | None,
+    views: int,
 ) -> F.LearningStep:
     """Compute `functional.contrastive_divergence` with deterministic mixing and without a chain.
 
@@ -125,11 +126,11 @@ def contrastive_divergence(
     with torch.no_grad():
         maps = _maps(weight, routing, len(x))
         gradient = weight.new_zeros(dim, experts, out_dim, inputs) if needs_gradient else None
-        for block in _blocks(x):
+        for block in _blocks(x, views):
             capsules = _batch_last(x[block])
             workspace = _workspace(capsules, experts)
             c, z = _route(capsules, maps, routing, workspace)
-            on = F.winning_experts(z.permute(2, 0, 1), winners, balance)
+            on = F.winning_experts(z.permute(2, 0, 1), winners, balance, views=views)
             free_energy = F.free_energy(z.permute(2, 0, 1), on)
             if gradient is not None:
                 grad_z = _free_energy_gradient(z, on, -1 / len(x))
@@ -169,8 +170,10 @@ def _maps(weight: Tensor, routing: F.RoutingOptions, images: int) -> _Maps:
     )
 
 
-def _blocks(x: Tensor) -> list[slice]:
+def _blocks(x: Tensor, views: int = 1) -> list[slice]:
+    """Split images into blocks; all views of an image are in the same block."""
     block = BLOCK if x.device.type == "cpu" else max(1, len(x))
+    block = max(views, block - block % views)
     return [slice(start, start + block) for start in range(0, len(x), block)]
 
 

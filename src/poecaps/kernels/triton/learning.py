@@ -143,11 +143,12 @@ class _Mixing:
     winners: int | None
     balance: Tensor | None
 
-    def start(self, x: Tensor) -> tuple[Coefficients, Tensor, Tensor | None]:
+    def start(self, x: Tensor, views: int = 1) -> tuple[Coefficients, Tensor, Tensor | None]:
         """Route x (B, I, K): → coefficients, preactivations (B, J, D) and winners (B, J)."""
         forward = route(x, self.weight, self.routing, keep_logits=True)
         z = forward.preactivation
-        return forward.coefficients, z, F.winning_experts(z, self.winners, self.balance)
+        on = F.winning_experts(z, self.winners, self.balance, views=views)
+        return forward.coefficients, z, on
 
     def mix(self, c: Coefficients, z: Tensor, on: Tensor | None) -> tuple[Tensor, Tensor]:
         """Go down and up k times: → x̃ (B, I, K) and z̃ (B, J, D)."""
@@ -175,6 +176,7 @@ def contrastive_divergence(
     chain: Tensor | None = None,
     winners: int | None = None,
     balance: Tensor | None = None,
+    views: int = 1,
 ) -> F.LearningStep:
     """Compute `functional.contrastive_divergence`.
 
@@ -187,7 +189,7 @@ def contrastive_divergence(
     weight : (I, J, D, K)
     routing
         Options of the routing.
-    k, mixing, uniform, chain, winners, balance : see `functional.contrastive_divergence`
+    k, mixing, uniform, chain, winners, balance, views : see `functional.contrastive_divergence`
 
     Returns
     -------
@@ -200,13 +202,15 @@ def contrastive_divergence(
         grad_weight = torch.empty_like(weight, dtype=torch.float32) if needs_grad else None
         options = _Mixing(weight, routing, k, mixing, uniform, winners, balance)
         if chain is not None:
-            return _step_with_chain(x, chain.detach().contiguous(), options, grad_weight)
+            chain = chain.detach().contiguous()
+            return _step_with_chain(x, chain, options, grad_weight, views)
         size = images_per_block(len(x), weight) if mixing == "deterministic" else len(x)
+        size = cdiv(size, views) * views  # all views of an image are in the same block
         losses: list[Tensor] = []
         winning: list[Tensor] = []
         for block in x.split(size):
             loss, on = _step_of_block(
-                block, options, grad_weight, images=len(x), accumulate=bool(losses)
+                block, options, grad_weight, views, images=len(x), accumulate=bool(losses)
             )
             losses.append(loss)
             winning += [] if on is None else [on]
@@ -215,7 +219,13 @@ def contrastive_divergence(
 
 
 def _step_of_block(
-    x: Tensor, options: _Mixing, grad_weight: Tensor | None, *, images: int, accumulate: bool
+    x: Tensor,
+    options: _Mixing,
+    grad_weight: Tensor | None,
+    views: int,
+    *,
+    images: int,
+    accumulate: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the part of a block x in the loss of `images` images, and the winners (B, J).
 
@@ -223,7 +233,7 @@ def _step_of_block(
     needed, so that the next allocation can reuse their memory.
     """
     weight = options.weight
-    c, z, on = options.start(x)
+    c, z, on = options.start(x, views)
     x_model, z_model = options.mix(c, z, on)
     loss, grad_z, grad_z_model = free_energy_gap(z, z_model, on, on, (images, images))
     if grad_weight is not None:
@@ -237,11 +247,11 @@ def _step_of_block(
 
 
 def _step_with_chain(
-    x: Tensor, chain: Tensor, options: _Mixing, grad_weight: Tensor | None
+    x: Tensor, chain: Tensor, options: _Mixing, grad_weight: Tensor | None, views: int
 ) -> F.LearningStep:
     """Compute a step whose mixing starts at the chain, with the coefficients of the chain."""
     weight = options.weight
-    c, z, on = options.start(x)
+    c, z, on = options.start(x, views)
     c_model, z_model, on_model = options.start(chain)
     x_model, z_model = options.mix(c_model, z_model, on_model)
     loss, grad_z, grad_z_model = free_energy_gap(z, z_model, on, on_model, (len(x), len(chain)))
