@@ -18,7 +18,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("_checks", "_devices", "_files", "_json", "_modules", "_version", "metrics"),
     ("functional", "data"),
     ("kernels",),
-    ("layer", "autoencoder", "preprocessing", "code_density", "options"),
+    ("layer", "autoencoder", "preprocessing", "code_density", "options", "views"),
     ("energy",),
     ("sampling",),
     ("likelihood",),

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from poecaps import _checks as checks
 from poecaps.functional import MIXINGS, Mixing
 from poecaps.options import DensityOptions, ModelOptions
+from poecaps.views import ViewOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -85,6 +86,8 @@ class EncoderStage(CapsuleStage):
     """Number of experts that may fire for an image during training; None: model.winners."""
     target_firing: float | None = None
     """Mean firing probability of the strongest expert after a final scaling; None: no scaling."""
+    views: ViewOptions = field(default_factory=ViewOptions)
+    """Views of an image that compete together, so that an expert stands for what they share."""
 
     def validate(self, name: str) -> None:
         """Raise ValueError or TypeError if an option is invalid; `name` is that of the stage."""
@@ -99,6 +102,9 @@ class EncoderStage(CapsuleStage):
                 raise ValueError(
                     f"{name}.target_firing must be between 0 and 1, but is {self.target_firing}"
                 )
+        if not isinstance(self.views, ViewOptions):
+            raise TypeError(f"{name}.views must be ViewOptions, but is {self.views!r}")
+        self.views.validate(f"{name}.views.")
 
 
 @dataclass(frozen=True)

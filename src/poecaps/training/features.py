@@ -92,6 +92,16 @@ class FeatureCache:
                 _take(self._activations, indices, self.device).float()
             )
 
+    @torch.no_grad()
+    def inputs_of(self, layer: int, images: Tensor) -> Tensor:
+        """Compute the `inputs` of a layer for other images: (B, C, H, W) → (B, I, K)."""
+        with self.autocast():
+            activations = self.network.activations(images)
+        x = self.network.preprocessing.to_capsules(activations.float())
+        for encoder in self.network.encoders[:layer]:
+            x = encoder(x)
+        return x
+
     def whitened(self, indices: Tensor) -> Tensor:
         """Return the capsules of the density, after `compute_inputs(0)`: (B,) → (B, I, K)."""
         assert self._activations is not None  # noqa: S101 (compute_inputs(0) comes first)

@@ -13,6 +13,7 @@ from poecaps import functional as F
 from poecaps._files import ModelError
 from poecaps.metrics import effective_rank
 from poecaps.training.density import DensityLearner, load_weights
+from poecaps.views import NUMBERS, make_views
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -280,15 +281,26 @@ class EncoderTrainer(StageTrainer):
 
     def data_on_device(self) -> bool:
         """Return whether all inputs of the stage are in the memory of the device."""
+        if self.options.views.count > 1:
+            return self.cache.has_images_on_device()
         return self.cache.has_inputs_on_device(self.layer)
 
     def loss(self, indices: Tensor, random: RandomNumbers) -> Tensor:
-        """Compute the loss of contrastive divergence."""
-        x, k, mixing = self.cache.inputs(self.layer, indices), self.options.k, self.options.mixing
-        uniform = None
+        """Compute the loss of contrastive divergence, on all views of the images."""
+        k, mixing, views = self.options.k, self.options.mixing, self.options.views.count
+        x, uniform = self._inputs(indices, random), None
         if mixing == "bernoulli":
             uniform = random.uniform(k, len(x), self.module.out_capsules, dim=1)
-        return self.module.contrastive_divergence(x, k, mixing=mixing, uniform=uniform)
+        return self.module.contrastive_divergence(x, k, mixing=mixing, uniform=uniform, views=views)
+
+    def _inputs(self, indices: Tensor, random: RandomNumbers) -> Tensor:
+        """Return the input capsules of all views of the images: (B,) → (B·views, I, K)."""
+        options = self.options.views
+        if options.count == 1:
+            return self.cache.inputs(self.layer, indices)
+        uniform = random.uniform(len(indices), options.count - 1, NUMBERS)
+        views = make_views(self.cache.images(indices), uniform, options)
+        return self.cache.inputs_of(self.layer, views)
 
     def metrics(self) -> dict[str, float]:
         """Compute the metrics of the experts.
