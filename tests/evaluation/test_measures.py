@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 import scipy.linalg
 import torch
+from scipy.optimize import linear_sum_assignment
 from sklearn.metrics import (
     adjusted_mutual_info_score,
+    adjusted_rand_score,
     mutual_info_score,
     normalized_mutual_info_score,
 )
@@ -17,6 +19,7 @@ from sklearn.metrics import (
 from poecaps.data import load
 from poecaps.evaluation import (
     background,
+    clustering,
     diversity,
     effective_rank,
     frechet_distance,
@@ -113,6 +116,24 @@ class TestSpecialisation:
             normalized_mutual_info_score(labels.numpy(), winner)
         )
         assert result.adjusted == pytest.approx(adjusted_mutual_info_score(labels.numpy(), winner))
+        assert result.adjusted_rand == pytest.approx(adjusted_rand_score(labels.numpy(), winner))
+
+    @pytest.mark.parametrize(("clusters", "classes"), [(7, 7), (20, 6), (5, 12), (1, 3), (3, 1)])
+    def test_accuracy_is_that_of_the_best_matching(
+        self, clusters: int, classes: int, generator: torch.Generator
+    ) -> None:
+        for strength in (0.0, 0.3, 0.8):
+            labels = torch.randint(classes, (300,), generator=generator)
+            found = torch.randint(clusters, (300,), generator=generator)
+            same = torch.rand(300, generator=generator) < strength
+            found = torch.where(same, (3 * labels + 1) % clusters, found)
+            table = np.zeros((clusters, classes))
+            np.add.at(table, (found.numpy(), labels.numpy()), 1)
+            matched = table[linear_sum_assignment(table, maximize=True)].sum()
+            result = clustering(found, labels)
+            assert result.accuracy == pytest.approx(matched / 300)
+            assert result.purity == pytest.approx(table.max(1).sum() / 300)
+            assert result.accuracy <= result.purity
 
     def test_the_adjustment_removes_the_chance_level_of_many_uninformative_experts(
         self, generator: torch.Generator
@@ -131,6 +152,7 @@ class TestSpecialisation:
         assert result.normalised == pytest.approx(1)
         assert result.adjusted == pytest.approx(1)
         assert result.mutual_information == pytest.approx(math.log(4))
+        assert (result.accuracy, result.purity, result.adjusted_rand) == (1, 1, 1)
         assert result.effective_experts == pytest.approx(4)
 
     def test_one_expert_for_everything_is_0(self) -> None:
@@ -140,8 +162,15 @@ class TestSpecialisation:
         assert result.normalised == pytest.approx(0, abs=1e-12)
         assert result.effective_experts == pytest.approx(1)
         assert result.adjusted == pytest.approx(0, abs=1e-12)
+        assert (result.accuracy, result.purity) == (0.25, 0.25)
+        assert result.adjusted_rand == pytest.approx(0, abs=1e-12)
         constants = specialisation(torch.ones(5, 1), torch.zeros(5, dtype=torch.long))
         assert (constants.normalised, constants.adjusted) == (0, 0)
+
+
+def test_clusters_and_labels_must_belong_together() -> None:
+    with pytest.raises(ValueError, match=r"but have the shapes \(4,\) and \(5,\)"):
+        clustering(torch.zeros(4, dtype=torch.long), torch.zeros(5, dtype=torch.long))
 
 
 def test_purity_is_the_share_of_the_most_frequent_prediction() -> None:

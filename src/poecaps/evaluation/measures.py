@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -123,32 +124,27 @@ def diversity(predicted: Tensor) -> Diversity:
 
 
 @dataclass(frozen=True)
-class Specialisation:
-    """Result of `specialisation`."""
+class Clustering:
+    """Result of `clustering` and `specialisation`."""
 
     mutual_information: float
-    """I(expert; label), in nats."""
+    """I(cluster; label), in nats."""
     normalised: float
-    """I(expert; label) / ½(H(expert) + H(label)), from 0 to 1."""
+    """I(cluster; label) / ½(H(cluster) + H(label)), from 0 to 1."""
     adjusted: float
-    """The same, adjusted for chance: 0 for uninformative experts, 1 for one expert per label."""
+    """The same, adjusted for chance: 0 for uninformative clusters, 1 for one cluster per label."""
     effective_experts: float
-    """exp(H(expert)), the effective number of experts that are the most active for some image."""
+    """exp(H(cluster)), the effective number of clusters; of experts, those that are active."""
+    accuracy: float
+    """Share of the images in the cluster that the best matching assigns to their label."""
+    purity: float
+    """Share of the images that have the most frequent label of their cluster."""
+    adjusted_rand: float
+    """Adjusted Rand index: agreement of pairs of images, 0 by chance and 1 at most."""
 
 
-def specialisation(firing: Tensor, labels: Tensor) -> Specialisation:
-    """Compute the mutual information between the most active expert of an image and its label.
-
-    With p(j, c) the share of the images with most active expert j and label c::
-
-        I = Σ_jc p(j, c) log( p(j, c) / (p(j) p(c)) ),     NMI = I / ½(H(j) + H(c))
-
-    NMI is scikit-learn's ``normalized_mutual_info_score``. It is 0 if one expert is the most active
-    for all images. With many experts and few images it exceeds 0 by chance. To compare models with
-    different numbers of experts, use the adjusted mutual information, scikit-learn's
-    ``adjusted_mutual_info_score``, where E is the mean of I over all permutations of the labels::
-
-        AMI = (I − E) / (½(H(j) + H(c)) − E)
+def specialisation(firing: Tensor, labels: Tensor) -> Clustering:
+    """Compare the most active expert of an image with its label; see `clustering`.
 
     Parameters
     ----------
@@ -157,20 +153,114 @@ def specialisation(firing: Tensor, labels: Tensor) -> Specialisation:
     labels : (N,)
     """
     check_rows("firing", firing, "labels", labels)
-    winner = firing.argmax(1)
-    _, label = labels.to(firing.device).unique(return_inverse=True)
-    pair = winner * (label.max() + 1) + label
-    entropy_winner, entropy_label, entropy_pair = (
-        _entropy(_frequencies(values)) for values in (winner, label, pair)
+    return clustering(firing.argmax(1), labels)
+
+
+def clustering(clusters: Tensor, labels: Tensor) -> Clustering:
+    """Compare a clustering of images with their labels.
+
+    With p(j, c) the share of the images with cluster j and label c::
+
+        I = Σ_jc p(j, c) log( p(j, c) / (p(j) p(c)) ),     NMI = I / ½(H(j) + H(c))
+
+    NMI is scikit-learn's ``normalized_mutual_info_score``. It is 0 if all images are in one
+    cluster. With many clusters and few images it exceeds 0 by chance. To compare models with
+    different numbers of clusters, use the adjusted mutual information, scikit-learn's
+    ``adjusted_mutual_info_score``, where E is the mean of I over all permutations of the labels::
+
+        AMI = (I − E) / (½(H(j) + H(c)) − E)
+
+    The accuracy is Σ p(j, c) over the one-to-one matching of clusters and labels that makes it
+    largest (the Hungarian method), so clusters without a label of their own count as errors; the
+    purity is Σ_j max_c p(j, c), and grows with the number of clusters. The adjusted Rand index is
+    scikit-learn's ``adjusted_rand_score``.
+
+    Parameters
+    ----------
+    clusters : (N,)
+        Number of the cluster of each image, from 0.
+    labels : (N,)
+    """
+    if clusters.ndim != 1 or clusters.shape != labels.shape or not len(labels):
+        raise ValueError(
+            "clusters and labels must have one number for each image, but have the shapes "
+            f"{tuple(clusters.shape)} and {tuple(labels.shape)}"
+        )
+    _, label = labels.to(clusters.device).unique(return_inverse=True)
+    pair = clusters * (label.max() + 1) + label
+    entropy_cluster, entropy_label, entropy_pair = (
+        _entropy(_frequencies(values)) for values in (clusters, label, pair)
     )
-    information = (entropy_winner + entropy_label - entropy_pair).clamp(min=0)
-    mean_entropy = (entropy_winner + entropy_label) / 2
+    information = (entropy_cluster + entropy_label - entropy_pair).clamp(min=0)
+    mean_entropy = (entropy_cluster + entropy_label) / 2
     # Two constant labellings agree perfectly but carry no information: the score is 0, not 1.
     normalised = (information / mean_entropy).item() if mean_entropy > 0 else 0.0
-    chance = _expected_information(winner.bincount(), label.bincount()).to(mean_entropy)
+    chance = _expected_information(clusters.bincount(), label.bincount()).to(mean_entropy)
     gap = mean_entropy - chance
-    adjusted = ((information - chance) / gap).item() if gap > 1e-12 else 0.0
-    return Specialisation(information.item(), normalised, adjusted, entropy_winner.exp().item())
+    counts = pair.bincount(minlength=int((clusters.max() + 1) * (label.max() + 1)))
+    table = counts.view(-1, int(label.max()) + 1).cpu()  # images by cluster and label
+    return Clustering(
+        mutual_information=information.item(),
+        normalised=normalised,
+        adjusted=((information - chance) / gap).item() if gap > 1e-12 else 0.0,
+        effective_experts=entropy_cluster.exp().item(),
+        accuracy=_largest_matching(table.tolist()) / len(labels),
+        purity=table.amax(1).sum().item() / len(labels),
+        adjusted_rand=_adjusted_rand(table),
+    )
+
+
+def _adjusted_rand(table: Tensor) -> float:
+    """Compute (R − E[R]) / (max R − E[R]), with R the pairs that are together in both: (J, C)."""
+
+    def pairs(counts: Tensor) -> float:
+        counts = counts.double()
+        return float((counts * (counts - 1) / 2).sum())
+
+    together, first, second = pairs(table), pairs(table.sum(1)), pairs(table.sum(0))
+    chance = first * second / max(1.0, pairs(table.sum()))
+    most = (first + second) / 2
+    return (together - chance) / (most - chance) if most > chance else 1.0
+
+
+def _largest_matching(table: list[list[int]]) -> int:
+    """Compute the largest sum of entries, of which no two are in the same row or column.
+
+    The Hungarian method: rows are added one at a time, each by the shortest augmenting path, with a
+    price for every row and column that keeps all reduced costs nonnegative.
+    """
+    if len(table) > len(table[0]):
+        table = [list(column) for column in zip(*table, strict=True)]
+    rows, columns = len(table), len(table[0])
+    row_price, column_price = [0.0] * rows, [0.0] * columns
+    row_of: list[int | None] = [None] * columns
+    for new in range(rows):
+        distance, came_from = [math.inf] * columns, [-1] * columns
+        visited: set[int] = set()
+        row: int | None = new
+        reached, column = 0.0, -1
+        while row is not None:  # until a column is free
+            for each in range(columns):
+                cost = reached - table[row][each] - row_price[row] - column_price[each]
+                if each not in visited and cost < distance[each]:
+                    distance[each], came_from[each] = cost, column
+            column = min(
+                (each for each in range(columns) if each not in visited),
+                key=distance.__getitem__,
+            )
+            visited.add(column)
+            reached, row = distance[column], row_of[column]
+        row_price[new] += reached
+        for each in visited - {column}:
+            other = row_of[each]
+            assert other is not None  # noqa: S101 (only the last column was free)
+            row_price[other] += reached - distance[each]
+            column_price[each] -= reached - distance[each]
+        while column >= 0:  # along the path, every column takes the row of the one before
+            before = came_from[column]
+            row_of[column] = new if before < 0 else row_of[before]
+            column = before
+    return sum(table[row][each] for each, row in enumerate(row_of) if row is not None)
 
 
 def _expected_information(first: Tensor, second: Tensor) -> Tensor:

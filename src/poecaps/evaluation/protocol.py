@@ -13,7 +13,7 @@ import torch
 
 from poecaps import _checks as checks
 from poecaps._modules import BATCH_SIZE, device_of, in_batches
-from poecaps.code_density import DOMAIN_INFO, DOMAINS, Domain
+from poecaps.code_density import DOMAIN_INFO, DOMAINS, Domain, kmeans
 from poecaps.evaluation import measures
 from poecaps.evaluation.probe import LinearProbe, linear_probe
 from poecaps.metrics import effective_rank
@@ -32,6 +32,7 @@ MISSING = "–"  # cell of a table without a result
 FEWEST_UNBIASED_SAMPLES = 2000
 # Images per forward pass of a network on a CPU: activations of larger batches exceed its caches.
 CPU_BATCH_SIZE = 50
+KMEANS_STARTS = 10  # random initial centres, of which the best result counts
 
 
 class Encoder(Protocol):
@@ -196,8 +197,10 @@ class Evaluation:
     """Linear probe on codes."""
     firing_probe: LinearProbe | None
     """Linear probe on firing probabilities only."""
-    specialisation: measures.Specialisation | None
-    """On test images."""
+    specialisation: measures.Clustering | None
+    """Of the most active expert, on test images."""
+    firing_clusters: measures.Clustering | None
+    """Of k-means on firing probabilities, with as many clusters as labels, on test images."""
     effective_rank: float
     """Participation ratio (Σλ)²/Σλ² of the covariance of the test images' codes."""
     reconstruction: measures.Reconstruction | None
@@ -299,6 +302,16 @@ def evaluate(
     ).run()
 
 
+@dataclass(frozen=True)
+class _LabelMeasures:
+    """The measures of an `Evaluation` that need labels."""
+
+    probe: LinearProbe | None = None
+    firing_probe: LinearProbe | None = None
+    specialisation: measures.Clustering | None = None
+    firing_clusters: measures.Clustering | None = None
+
+
 class _Evaluator:
     """The state of one evaluation."""
 
@@ -346,7 +359,7 @@ class _Evaluator:
                 f"codes of {encoder.name} must be finite, but contain NaN or infinity; "
                 "the model may have diverged"
             )
-        probe, firing_probe, specialisation = self._label_measures(codes)
+        with_labels = self._label_measures(codes)
         reconstruction = None
         if isinstance(encoder, SupportsReconstruction):
             pairs = ((batch, encoder.reconstruct(batch)) for batch in self.test.split(BATCH_SIZE))
@@ -365,9 +378,10 @@ class _Evaluator:
             samples=self.samples,
             seed=self.seed,
             code_size=codes.shape[1],
-            probe=probe,
-            firing_probe=firing_probe,
-            specialisation=specialisation,
+            probe=with_labels.probe,
+            firing_probe=with_labels.firing_probe,
+            specialisation=with_labels.specialisation,
+            firing_clusters=with_labels.firing_clusters,
             effective_rank=effective_rank(codes),
             reconstruction=reconstruction,
             domains=domains,
@@ -377,25 +391,29 @@ class _Evaluator:
             classifier=None if self.classifier is None else dict(self.classifier.metadata),
         )
 
-    def _label_measures(
-        self, codes: Tensor
-    ) -> tuple[LinearProbe | None, LinearProbe | None, measures.Specialisation | None]:
-        """Compute the probes on codes and firing probabilities, and the specialisation."""
+    def _label_measures(self, codes: Tensor) -> _LabelMeasures:
+        """Compute the probes on codes and firing probabilities, and compare experts with labels."""
         if self.data_train.labels is None or self.data_test.labels is None:
             self.notes.append("no labels: the probes and the specialisation are omitted")
-            return None, None, None
+            return _LabelMeasures()
         train_labels, test_labels = (
             torch.from_numpy(labels) for labels in (self.data_train.labels, self.data_test.labels)
         )
         train_codes = in_batches(self.encoder.encode, self._training_batches())
         probe = self._probe("codes", train_codes, train_labels, codes, test_labels)
         if not isinstance(self.encoder, SupportsFiring):
-            return probe, None, None
+            return _LabelMeasures(probe)
         firing = self.encoder.firing(codes)
         firing_probe = self._probe(
             "firing", self.encoder.firing(train_codes), train_labels, firing, test_labels
         )
-        return probe, firing_probe, measures.specialisation(firing, test_labels)
+        clusters = _best_kmeans(firing, len(test_labels.unique()), self._generator("clusters"))
+        return _LabelMeasures(
+            probe,
+            firing_probe,
+            measures.specialisation(firing, test_labels),
+            measures.clustering(clusters, test_labels),
+        )
 
     def _probe(self, inputs: str, *codes_and_labels: Tensor) -> LinearProbe:
         probe = linear_probe(*codes_and_labels)
@@ -484,6 +502,17 @@ class _Evaluator:
         return torch.Generator(self.device).manual_seed(int(seed))
 
 
+def _best_kmeans(points: Tensor, clusters: int, generator: torch.Generator) -> Tensor:
+    """Cluster points (N, S) several times, and return the clusters (N,) with the least variance."""
+
+    def variance(nearest: Tensor) -> float:
+        centres = torch.stack([points[nearest == each].mean(0) for each in range(clusters)])
+        return float((points - centres.nan_to_num()[nearest]).square().sum())
+
+    found = [kmeans(points, clusters, generator) for _ in range(KMEANS_STARTS)]
+    return min(found, key=variance)
+
+
 def _batch_sizes(count: int) -> Iterable[int]:
     return (min(BATCH_SIZE, count - start) for start in range(0, count, BATCH_SIZE))
 
@@ -504,9 +533,14 @@ CODE_ROWS = (
     ("linear probe, test accuracy", "probe.test_accuracy", ".4f"),
     ("linear probe, training accuracy", "probe.train_accuracy", ".4f"),
     ("linear probe on firing probabilities", "firing_probe.test_accuracy", ".4f"),
+    ("most active expert, accuracy", "specialisation.accuracy", ".4f"),
+    ("most active expert, purity", "specialisation.purity", ".4f"),
     ("NMI of most active expert and label", "specialisation.normalised", ".3f"),
     ("AMI (adjusted for chance)", "specialisation.adjusted", ".3f"),
+    ("adjusted Rand index", "specialisation.adjusted_rand", ".3f"),
     ("mutual information, nats", "specialisation.mutual_information", ".3f"),
+    ("k-means on firing probabilities, accuracy", "firing_clusters.accuracy", ".4f"),
+    ("k-means on firing probabilities, NMI", "firing_clusters.normalised", ".3f"),
     ("effective number of active experts", "specialisation.effective_experts", ".1f"),
     ("effective rank", "effective_rank", ".1f"),
     ("reconstruction error per pixel", "reconstruction.error", ".5f"),
