@@ -1,4 +1,4 @@
-"""Applications of a trained network: novelty, inpainting, interpolation and nearest neighbours.
+"""Applications of a trained network: clusters, novelty, inpainting, interpolation, neighbours.
 
 Every function takes a `poecaps.CapsuleNetwork` in evaluation mode, as `poecaps.load` returns it.
 """
@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from poecaps.network import CapsuleNetwork
 
 __all__ = [
+    "Clusters",
     "Neighbours",
+    "cluster",
     "denoise",
     "encode",
     "free_energy",
@@ -40,6 +42,41 @@ QUERY_BATCH = 1000  # queries whose similarities to all codes are in memory toge
 def encode(network: CapsuleNetwork, images: Tensor) -> Tensor:
     """Encode any number of images, in batches, without gradients: (N, C, H, W) → (N, J, D)."""
     return in_batches(network.encode, images)
+
+
+@dataclass(frozen=True)
+class Clusters:
+    """Result of `cluster`.
+
+    Attributes
+    ----------
+    expert : (N,)
+        The most active expert of each image.
+    firing : (N,)
+        Its firing probability.
+    margin : (N,)
+        How much more active it is than the second: the difference of their log‖z_j‖². At least 0;
+        near 0, the choice between the two is arbitrary.
+    """
+
+    expert: Tensor
+    firing: Tensor
+    margin: Tensor
+
+
+@torch.no_grad()
+def cluster(network: CapsuleNetwork, images: Tensor) -> Clusters:
+    """Sort images by their most active expert: (N, C, H, W) → N clusters.
+
+    The experts learned without labels, so a cluster has no name. After training with several views
+    of every image (`encoder.views`) and about as many experts as there are kinds of objects, the
+    images of an expert show one kind.
+    """
+    firing = encode(network, images).norm(dim=-1)
+    best = firing.topk(min(2, firing.shape[1]), dim=1)
+    # ‖squash(z)‖ = ‖z‖²/(1+‖z‖²), so that log‖z‖² is its logit.
+    logits = torch.logit(best.values.double(), eps=torch.finfo(firing.dtype).tiny)
+    return Clusters(best.indices[:, 0], best.values[:, 0], (logits[:, 0] - logits[:, -1]).float())
 
 
 @torch.no_grad()

@@ -91,6 +91,28 @@ def image_grid(
     return _draw_grid(rows, path, {"images": array} if raw else {}, title)
 
 
+def contact_sheet(
+    groups: Mapping[str, Tensor | Array], path: PathLike, *, title: str | None = None
+) -> Path:
+    """Draw groups of images, each in a row of its own after its name.
+
+    Parameters
+    ----------
+    groups
+        Images (n, C, H, W) of each group by its name, floats from 0 to 1; C is 1 or 3. The numbers
+        of images may differ. The ``.npz`` holds them by the names.
+    path, title
+        The PNG to write, and a title above the grid.
+    """
+    if not groups:
+        raise ValueError("groups must contain at least one group, but is empty")
+    arrays = {
+        name: _as_images(f"groups[{name!r}]", images, ("n", "C", "H", "W"))
+        for name, images in groups.items()
+    }
+    return _draw_grid(list(arrays.values()), path, arrays, title, left=list(arrays))
+
+
 def reconstructions(
     originals: Tensor | Array,
     reconstructions: Tensor | Array,
@@ -340,12 +362,12 @@ def _draw_grid(
 ) -> Path:
     """Draw rows of images (columns, C, H, W) with labels, and a gap after every `group` rows.
 
-    The last row may have fewer images.
+    Rows may have different numbers of images.
     """
     from PIL import Image, ImageDraw, ImageFont
 
     small, large = ImageFont.load_default(size=LABEL_SIZE), ImageFont.load_default(size=TITLE_SIZE)
-    columns, (height, width) = len(rows[0]), rows[0].shape[2:]
+    columns, (height, width) = max(map(len, rows)), rows[0].shape[2:]
     # The grid should fill a page of 640 pixels, and neighbouring labels must not overlap.
     scale = max(1, round(min(max(640 / max(len(rows), columns), 56), 112) / max(height, width)))
     scale = max([scale, *(math.ceil((small.getlength(text) + 6) / width) for text in above)])

@@ -20,6 +20,7 @@ from tyro.conf import Positional  # noqa: TC002 (tyro reads the annotations)
 from poecaps._files import ModelError
 from poecaps._version import __version__
 from poecaps.cli.arguments import preset_of
+from poecaps.cli.cluster import cluster
 from poecaps.cli.completion import Shell, correct
 from poecaps.cli.density import likelihood, sample
 from poecaps.cli.encode import encode
@@ -109,6 +110,7 @@ def _dispatch(arguments: Sequence[str]) -> None:
             "reconstruct": reconstruct,
             "traverse": traverse,
             "encode": encode,
+            "cluster": cluster,
             "evaluate": evaluate,
             "sample": sample,
             "likelihood": likelihood,

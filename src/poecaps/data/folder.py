@@ -129,7 +129,12 @@ def read_folder(
 
     labels, names = _labels(root, kept, label_names)
     data = ImageSet(
-        images[: len(kept)], labels, label_names=names, source=str(root), skipped=skipped
+        images[: len(kept)],
+        labels,
+        label_names=names,
+        source=str(root),
+        skipped=skipped,
+        files=tuple(str(file.relative_to(root)) for file in kept),
     )
     if skipped:
         warnings.warn(

@@ -40,6 +40,8 @@ class ImageSet:
         Where the images come from.
     skipped
         The files of the source that were skipped, with the reasons.
+    files
+        The file of each image, relative to the source, if every image is a file.
     """
 
     images: np.ndarray[Any, Any]
@@ -47,6 +49,7 @@ class ImageSet:
     label_names: tuple[str, ...] = ()
     source: str = "an array"
     skipped: Mapping[str, str] = field(default_factory=dict)
+    files: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "images", _as_nhwc(self.images, self.source))
