@@ -1,6 +1,7 @@
 # make install   create a virtual environment in .venv with the exact versions of constraints.txt
 # make test      install missing packages and run the tests; those of the explorer need Chromium
 # make demo      train on the bundled digits and generate new ones, in runs/demo: about 3 minutes on two cores
+# make demo-energy  train a density on the bundled digits and draw from its energy, in runs/energy
 # make docs      build the documentation site in site/; a broken link is an error
 # make bench     time a learning step against einsum on this CPU, in docs/: about 5 minutes on an idle machine
 # make report    regenerate the tables and plots of README.md and docs/ from the numbers in docs/results
@@ -17,9 +18,10 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 export PIP_CONSTRAINT       := $(CURDIR)/constraints.txt
 export PIP_BUILD_CONSTRAINT := $(PIP_CONSTRAINT)
 
-DEMO := runs/demo
+DEMO        := runs/demo
+DEMO_ENERGY := runs/energy
 
-.PHONY: install demo docs browser test bench report build check format clean
+.PHONY: install demo demo-energy docs browser test bench report build check format clean
 
 install: $(VENV)/.installed
 
@@ -36,6 +38,14 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 demo: install
 	rm -rf $(DEMO)
 	$(BIN)/poecaps train --out $(DEMO) --autoencoder.epochs 3 --encoder.epochs 3 --decoder.epochs 1 --pixel-decoder.epochs 3
+
+# The preset energy with a smaller density, so that it takes less than five minutes on two cores.
+demo-energy: install
+	rm -rf $(DEMO_ENERGY)
+	$(BIN)/poecaps train --preset energy --out $(DEMO_ENERGY) --autoencoder.epochs 4 \
+	  --model.density.experts 100 8 --model.density.base-components 256 --model.density.base-max-variance 5 \
+	  --density.epochs 60 --density.chains 256 --encoder.epochs 0 --decoder.epochs 0 --pixel-decoder.epochs 0 --no-figures
+	$(BIN)/poecaps generate $(DEMO_ENERGY) --domain model --tied
 
 docs: install
 	$(BIN)/python -m zensical build --clean --strict

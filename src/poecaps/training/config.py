@@ -318,26 +318,21 @@ def paper() -> Config:
 def energy() -> Config:
     """Return the options of a model that draws images from its own energy.
 
-    The model of `default`, with a density over the features that learns by Markov chains.
+    The model of `default`, with a density over the features that learns by Markov chains. It is made
+    for a GPU and the full datasets; docs/training.md has sizes for a CPU.
     """
     base = default()
     density = DensityOptions(
-        experts=(60, 8),
+        experts=(600, 8),
         linear_dims=8,
-        strength=10.0,
-        base_components=256,
-        base_max_variance=1.0,
+        strength=5.0,
+        base_components=1024,
+        base_max_variance=30.0,
     )
     return replace(
         base,
         model=replace(base.model, density=density),
-        density=DensityStage(
-            epochs=20,
-            learning_rate=2e-3,
-            final_learning_rate_ratio=0.05,
-            chains=256,
-            average=0.998,
-        ),
+        density=DensityStage(epochs=13, learning_rate=2e-3, final_learning_rate_ratio=0.1),
     )
 
 
