@@ -113,13 +113,21 @@ class DensityTarget:
         self._matrix: Tensor | None = None
         self._directions: Tensor | None = None  # Q
         if density.is_even and isinstance(density.base, GaussianBase):
-            # z = Wᵀ Σ^½ u: both maps are linear, so they are multiplied once.
-            matrix = density.even_matrix().detach()
-            self._matrix = density.base.times_root(matrix.T).T.contiguous()
-            if reduced and evidence is None:
-                self._directions = _range_of(self._matrix, density.base.directions)
-            if self._directions is not None:
-                self._matrix = self._directions.T @ self._matrix
+            self._multiply_maps(density.base, reduced=reduced and evidence is None)
+
+    def _multiply_maps(self, base: GaussianBase, *, reduced: bool) -> None:
+        """Compute the matrix of z = Wᵀ Σ^½ u, in which both maps are linear."""
+        weight = self.density.even_matrix().detach()  # (N, J·D)
+        if reduced and base.directions.shape[1] < min(weight.shape):
+            components = base.directions.T @ weight
+            outside = weight - base.directions @ components
+            if outside.norm() <= ROUNDING * weight.norm():
+                self._directions = base.directions  # Σ^½ V = V diag(√λ)
+                self._matrix = base.std.unsqueeze(-1) * components
+                return
+        self._matrix = base.times_root(weight.T).T.contiguous()
+        if reduced and weight.shape[1] < weight.shape[0]:
+            self._directions, self._matrix = torch.linalg.qr(self._matrix)
 
     def coordinates(self, u: Tensor) -> Tensor:
         """Return the coordinates in which chains move: y = Qᵀu, or u itself if none are left out.
@@ -200,28 +208,6 @@ class DensityTarget:
             return density._preactivation(density.base.from_white(u), density.weight)
         z = (u @ self._matrix).view(-1, density.out_capsules, density.out_dim)
         return F.forward_side(z, density.linear_dims, density.origin)
-
-
-def _range_of(matrix: Tensor, directions: Tensor) -> Tensor | None:
-    """Find an orthonormal basis of fewer than N directions that contains the range of a matrix.
-
-    Parameters
-    ----------
-    matrix : (N, M)
-    directions : (N, r)
-        Orthonormal directions that may already contain it.
-
-    Returns
-    -------
-    (N, R) or None
-        With R the smaller one of r and M; None if there is no basis of fewer than N directions.
-    """
-    size, columns = matrix.shape
-    if directions.shape[1] < min(columns, size):
-        outside = matrix - directions @ (directions.T @ matrix)
-        if outside.norm() <= ROUNDING * matrix.norm():
-            return directions
-    return torch.linalg.qr(matrix)[0] if columns < size else None
 
 
 # --------------------------------------------------------------------------------------------------

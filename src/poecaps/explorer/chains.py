@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, Any]
 
-# Upper bounds of a request. With the preset energy, 10 steps of 8 chains take 2 seconds on a core.
+# Upper bounds of a request. With the preset energy, 10 steps of 8 chains take a second on a core.
 MAX_CHAINS = 8
 MAX_STEPS = 10
 MAX_STATE_BYTES = 4_000_000  # base64 makes a third more of it, which a request may still have
@@ -156,7 +156,7 @@ def start(
         )
     target = model.chain_target
     if image is None:
-        u = target.sample_base(count, _generator(seed, 0))
+        u = target.sample_positions(count, _generator(seed, 0))
     else:
         channels, height, width = model.network.architecture.image_shape
         if image.size != height * width * channels:
@@ -169,7 +169,7 @@ def start(
         white = target.density.base.to_white(model.network.whitened(pixels.unsqueeze(0)))
         u = white.repeat(count, 1)
     state = ChainState(_to_array(u), seed, anneal=anneal if image is None else 0)
-    energy = target.energy(u)[0].unsqueeze(0).numpy()
+    energy = target.energy(target.coordinates(u))[0].unsqueeze(0).numpy()
     return Walk(state, _images(model, u), energy, np.zeros((0, count), bool), ())
 
 
@@ -203,11 +203,11 @@ def advance(model: ExplorerModel, state: ChainState, steps: int, temperature: fl
         )
     if state.step + steps > MAX_STEP:
         raise ChainError(f"a chain ends after {MAX_STEP:,} steps; start another one")
-    u = _position(model, state)
-    target = model.chain_target
+    u, target = _position(model, state), model.chain_target
+    y = target.coordinates(u)  # the directions that no expert reads stay as they were drawn
     settled = state.settled if temperature == state.temperature else 0
     size = StepSize(torch.tensor(state.step_size).to(u))
-    chains = start_chains(target, u, torch.zeros(len(u)).to(u))
+    chains = start_chains(target, y, torch.zeros(len(u)).to(u))
     energies, all_accepted, ts = [], [], []
     for step in range(state.step, state.step + steps):
         share = (step + 1) / state.anneal if step < state.anneal else 1.0
@@ -216,7 +216,7 @@ def advance(model: ExplorerModel, state: ChainState, steps: int, temperature: fl
         chains, accepted = hmc_step(
             target,
             chains.at(torch.full((len(u),), ts[-1]).to(u)),
-            torch.randn(u.shape, generator=generator).to(u),
+            torch.randn(y.shape, generator=generator).to(u),
             torch.rand(len(u), generator=generator).to(u),
             step_size=size.value,
             leapfrog_steps=LEAPFROG_STEPS,
@@ -227,8 +227,9 @@ def advance(model: ExplorerModel, state: ChainState, steps: int, temperature: fl
         settled = min(settled + 1, ADAPTED_STEPS)
         energies.append(chains.energy)
         all_accepted.append(accepted)
+    u = target.positions(chains.position, u)
     after = ChainState(
-        _to_array(chains.position),
+        _to_array(u),
         state.seed,
         state.step + steps,
         state.anneal,
@@ -238,7 +239,7 @@ def advance(model: ExplorerModel, state: ChainState, steps: int, temperature: fl
     )
     return Walk(
         after,
-        _images(model, chains.position),
+        _images(model, u),
         torch.stack(energies).numpy(),
         torch.stack(all_accepted).numpy(),
         tuple(ts),

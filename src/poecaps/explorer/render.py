@@ -133,7 +133,7 @@ class ExplorerModel:
     def chain_target(self) -> DensityTarget:
         """The density on which chains walk; ValueError if the model has none."""
         # It multiplies large matrices once, which takes longer than a step.
-        return DensityTarget(self.network.require_density())
+        return DensityTarget(self.network.require_density(), reduced=True)
 
     @torch.inference_mode()
     def preactivation(self, settings: Sequence[Setting]) -> Tensor:

@@ -318,8 +318,8 @@ def paper() -> Config:
 def energy() -> Config:
     """Return the options of a model that draws images from its own energy.
 
-    The model of `default`, with a density over the features that learns by Markov chains. It is made
-    for a GPU and the full datasets; docs/training.md has sizes for a CPU.
+    The model of `default`, with a density over the features that learns by Markov chains. It is
+    made for a GPU and the full datasets; docs/training.md has sizes for a CPU.
     """
     base = default()
     density = DensityOptions(
