@@ -15,10 +15,11 @@ from poecaps import functional as F
 from poecaps.autoencoder import ConvAutoencoder
 from poecaps.kernels import convolution, dispatch
 from poecaps.kernels.triton import launch, support
-from poecaps.options import ModelOptions
+from poecaps.options import DensityOptions, ModelOptions
 from poecaps.training import (
     Config,
     DecoderStage,
+    DensityStage,
     EncoderStage,
     PixelDecoderStage,
     Progress,
@@ -28,6 +29,7 @@ from poecaps.training import (
     train,
     trainer,
 )
+from poecaps.views import ViewOptions
 from tests.training.fused_adam_facts import assert_steps_of_torch
 
 if TYPE_CHECKING:
@@ -189,12 +191,17 @@ def test_compiled_kernels_take_any_batch_size(reuse: bool, monkeypatch: pytest.M
         assert ((ours.grad_weight - exact).norm() / exact.norm()).item() < 1e-5
 
 
+@pytest.mark.parametrize("views", [1, 3])
 @pytest.mark.parametrize("mixing", F.MIXINGS)
 @pytest.mark.parametrize("winners", [None, 2])
 def test_training_by_replays_gives_what_plain_steps_give(
-    winners: int | None, mixing: F.Mixing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    winners: int | None,
+    mixing: F.Mixing,
+    views: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """All four stages, with dropout and Bernoulli draws, which must be those of each step.
+    """All stages, with dropout, chains, views and Bernoulli draws, which must be those of each step.
 
     Twelve steps each: convolutions add up in any order, and in longer training the difference
     grows by itself.
@@ -212,10 +219,17 @@ def test_training_by_replays_gives_what_plain_steps_give(
             whiten=True,
             equalized_components=2,
             pixel_decoder=True,
+            density=DensityOptions(experts=(5, 4), linear_dims=2, base_components=8),
         ),
         autoencoder=Stage(epochs=1),
+        density=DensityStage(epochs=1, chains=16, lifetime=6, partition_steps=0),
         encoder=EncoderStage(
-            epochs=1, learning_rate=1e-3, mixing=mixing, winners=winners, target_firing=0.5
+            epochs=1,
+            learning_rate=1e-3,
+            mixing=mixing,
+            winners=winners,
+            target_firing=0.5,
+            views=ViewOptions(count=views),
         ),
         decoder=DecoderStage(epochs=1, learning_rate=1e-3, single_expert_share=0.5),
         pixel_decoder=PixelDecoderStage(epochs=1, single_expert_share=0.5),
@@ -233,11 +247,11 @@ def test_training_by_replays_gives_what_plain_steps_give(
     monkeypatch.setattr(trainer, "MIN_REPLAYS", 1)
     monkeypatch.setattr(trainer.Trainer, "_can_graph", note)
     replayed = train(config, tmp_path / "replayed").state_dict()
-    assert recorded == [True] * 6
+    assert recorded == [True] * 7
     monkeypatch.setattr(trainer.Trainer, "_can_graph", lambda *_: False)
     plain = train(config, tmp_path / "plain").state_dict()
     for name, value in plain.items():
-        if not name.startswith("density."):  # clusters may be numbered otherwise
+        if not name.startswith("code_density."):  # clusters may be numbered otherwise
             assert (replayed[name] - value).norm() <= 0.02 * value.norm() + 1e-6, name
 
 
@@ -273,7 +287,7 @@ def test_a_run_goes_on_on_a_gpu(tmp_path: Path) -> None:
         with pytest.raises(KeyboardInterrupt):
             resume(tmp_path / "run", report=stop)
     for name, value in resume(tmp_path / "run").state_dict().items():
-        if not name.startswith("density."):
+        if not name.startswith("code_density."):
             assert (whole[name] - value).norm() <= 0.02 * value.norm() + 1e-6, name
 
 
