@@ -201,7 +201,7 @@ def test_training_by_replays_gives_what_plain_steps_give(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """All stages, with dropout, chains, views and Bernoulli draws, which must be those of each step.
+    """All stages, with dropout, chains, views and Bernoulli draws: those of each step.
 
     Twelve steps each: convolutions add up in any order, and in longer training the difference
     grows by itself.
