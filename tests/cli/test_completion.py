@@ -23,7 +23,7 @@ COMPLETED = {  # a line that is being typed, and what it may become
     "poecaps sample --temperat": ["--temperature"],
     "poecaps lik": ["likelihood"],
     "poecaps likelihood --im": ["--images"],
-    "poecaps generate --domain m": ["model"],
+    "poecaps generate --domain m": ["model", "model-experts"],
 }
 
 
