@@ -42,7 +42,8 @@ def generate(
             "(a standard Gaussian), restricted (the half of it that training codes occupy) or "
             "learned (the distribution of the training codes). All experts together: joint. Each "
             "of these: all. From the density of the model, by Markov chains from noise: model, and "
-            "with one of its experts on at a time, one column per expert: model-experts."
+            "with one of its experts on at a time, one column for each of the 20 with the largest "
+            "strengths: model-experts."
         ),
     ] = "joint",
     expert: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: each)")] = None,
