@@ -6,9 +6,12 @@
 novelty         AUROC of distinguishing test images of the dataset from those of the other dataset,
                 which no model has seen: by the free energy of the experts, by its distance from the
                 median, and by the reconstruction error; the same three for a BernoulliRBM; and by
-                the reconstruction error of an autoencoder with the same architecture. 0.5 is chance
-                level; below it, the other dataset looks more like the training images than the test
-                images do
+                the reconstruction error of an autoencoder with the same architecture. If the
+                network has a density: by its log P and the distance from the median log P, and as
+                controls by the two parts of log P, the base measure without experts and the experts
+                without base measure, and by the norm of the whitened features, which needs no
+                model. 0.5 is chance level; below it, the other dataset looks more like the training
+                images than the test images do
 inpainting      mean squared error of hidden pixels, compared with that of the mean image
 interpolation   share of images half-way between two test images with different labels that a
                 classifier recognises with 90 % confidence: in the space of experts, and as a blend
@@ -35,7 +38,7 @@ import poecaps
 from benchmarks import machine
 from benchmarks.baselines import Autoencoder, BernoulliRBM, Budget, limit
 from poecaps._modules import in_batches
-from poecaps.applications import encode, free_energy, inpaint, interpolate, nearest_neighbours
+from poecaps.applications import encode, inpaint, interpolate, nearest_neighbours
 from poecaps.data import ImageSet, load
 from poecaps.evaluation import CLASSIFIERS, load_classifier, recognisability
 
@@ -47,7 +50,7 @@ if TYPE_CHECKING:
     from poecaps import CapsuleNetwork
     from poecaps.evaluation import Classifier
 
-REFERENCE_IMAGES = 2000  # training images whose median free energy is the reference of novelty
+REFERENCE_IMAGES = 2000  # training images whose medians are the references of novelty
 
 
 @dataclass(frozen=True)
@@ -96,30 +99,50 @@ def squared_errors(reconstruct: Callable[[Tensor], Tensor], images: Tensor) -> T
     return in_batches(lambda batch: (reconstruct(batch) - batch).square().sum((1, 2, 3)), images)
 
 
+def density_statistics(network: CapsuleNetwork) -> dict[str, Callable[[Tensor], Tensor]]:
+    """Return the statistics of a density by which novelty is measured: (B, C, H, W) → (B,) each.
+
+    All of them are higher for images that are less probable. Beside −log P these are controls: its
+    two parts, and the norm of the whitened features.
+    """
+    density = network.require_density()
+    return {
+        "−log P": lambda images: -network.log_prob(images),
+        "−log P of the base measure": lambda images: (
+            -density.base.log_ratio(network.whitened(images))
+        ),
+        "free energy of the density": lambda images: density.free_energy(network.whitened(images)),
+        "norm of the features": lambda images: network.whitened(images).flatten(1).norm(dim=1),
+    }
+
+
 def measure_novelty(
     network: CapsuleNetwork, train: ImageSet, inside: Tensor, outside: Tensor, budget: Budget
 ) -> dict[str, float]:
-    """Compute the AUROC of every novelty score."""
-    rbm = BernoulliRBM(train, budget)
-    with torch.enable_grad():  # only the autoencoder is trained by autograd
-        autoencoder = Autoencoder(train, budget)
+    """Compute the AUROC of every novelty score; a budget without epochs leaves out the peers."""
+    statistics: dict[tuple[str, str], Callable[[Tensor], Tensor]] = {
+        ("poecaps", "free energy"): network.free_energy
+    }
+    reconstructions = {"poecaps": network.reconstruct}
+    if network.density is not None:
+        for name, statistic in density_statistics(network).items():
+            statistics["poecaps", name] = statistic
+    if budget.epochs:
+        rbm = BernoulliRBM(train, budget)
+        with torch.enable_grad():  # only the autoencoder is trained by autograd
+            autoencoder = Autoencoder(train, budget)
+        statistics["bernoulli-rbm", "free energy"] = lambda images: rbm_free_energy(rbm, images)
+        reconstructions["bernoulli-rbm"] = rbm.reconstruct
+        reconstructions["autoencoder"] = autoencoder.reconstruct
     reference = limit(train, REFERENCE_IMAGES).batch(slice(None)).to(inside.device)
-    energies: dict[str, Callable[[Tensor], Tensor]] = {
-        "poecaps": lambda images: free_energy(network, images),
-        "bernoulli-rbm": lambda images: rbm_free_energy(rbm, images),
-    }
     result = {}
-    for name, energy in energies.items():
-        values, score = (energy(inside), energy(outside)), distance_from_median(energy(reference))
-        result[f"{name}: free energy"] = auroc(*values)
-        result[f"{name}: distance from the median free energy"] = auroc(*map(score, values))
-    reconstructions = {
-        "poecaps": network.reconstruct,
-        "bernoulli-rbm": rbm.reconstruct,
-        "autoencoder": autoencoder.reconstruct,
-    }
-    for name, reconstruct in reconstructions.items():
-        result[f"{name}: reconstruction error"] = auroc(
+    for (model, name), statistic in statistics.items():
+        usual, *values = (in_batches(statistic, each) for each in (reference, inside, outside))
+        score = distance_from_median(usual)
+        result[f"{model}: {name}"] = auroc(*values)
+        result[f"{model}: distance from the median {name}"] = auroc(*map(score, values))
+    for model, reconstruct in reconstructions.items():
+        result[f"{model}: reconstruction error"] = auroc(
             squared_errors(reconstruct, inside), squared_errors(reconstruct, outside)
         )
     return result
@@ -214,7 +237,7 @@ def table(result: ApplicationMetrics) -> str:
 
 
 def _lines(numbers: dict[str, float]) -> list[str]:
-    return [f"  {name:54}{value:8.4f}" for name, value in numbers.items()]
+    return [f"  {name:62}{value:8.4f}" for name, value in numbers.items()]
 
 
 @torch.no_grad()
@@ -241,7 +264,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--epochs",
         type=int,
         default=10,
-        help="epochs of the RBM and the autoencoder (default: 10)",
+        help="epochs of the RBM and the autoencoder (default: 10); 0 leaves them out",
     )
     parser.add_argument(
         "--draws", type=int, default=3000, help="draws used for inpainting (default: 3000)"

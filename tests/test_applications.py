@@ -249,6 +249,27 @@ class TestNoveltyScore:
         with torch.no_grad():
             torch.testing.assert_close(novelty_score(network, images), network.free_energy(images))
 
+    def test_with_a_density_it_is_about_log_p_unless_asked_otherwise(
+        self, dense: CapsuleNetwork
+    ) -> None:
+        images = bars(300, seed=2)
+        value, energy = log_prob(dense, images), free_energy(dense, images)
+        assert torch.equal(novelty_score(dense, images), -value)
+        assert torch.equal(novelty_score(dense, images, by="log_prob"), -value)
+        assert torch.equal(novelty_score(dense, images, by="free_energy"), energy)
+        for median in (value.min(), value.median()):
+            reference = median + torch.tensor([-5.0, -1.0, 0.0, 1.0, 5.0])
+            score = novelty_score(dense, images, reference)
+            torch.testing.assert_close(score, (value - median).abs())
+
+    def test_without_a_density_there_is_no_log_p(self, network: CapsuleNetwork) -> None:
+        with pytest.raises(ValueError, match="this model has no density; train one with"):
+            novelty_score(network, bars(1, seed=0), by="log_prob")
+
+    def test_an_unknown_measure_raises_an_error(self, network: CapsuleNetwork) -> None:
+        with pytest.raises(ValueError, match="by must be one of 'free_energy', 'log_prob', but is"):
+            novelty_score(network, bars(1, seed=0), by="energy")  # type: ignore[arg-type]
+
     def test_an_empty_reference_raises_an_error(self, network: CapsuleNetwork) -> None:
         with pytest.raises(ValueError, match="reference must hold"):
             novelty_score(network, bars(2, seed=0), torch.zeros(0))

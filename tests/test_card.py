@@ -261,13 +261,20 @@ def test_a_card_shows_the_measures_of_draws_from_the_density(
     (tmp_path / card.MEASURED).write_text(result.to_json(), encoding="utf-8")
     assert card.write(tmp_path, network)
     lines = text_of(tmp_path).splitlines()
-    rows = {"model": "draws from the energy", "model-tied": "draws from the energy, tied filters"}
+    rows = {
+        "model": "draws from the energy",
+        "model-tied": "draws from the energy, tied filters",
+        "model-experts": "draws from one expert: model-experts",
+    }
     for domain, draws in rows.items():
         of = result.domains[domain]
         assert of.frechet is not None
         assert of.recognisability is not None
         assert f"| Fréchet distance of {draws} | {of.frechet.distance:.1f} |" in lines
         assert f"| recognisable {draws} | {of.recognisability.share:.1%} |" in lines
+    assert result.density_experts is not None
+    purity = result.density_experts.purity.mean
+    assert f"| purity of the draws of one expert of the energy | {purity:.1%} |" in lines
 
 
 def test_a_block_of_code_ends_where_it_should(run: Path) -> None:

@@ -177,6 +177,16 @@ def test_strength_n_is_that_of_n_experts_that_share_their_weights(
     torch.testing.assert_close(one.on_probability(x), 1 - silent)
 
 
+def test_the_strongest_experts_are_those_with_the_largest_strengths() -> None:
+    density = CapsuleDensity(1, 2, 4, 3)
+    with torch.no_grad():
+        density.log_strength.copy_(torch.tensor([2.0, 1.0, 3.0, 1.5]))
+    assert density.strongest_experts(3).tolist() == [2, 0, 3]
+    assert density.strongest_experts(9).tolist() == [2, 0, 3, 1]
+    with pytest.raises(ValueError, match="count must be a whole number of at least 1, but is 0"):
+        density.strongest_experts(0)
+
+
 def test_without_strengths_the_functions_are_those_of_strength_one(
     generator: torch.Generator,
 ) -> None:

@@ -136,6 +136,22 @@ def test_numbers_do_not_depend_on_the_images(tmp_path: Path) -> None:
         np.testing.assert_array_equal(first.above(expert), second.above(expert))
 
 
+def test_a_column_may_have_the_number_of_any_expert(tmp_path: Path) -> None:
+    images, path = as_images(make_pixels(2, 4, 1, 28, 28)), tmp_path / "experts.png"
+    usual = Grid(expert_grid(images, path), 28, 28)
+    with np.load(path.with_suffix(".npz")) as arrays:
+        assert arrays["experts"].tolist() == [0, 1, 2, 3]
+    chosen = Grid(expert_grid(images, path, experts=[0, 3, 17, 3]), 28, 28)
+    with np.load(path.with_suffix(".npz")) as arrays:
+        assert arrays["experts"].tolist() == [0, 3, 17, 3]
+        np.testing.assert_array_equal(arrays["images"], images)
+    for column, expert in ((0, 0), (1, 3), (3, 3)):
+        np.testing.assert_array_equal(chosen.above(column), usual.above(expert))
+    assert not any(np.array_equal(chosen.above(2), usual.above(expert)) for expert in range(4))
+    with pytest.raises(ValueError, match="experts must be 4 numbers, one for each column of"):
+        expert_grid(images, path, experts=[1, 2, 3])
+
+
 @pytest.mark.parametrize(("columns", "rows"), [(None, 4), (5, 3), (1, 13), (50, 1)])
 def test_images_follow_row_after_row(tmp_path: Path, columns: int | None, rows: int) -> None:
     pixels = make_pixels(13, 3, 10, 10)
@@ -334,7 +350,10 @@ def test_the_arrays_lie_beside_the_picture(tmp_path: Path) -> None:
     four = five[0].astype(np.float32)
     values = [-1.0, 0.0, 1.0]
     made = {
-        expert_grid(five, tmp_path / "new" / "folder" / "a.1.png"): {"images": five},
+        expert_grid(five, tmp_path / "new" / "folder" / "a.1.png"): {
+            "images": five,
+            "experts": np.arange(3),
+        },
         image_grid(torch.from_numpy(four), tmp_path / "new" / "folder" / "a.2.png"): {
             "images": four
         },

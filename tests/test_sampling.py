@@ -194,6 +194,35 @@ def test_given_states_chains_draw_from_the_conditional_density(
         Known(density, on=1 - on).assert_are_draws(samples.capsules)
 
 
+@pytest.mark.parametrize("ladder", [None, LADDER])
+@pytest.mark.parametrize("name", ["even, linear", "routed over outputs"])
+def test_every_chain_may_have_states_of_its_own(
+    name: str, ladder: tuple[float, ...] | None, generator: torch.Generator
+) -> None:
+    """In the first half of the chains only the first expert is on, in the second the last."""
+    density = from_zoo(name, generator)
+    only = torch.eye(density.out_capsules)
+    first, last = Known(density, on=only[0]), Known(density, on=only[-1])
+    start = torch.cat([known.draws(COUNT, generator) for known in (first, last)])
+    options = settings("hmc", generator, anneal=0, steps=8, ladder=ladder)
+    on = only[[0, -1]].repeat_interleave(COUNT, 0)
+    drawn = sample(density, 2 * COUNT, on=on, start=start, **options).capsules
+    first.assert_are_draws(drawn[:COUNT])
+    last.assert_are_draws(drawn[COUNT:])
+    with pytest.raises(AssertionError):
+        last.assert_are_draws(drawn[:COUNT])
+
+
+def test_equal_states_of_every_chain_are_those_of_all_chains(generator: torch.Generator) -> None:
+    density, on = from_zoo("even", generator), torch.tensor([1.0, 0.0])
+    state = generator.get_state()
+    one, many = (
+        sample(density, 5, on=each, **settings("hmc", generator.set_state(state), ladder=LADDER))
+        for each in (on, on.repeat(5, 1))
+    )
+    assert torch.equal(one.capsules, many.capsules)
+
+
 @pytest.mark.parametrize("name", ["even, linear", "routed over outputs", "ball"])
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_with_evidence_chains_draw_from_the_posterior(
@@ -533,6 +562,8 @@ def test_samples_know_their_diagnostics(generator: torch.Generator) -> None:
         ({"ladder": (1.0, -0.1)}, ValueError, "ladder must be two or more inverse temperatures"),
         ({"ladder": (1.0, 0.3, 0.3)}, ValueError, "ladder must fall from level to level"),
         ({"on": torch.ones(3)}, ValueError, r"on must have shape \(J=2\)"),
+        ({"on": torch.ones(3, 2)}, ValueError, r"on must have shape \(B=\d+, J=2\)"),
+        ({"on": torch.ones(())}, ValueError, r"on must have shape \(J=2\)"),
         ({"on": torch.full((2,), 0.5)}, ValueError, r"on must be 0 \(off\) or 1 \(on\)"),
         ({"on": torch.ones(2), "sampler": "gibbs"}, ValueError, "draws the states itself"),
         ({"start": torch.zeros(4, 3, 1).double()}, ValueError, "start must have shape"),

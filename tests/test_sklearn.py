@@ -6,6 +6,7 @@ import os
 import pickle
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from sklearn.pipeline import make_pipeline
 from poecaps import CapsuleNetwork, TrainingError, squash
 from poecaps.data import DataError
 from poecaps.sklearn import RESERVOIR_SIZE, CapsuleExpertsTransformer
+from poecaps.training import PRESETS
 
 Array = np.ndarray[Any, Any]
 
@@ -295,6 +297,74 @@ class TestImages:
             table().fit(digits).transform(digits.reshape(-1, 8, 8))
 
 
+@pytest.fixture(scope="module")
+def dense(digits: Array) -> CapsuleExpertsTransformer:
+    """Trained on the first 150 digits, with a density of their features."""
+    made = small(image_shape=(8, 8), density_experts=(4, 3), density_iter=2, kernel_size=3)
+    return made.fit(digits[:150])
+
+
+class TestDensity:
+    def test_scores_are_log_probabilities_in_nats(
+        self, dense: CapsuleExpertsTransformer, digits: Array
+    ) -> None:
+        images = torch.from_numpy(digits).float().view(-1, 1, 8, 8)
+        with torch.no_grad():
+            expected, energy = dense.model_.log_prob(images), dense.model_.free_energy(images)
+        scores = dense.score_samples(digits)
+        assert scores.shape == (200,)
+        np.testing.assert_allclose(scores, expected, rtol=1e-4)
+        assert not np.allclose(scores, -energy, atol=1)
+
+    def test_it_has_the_options_of_the_preset(self, dense: CapsuleExpertsTransformer) -> None:
+        preset = PRESETS["energy"]().model.density
+        assert preset.base_components > 64  # the numbers of an image's features
+        expected = replace(preset, experts=(4, 3), linear_dims=3, base_components=64)
+        assert dense.model_.architecture.density == expected
+
+    def test_few_images_have_few_components(self, digits: Array) -> None:
+        made = small(image_shape=(8, 8), density_experts=(2, 2), density_iter=1, kernel_size=3)
+        made.fit(digits[:40])
+        assert made.model_.architecture.density.base_components == 20
+        assert np.isfinite(made.score_samples(digits)).all()
+
+    def test_noise_scores_less_than_new_digits(
+        self, dense: CapsuleExpertsTransformer, digits: Array
+    ) -> None:
+        noise = np.random.default_rng(0).uniform(size=(50, 64))
+        scores = dense.score_samples(digits[150:])
+        assert np.median(scores) > dense.score_samples(noise).max()
+
+    def test_a_clone_and_a_copy_give_the_same_scores(
+        self, dense: CapsuleExpertsTransformer, digits: Array
+    ) -> None:
+        copied, cloned = pickle.loads(pickle.dumps(dense)), clone(dense)
+        assert cloned.get_params() == dense.get_params()
+        assert not hasattr(cloned, "model_")
+        scores = dense.score_samples(digits)
+        np.testing.assert_array_equal(copied.score_samples(digits), scores)
+        np.testing.assert_array_equal(cloned.fit(digits[:150]).score_samples(digits), scores)
+
+    def test_an_unknown_log_z_raises_an_error(
+        self, dense: CapsuleExpertsTransformer, digits: Array
+    ) -> None:
+        unknown = pickle.loads(pickle.dumps(dense))
+        unknown.model_.density.partition.zero_()
+        with pytest.raises(ValueError, match=r"^log Z is not known yet; estimate it with .*$"):
+            unknown.score_samples(digits)
+
+    def test_more_images_leave_the_density_unchanged(
+        self, dense: CapsuleExpertsTransformer, digits: Array
+    ) -> None:
+        made = pickle.loads(pickle.dumps(dense)).partial_fit(digits)
+        np.testing.assert_array_equal(made.score_samples(digits), dense.score_samples(digits))
+        assert not np.array_equal(made.transform(digits), dense.transform(digits))
+
+    def test_a_table_has_no_density(self, wine: Array) -> None:
+        with pytest.raises(ValueError, match=r"density_experts must be None for .*\(60, 8\)"):
+            table(density_experts=(60, 8)).fit(wine)
+
+
 @pytest.mark.parametrize(
     ("parameter", "message"),
     [
@@ -304,6 +374,9 @@ class TestImages:
         ({"learning_rate": -1}, "learning_rate must be"),
         ({"image_shape": (64,)}, "image_shape must be"),
         ({"kernel_size": 0}, "kernel_size must be"),
+        ({"density_experts": 60}, "density_experts must be a number and a dimension, but is 60"),
+        ({"density_experts": (0, 8)}, "every number of density_experts must be"),
+        ({"density_experts": (6, 8), "density_iter": 0}, "density_iter must be .* at least 1"),
     ],
 )
 def test_an_invalid_parameter_is_named_by_fit(wine: Array, parameter: Any, message: str) -> None:

@@ -6,7 +6,7 @@ Every function takes a `poecaps.CapsuleNetwork` in evaluation mode, as `poecaps.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 
@@ -35,6 +35,8 @@ __all__ = [
     "nearest_neighbours",
     "novelty_score",
 ]
+Measure = Literal["free_energy", "log_prob"]
+MEASURES: tuple[Measure, ...] = get_args(Measure)
 QUERY_BATCH = 1000  # queries whose similarities to all codes are in memory together
 
 
@@ -93,7 +95,7 @@ def log_prob(network: CapsuleNetwork, images: Tensor) -> Tensor:
     Returns
     -------
     (N,)
-        −log_prob is a novelty score.
+        In nats; see `novelty_score`.
     """
     return in_batches(network.log_prob, images)
 
@@ -105,15 +107,19 @@ def free_energy(network: CapsuleNetwork, images: Tensor) -> Tensor:
 
 
 def novelty_score(
-    network: CapsuleNetwork, images: Tensor, reference: Tensor | None = None
+    network: CapsuleNetwork,
+    images: Tensor,
+    reference: Tensor | None = None,
+    *,
+    by: Measure | None = None,
 ) -> Tensor:
     """Score how much images differ from the training images; higher is more novel.
 
-    The obvious score is F itself, because P(x) = e^(−F(x))/Z. It fails in the same way as the
-    likelihoods of deep generative models: images with stronger features than any training image
-    have a lower F. An image is typical if its F is typical, neither higher nor lower (Nalisnick et
-    al. 2019). With the free energies of training images as a reference, the score is therefore
-    |F − median|, divided by the median of the same number over the reference.
+    The obvious score is −log P(x). It fails in the same way as the likelihoods of deep generative
+    models: images with stronger features than any training image may be more probable. An image is
+    typical if its log P is typical, neither higher nor lower (Nalisnick et al. 2019). With log P of
+    training images as a reference, the score is therefore |log P − median|, divided by the median
+    of the same number over the reference.
 
     Parameters
     ----------
@@ -122,23 +128,31 @@ def novelty_score(
     images : (N, C, H, W)
         From 0 to 1.
     reference : (M,), optional
-        `free_energy` of a few hundred training images or more. None: the score is F.
+        The result of the function that `by` names for a few hundred training images or more. None:
+        the score is −log P.
+    by
+        ``"log_prob"``: log P of the density of the network and its base measure, `log_prob`.
+        ``"free_energy"``: log P = −F up to a constant, with F of the experts of the first layer,
+        `free_energy`. None: ``"log_prob"`` if the network has a density, else ``"free_energy"``.
 
     Returns
     -------
     (N,)
         With a reference, about half of the training images score below 1.
     """
-    energy = free_energy(network, images)
+    if by is None:
+        by = "free_energy" if network.density is None else "log_prob"
+    checks.require_choice("by", by, MEASURES)
+    values = free_energy(network, images) if by == "free_energy" else log_prob(network, images)
     if reference is None:
-        return energy
+        return values if by == "free_energy" else -values
     checks.require_shape(
-        "reference", reference, "M", (None,), "give the free energies of training images"
+        "reference", reference, "M", (None,), f"give the {by} of each of M training images"
     )
     checks.require_images("reference", reference)
     median = reference.median()
     spread = (reference - median).abs().median()
-    return (energy - median).abs() / spread.clamp(min=torch.finfo(spread.dtype).tiny)
+    return (values - median).abs() / spread.clamp(min=torch.finfo(spread.dtype).tiny)
 
 
 def inpaint(

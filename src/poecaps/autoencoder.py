@@ -107,7 +107,7 @@ class ConvAutoencoder(nn.Module):
         ValueError
             If the image is too small for the filters.
         """
-        return _grid(self.kernel_size, size)
+        return feature_grid(self.kernel_size, size)
 
     def encode(self, images: Tensor) -> Tensor:
         """Compute features.
@@ -265,7 +265,8 @@ def minimum_image_size(kernel_size: int) -> int:
     return 2 * kernel_size - 1
 
 
-def _grid(kernel_size: int, size: tuple[int, int]) -> tuple[int, int]:
+def feature_grid(kernel_size: int, size: tuple[int, int]) -> tuple[int, int]:
+    """Return height and width of the features of an image; see `ConvAutoencoder.grid`."""
     height, width = ((side - kernel_size + 1 - kernel_size) // 2 + 1 for side in size)
     if height < 1 or width < 1:
         least = minimum_image_size(kernel_size)
@@ -281,7 +282,7 @@ def _decoder_logits(
 ) -> Tensor:
     """Compute logits (B, C, H, W) from features (B, F, h, w)."""
     checks.require_floating("features", features)
-    height, width = _grid(parameters.conv1_weight.shape[-1], size)
+    height, width = feature_grid(parameters.conv1_weight.shape[-1], size)
     sizes = (None, len(parameters.conv2_weight), height, width)
     remedy = "encode an image of the size that you decode"
     checks.require_shape("features", features, "BFhw", sizes, remedy)

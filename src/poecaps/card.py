@@ -25,7 +25,6 @@ from poecaps._json import dataclass_from_json
 from poecaps._modules import device_of
 from poecaps.code_density import DOMAIN_INFO
 from poecaps.data.datasets import NAMES
-from poecaps.evaluation.protocol import DENSITY_DOMAINS
 from poecaps.serialization import WEIGHTS, read_metadata
 from poecaps.training import record
 from poecaps.training.config import Config, changed_options, nearest_preset
@@ -74,7 +73,7 @@ KNOWN_DATA = {
 DRAWS = {  # in the rows of the card
     domain: f"draws from {info.description if info.whole_code else f'one expert: {domain}'}"
     for domain, info in DOMAIN_INFO.items()
-} | DENSITY_DOMAINS
+}
 PROBE = "linear probe on codes, test accuracy"
 MEASURES = {  # rows of the card: path of the number in evaluation.json, and its format
     PROBE: (("probe", "test_accuracy"), ".2%"),
@@ -86,6 +85,10 @@ MEASURES = {  # rows of the card: path of the number in evaluation.json, and its
     "effective rank of the code": (("effective_rank",), ".1f"),
     "reconstruction error, relative to the mean image": (("reconstruction", "relative"), ".1%"),
     "purity of the draws of one expert": (("experts", "purity", "mean"), ".1%"),
+    "purity of the draws of one expert of the energy": (
+        ("density_experts", "purity", "mean"),
+        ".1%",
+    ),
 } | {
     f"{measure} {draws}": (("domains", domain, *path), form)
     for domain, draws in DRAWS.items()

@@ -1,6 +1,6 @@
 """Densities of codes: mixtures of Gaussians fitted to training codes, and the generation domains.
 
-All densities are over codes before squashing.
+All densities in this module are over codes before squashing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Domain = Literal["complete", "restricted", "learned", "joint"]
+"""Domain of codes, which are drawn from a `CodeDensity` and decoded."""
 DOMAINS: tuple[Domain, ...] = get_args(Domain)
+DensityDomain = Literal["model", "model-tied", "model-experts"]
+"""Domain of the density of a network, `poecaps.CapsuleDensity`, sampled by Markov chains."""
+DENSITY_DOMAINS: tuple[DensityDomain, ...] = get_args(DensityDomain)
 
 
 @dataclass(frozen=True)
@@ -25,16 +29,19 @@ class DomainInfo:
     """What the rest of the package needs to know about a domain."""
 
     description: str
-    """What codes are drawn from, in plain words; different for each domain."""
+    """What images are drawn from, in plain words; different for each domain."""
     whole_code: bool
     """Whether all experts are drawn together, so that a single expert cannot be chosen."""
 
 
-DOMAIN_INFO: dict[Domain, DomainInfo] = {
+DOMAIN_INFO: dict[Domain | DensityDomain, DomainInfo] = {
     "complete": DomainInfo("one expert at a time, complete domain", whole_code=False),
     "restricted": DomainInfo("one expert at a time, restricted domain", whole_code=False),
     "learned": DomainInfo("one expert at a time, learned domain", whole_code=False),
     "joint": DomainInfo("all experts together", whole_code=True),
+    "model": DomainInfo("the energy", whole_code=True),
+    "model-tied": DomainInfo("the energy, tied filters", whole_code=True),
+    "model-experts": DomainInfo("the energy with one expert on", whole_code=False),
 }
 
 # Principal components of whole codes that the joint density models. The variance outside them is

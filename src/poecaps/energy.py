@@ -358,6 +358,21 @@ class CapsuleDensity(CapsuleRouting):
         """α_j: (J,)."""
         return self.log_strength.exp()
 
+    def strongest_experts(self, count: int) -> Tensor:
+        """Return the indices of the experts with the largest strengths, the largest first.
+
+        Parameters
+        ----------
+        count
+            Number of experts; all of them if there are fewer.
+
+        Returns
+        -------
+        (min(count, J),)
+        """
+        checks.require_int("count", count, 1)
+        return self.log_strength.detach().argsort(descending=True, stable=True)[:count]
+
     @property
     def log_partition(self) -> float:
         """Log Z, the mean of its two estimates.

@@ -273,7 +273,7 @@ class CapsuleNetwork(nn.Module):
         count: int,
         *,
         steps: int = DENSITY_STEPS,
-        expert: int | None = None,
+        expert: int | Tensor | None = None,
         **options: Any,
     ) -> Samples:
         """Draw capsules from the density by Markov chains that start from noise.
@@ -285,8 +285,9 @@ class CapsuleNetwork(nn.Module):
         steps
             Steps of a chain. In two thirds of them it is annealed from the base measure to the
             model, as while learning; the others leave the density exactly invariant.
-        expert
-            Draw from P(x | only this expert is on); None: from P(x).
+        expert : int or (count,) of int, optional
+            Draw from P(x | only this expert is on): one expert, or one for each chain. None: from
+            P(x).
         options
             Further options of `poecaps.sampling.sample`, such as `ladder`, `start` or `generator`.
         """
@@ -294,11 +295,21 @@ class CapsuleNetwork(nn.Module):
         checks.require_int("steps", steps, 2)
         options.setdefault("anneal", round(sampling.ANNEALED_SHARE * steps))
         if expert is not None:
-            checks.require_int("expert", expert, 0, density.out_capsules - 1)
-            on = torch.zeros(density.out_capsules, device=density.weight.device)
-            on[expert] = 1
-            options["on"] = on
+            options["on"] = self._only(expert, count)
         return sampling.sample(density, count, steps=steps - options["anneal"], **options)
+
+    def _only(self, expert: int | Tensor, count: int) -> Tensor:
+        """Return states in which only one expert is on: (J,), or (count, J) for as many experts."""
+        density = self.require_density()
+        if isinstance(expert, torch.Tensor):
+            remedy = "give one expert for each chain"
+            checks.require_shape("expert", expert, "B", (count,), remedy)
+            for each in expert.unique().tolist():
+                checks.require_int("expert", each, 0, density.out_capsules - 1)
+        else:
+            checks.require_int("expert", expert, 0, density.out_capsules - 1)
+        on = torch.eye(density.out_capsules, device=density.weight.device)
+        return on[expert]
 
     @torch.no_grad()
     def generate_from_density(self, count: int, *, tied: bool = False, **options: Any) -> Tensor:

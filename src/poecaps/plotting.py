@@ -46,20 +46,33 @@ ASCII_SUBSTITUTES = str.maketrans("×–—−‘’“”", "x---''\"\"")
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#8c6d1f", "#4b4b9b", "#56b4e9", "#666666")
 
 
-def expert_grid(images: Tensor | Array, path: PathLike, *, title: str | None = None) -> Path:
+def expert_grid(
+    images: Tensor | Array,
+    path: PathLike,
+    *,
+    experts: Sequence[int] | None = None,
+    title: str | None = None,
+) -> Path:
     """Draw samples of each expert: one column per expert under its number, one row per sample.
 
     Parameters
     ----------
     images : (rows, experts, C, H, W)
-        Floats from 0 to 1; C is 1 or 3. The ``.npz`` holds `images`.
+        Floats from 0 to 1; C is 1 or 3. The ``.npz`` holds `images` and `experts`.
     path, title
         The PNG to write, and a title above the grid.
+    experts : (experts,), optional
+        The numbers above the columns; by default 0, 1, ….
     """
     array = _as_images("images", images, ("rows", "experts", "C", "H", "W"))
-    return _draw_grid(
-        list(array), path, {"images": array}, title, above=[str(j) for j in range(array.shape[1])]
-    )
+    numbers = range(array.shape[1]) if experts is None else experts
+    if len(numbers) != array.shape[1]:
+        raise ValueError(
+            f"experts must be {array.shape[1]} numbers, one for each column of images, "
+            f"but are {len(numbers)}"
+        )
+    arrays = {"images": array, "experts": np.asarray(numbers)}
+    return _draw_grid(list(array), path, arrays, title, above=[str(j) for j in numbers])
 
 
 def image_grid(

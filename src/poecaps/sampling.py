@@ -473,8 +473,9 @@ def sample(
         by one chain at each lower level, with which it exchanges states.
     start : (count, I, K), optional
         Capsules at which the chains begin; by default they are drawn from the base measure.
-    on : (J,), optional
-        States of the experts: draw from P(x | a) instead of P(x).
+    on : (J,) or (count, J), optional
+        States of the experts, the same for all chains or for each: draw from P(x | a) instead of
+        P(x).
     evidence
         Differentiable function of x, (count, I, K) → (count,): minus the log-likelihood of an
         observation, given x. Draw from the posterior of x. It is annealed together with the energy.
@@ -504,11 +505,13 @@ def sample(
     like: dict[str, Any] = {"device": weight.device, "dtype": weight.dtype}
     states = None
     if on is not None:
-        checks.require_shape("on", on, "J", (density.out_capsules,), "say which experts are on")
+        checks.require_tensor("on", on)
+        sizes = (count, density.out_capsules)[-max(1, on.ndim) :]
+        checks.require_shape("on", on, "BJ"[-len(sizes) :], sizes, "say which experts are on")
         checks.check_states_on_cpu(on, "on")
         if sampler == "gibbs":
             raise ValueError("sampler='gibbs' draws the states itself; leave on=None, or use 'hmc'")
-        states = on.to(weight).expand(count * len(levels), -1)
+        states = on.to(weight).expand(count, -1).repeat(len(levels), 1)
     observed = None if evidence is None else _for_levels(evidence, count)
     target = DensityTarget(density, states, observed, reduced=clamped is None)
     noise = u = target.sample_positions(count, generator)

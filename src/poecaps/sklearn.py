@@ -18,7 +18,10 @@ from poecaps import _checks as checks
 from poecaps import functional as F
 from poecaps._modules import in_batches
 from poecaps._table import TabularModel
+from poecaps.autoencoder import feature_grid
 from poecaps.data import ImageSet
+from poecaps.network import CapsuleNetwork
+from poecaps.options import DensityOptions
 from poecaps.training import PRESETS, Config, Progress, Stage, train
 from poecaps.training.finetune import fine_tune
 
@@ -81,6 +84,12 @@ class CapsuleExpertsTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixi
     autoencoder_iter, decoder_iter, pixel_decoder_iter : int
         Epochs of the other stages, for images: the convolutions, the capsule decoder and the pixel
         decoder.
+    density_experts : tuple of int, optional
+        Number and dimension of the experts of a density over the features of images, which gives
+        `score_samples` a unit; (60, 8) in the preset ``energy``, whose other options it has, with
+        at most one principal component of the base measure for every two images. None: no density.
+    density_iter : int
+        Epochs of the density; at least 1 if there is one.
     device : str
         Device for images: "cpu", "cuda", or "auto" for a GPU if there is one. Tables are always
         processed on the CPU.
@@ -110,9 +119,10 @@ class CapsuleExpertsTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixi
     Notes
     -----
     `partial_fit` on a table updates the mean and the variance of each column. On images, its first
-    call does the same as `fit`, and later calls leave the convolutions unchanged, so the first
-    images should be many and typical. After each call the decoder of a table and the density of
-    codes are fitted to a uniform sample of 2,000 of all rows so far.
+    call does the same as `fit`, and later calls leave the convolutions and the density of
+    `density_experts` unchanged, so the first images should be many and typical. After each call the
+    decoder of a table and the density of codes are fitted to a uniform sample of 2,000 of all rows
+    so far.
 
     `inverse_transform` and `sample` return images in the layout of `fit`, from 0 to 1.
 
@@ -146,6 +156,8 @@ class CapsuleExpertsTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixi
         autoencoder_iter: int = 5,
         decoder_iter: int = 3,
         pixel_decoder_iter: int = 10,
+        density_experts: tuple[int, int] | None = None,
+        density_iter: int = 20,
         device: str = "cpu",
         verbose: bool = False,
         random_state: Any = None,
@@ -165,6 +177,8 @@ class CapsuleExpertsTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixi
         self.autoencoder_iter = autoencoder_iter
         self.decoder_iter = decoder_iter
         self.pixel_decoder_iter = pixel_decoder_iter
+        self.density_experts = density_experts
+        self.density_iter = density_iter
         self.device = device
         self.verbose = verbose
         self.random_state = random_state
@@ -218,7 +232,7 @@ class CapsuleExpertsTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixi
             images, seed = self._images(rows), self._seed()
             fine_tune(
                 self.model_,
-                self._config(),
+                self._config(len(rows)),
                 images,
                 learning_rate_ratio=FINE_TUNING_RATIO,
                 seed=seed,
@@ -271,10 +285,16 @@ class CapsuleExpertsTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixi
         return self._in_layout_of_fit(self._apply(self.model_.decode, experts), _float_of(codes))
 
     def score_samples(self, X: Any) -> Array:
-        """Compute −F(x) for each row: its log-probability up to a constant of the model.
+        """Compute the log-probability of each row, up to a constant of the model.
 
-        Scores of two rows under one model can be compared, those of two models cannot. F is that of
-        the input capsules, so the density is over capsules, not over pixels or columns.
+        Without `density_experts` this is −F(x) of the experts. Scores of two rows under one model
+        can be compared, those of two models cannot.
+
+        With `density_experts` it is the log-density of an image relative to independent capsules,
+        in nats: `poecaps.CapsuleNetwork.log_prob`. Scores of all models over the same features can
+        be compared.
+
+        Both are about the input capsules, not about pixels or columns.
 
         Parameters
         ----------
@@ -283,11 +303,19 @@ class CapsuleExpertsTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixi
         Returns
         -------
         (n,)
+
+        Raises
+        ------
+        ValueError
+            If the model has a density whose log Z was not estimated.
         """
         check_is_fitted(self)
-        rows = self._validate_rows(X)
-        energy = self._apply(self.model_.free_energy, self._batch(rows))
-        return _as_array(-energy, _float_of(rows))
+        rows, model = self._validate_rows(X), self.model_
+        if isinstance(model, CapsuleNetwork) and model.density is not None:
+            scores = self._apply(model.log_prob, self._batch(rows))
+        else:
+            scores = -self._apply(model.free_energy, self._batch(rows))
+        return _as_array(scores, _float_of(rows))
 
     def sample(self, n_samples: int = 1, random_state: Any = None) -> Array:
         """Draw new rows or images from the density of codes.
@@ -327,6 +355,11 @@ class CapsuleExpertsTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixi
         given = np.asarray(X).shape[1:] if _ndim(X) in (3, 4) else None
         shape = given if self.image_shape is None else tuple(self.image_shape)
         self.image_shape_ = None if shape is None else (*shape, 1)[:3]
+        if shape is None and self.density_experts is not None:
+            raise ValueError(
+                f"density_experts must be None for the rows of a table, but is "
+                f"{self.density_experts!r}; for images, give image_shape"
+            )
         self._layout = given
         rows = self._validate_rows(X, reset=True, min_samples=min_samples)
         self._random = check_random_state(self.random_state)
@@ -344,6 +377,8 @@ class CapsuleExpertsTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixi
         for name in ("learning_rate", "sharpness"):
             checks.require_nonnegative(name, getattr(self, name))
         checks.require_choice("normalize", self.normalize, get_args(F.Axis))
+        DensityOptions(self.density_experts, linear_dims=0).validate("density_")
+        checks.require_int("density_iter", self.density_iter, int(self.density_experts is not None))
         if self.winners is not None:
             checks.require_int("winners", self.winners, 1, self.n_experts)
         if self.kernel_size is not None:
@@ -414,10 +449,10 @@ class CapsuleExpertsTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixi
         self.model_.partial_fit_statistics(data)
         self.model_.train_one_epoch(data, self._optimizer, self.batch_size, self._generator())
 
-    def _config(self) -> Config:
-        """Return the options of a training run: the preset with the estimator's parameters."""
+    def _config(self, images: int) -> Config:
+        """Return the options of a run on so many images: a preset with the given parameters."""
         assert self.image_shape_ is not None  # noqa: S101 (called for images only)
-        preset = PRESETS["default"]()
+        preset = PRESETS["default" if self.density_experts is None else "energy"]()
         kernel = self.kernel_size or min(9, max(1, min(self.image_shape_[:2]) // 3))
         model = replace(
             preset.model,
@@ -428,6 +463,18 @@ class CapsuleExpertsTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixi
             sharpness=self.sharpness,
             normalize=self.normalize,
         )
+        if self.density_experts is not None:
+            height, width = self.image_shape_[:2]
+            numbers = math.prod(feature_grid(kernel, (height, width))) * self.n_filters
+            components = min(preset.model.density.base_components, numbers, images // 2)
+            density = replace(
+                preset.model.density,
+                experts=self.density_experts,
+                linear_dims=self.density_experts[1],
+                base_components=components,
+            )
+            model = replace(model, density=density)
+            preset = replace(preset, density=replace(preset.density, epochs=self.density_iter))
         return replace(
             preset,
             model=model,
@@ -447,7 +494,7 @@ class CapsuleExpertsTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixi
 
     def _train(self, rows: Array) -> None:
         """Train a network on images; the files of the run are deleted afterwards."""
-        images, config = self._images(rows), replace(self._config(), seed=self._seed())
+        images, config = self._images(rows), replace(self._config(len(rows)), seed=self._seed())
         with tempfile.TemporaryDirectory(prefix="poecaps-") as folder:
             self.model_ = train(config, Path(folder) / "run", data=images, report=self._report)
 

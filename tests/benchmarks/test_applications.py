@@ -11,10 +11,13 @@ import torch
 from sklearn.metrics import roc_auc_score
 from sklearn.neural_network import BernoulliRBM as SklearnRBM
 
-from benchmarks.applications import auroc, main, masks, rbm_free_energy
+from benchmarks.applications import auroc, main, masks, measure_novelty, rbm_free_energy
 from benchmarks.baselines import CODE_SIZE, BernoulliRBM, Budget
 from poecaps import Architecture, CapsuleNetwork
+from poecaps.applications import log_prob, novelty_score
 from poecaps.data import ImageSet, load
+from poecaps.options import DensityOptions
+from tests.networks import untrained_with_density
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -75,6 +78,36 @@ def test_the_script_measures_every_application(
     assert all(each["mean image"] < 0.3 for each in found["inpainting"].values())
     for value in found["neighbours"].values():
         assert f"{value:.4f}" in printed
+
+
+def test_the_novelty_of_a_density_is_measured_beside_its_controls(
+    generator: torch.Generator,
+) -> None:
+    train, test = (load("mnist-sample", split=split) for split in ("train", "test"))
+    few, inside = ImageSet(train.images[:60]), test.batch(range(40))
+    outside = torch.rand(inside.shape, generator=generator)
+    density = DensityOptions(experts=(3, 4), linear_dims=2, base_components=4)
+    shape = Architecture(features=8, experts=((3, 4),), density=density)
+    network = untrained_with_density(shape, few.batch(slice(None)), generator)
+    device = torch.device("cpu")
+    with torch.no_grad():
+        found = measure_novelty(network, few, inside, outside, Budget(0, 0, 0, device))
+        scores = (
+            auroc(novelty_score(network, inside, usual), novelty_score(network, outside, usual))
+            for usual in (None, log_prob(network, few.batch(slice(None))))
+        )
+        v = [network.whitened(images) for images in (inside, outside)]
+        base = network.require_density().base
+        controls = {
+            "−log P of the base measure": auroc(*(-base.log_ratio(each) for each in v)),
+            "norm of the features": auroc(*(each.square().sum((1, 2)) for each in v)),
+        }
+    names = ("−log P", "distance from the median −log P")
+    assert [found[f"poecaps: {name}"] for name in names] == list(scores)
+    for name, value in controls.items():
+        assert found[f"poecaps: {name}"] == value
+    assert len(found) == 11  # the reconstruction error, and ten of five statistics
+    assert all(name.startswith("poecaps") for name in found)  # no peer without epochs
 
 
 def test_datasets_of_different_image_sizes_are_rejected(

@@ -16,7 +16,7 @@ from PIL import Image
 import poecaps
 from poecaps import likelihood as likelihoods
 from poecaps.cli.main import main
-from poecaps.evaluation.protocol import DENSITY_DOMAINS
+from poecaps.code_density import DENSITY_DOMAINS
 from poecaps.sampling import Samples, geometric_ladder
 from tests.cli.conftest import arrays
 from tests.networks import shorten_chains, tiny_network
@@ -193,6 +193,33 @@ def test_images_are_generated_from_the_density(
     assert all((found[0] - other).abs().max() > 0.01 for other in found[1:])
 
 
+def test_a_figure_has_a_column_for_each_of_the_strongest_experts_of_the_density(
+    dense: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    network = poecaps.load(dense)
+    with torch.no_grad():
+        network.require_density().log_strength.copy_(torch.tensor([0.4, 0.1, 0.3]))
+    network.save(tmp_path / "run")
+    common = ["--domain", "model-experts", "--rows", "2", "--steps", "12", "--device", "cpu"]
+    for columns, experts in ((20, [0, 1, 2]), (2, [0, 2])):
+        monkeypatch.setattr("poecaps.cli.generate.COLUMNS", columns)
+        assert main(["generate", str(tmp_path / "run"), *common]) == 0
+        path = Path(capsys.readouterr().out.strip())
+        assert path == tmp_path / "run" / "figures" / "model-experts.png"
+        assert arrays(path.with_suffix(".npz"))["experts"].tolist() == experts
+        images = network.generate_from_density(
+            2 * len(experts),
+            steps=12,
+            expert=torch.tensor(experts * 2),
+            generator=torch.Generator().manual_seed(0),
+        )
+        expected = images.view(2, len(experts), *images.shape[1:])
+        np.testing.assert_allclose(drawn_images(path), expected, atol=1e-6)
+
+
 # --------------------------------------------------------------------------------------------------
 # likelihood
 
@@ -329,15 +356,16 @@ def test_a_model_with_a_density_is_evaluated_on_its_draws(
     assert main(["evaluate", str(dense), *options]) == 0
     assert json.loads(out.read_text())["domains"].keys() >= set(DENSITY_DOMAINS)
     text = capsys.readouterr().out
-    assert "draws from the energy, domain model\n" in text
-    assert "draws from the energy, tied filters, domain model-tied\n" in text
+    assert "samples from the energy, domain model\n" in text
+    assert "samples from the energy, tied filters, domain model-tied\n" in text
+    assert "samples from the energy with one expert on, domain model-experts\n" in text
 
 
 # --------------------------------------------------------------------------------------------------
 # Errors
 
 
-OTHER_DOMAIN = "--steps, --temper and --tied are options of --domain model; add it"
+OTHER_DOMAIN = "--steps, --temper and --tied are options of --domain model and model-experts; add"
 OF_IMAGE = "--data, --data-path and --split select the data of --image; add --image as well"
 NO_DENSITY = "this model has no density; train one with the preset energy, or with the option"
 
@@ -353,7 +381,13 @@ NO_DENSITY = "this model has no density; train one with the preset energy, or wi
         ("generate {dense} --domain model --temper 1", "temper must be a whole number of at least"),
         ("generate {dense} --domain model --rows 0", "rows must be"),
         ("generate {dense} --domain model --steps 2 --out x.jpg", "let it end in .png"),
+        (
+            "generate {dense} --domain model-experts --expert 1",
+            "a column for each; add --domain mod",
+        ),
+        ("generate {dense} --domain model-experts --rows 0", "rows must be"),
         ("generate {plain} --domain model", NO_DENSITY),
+        ("generate {plain} --domain model-experts", NO_DENSITY),
         ("sample {plain}", NO_DENSITY),
         ("sample {plain} --image 0 --data {noise}", NO_DENSITY),
         ("sample {dense} --chains 0", "chains must be a whole number of at least 1"),
@@ -398,7 +432,14 @@ def test_misuse_has_status_2_and_one_line_that_names_the_remedy(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("command", ["sample {dense}", "generate {dense} --domain model"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "sample {dense}",
+        "generate {dense} --domain model",
+        "generate {dense} --domain model-experts",
+    ],
+)
 def test_a_wrong_name_of_the_picture_is_found_before_the_chains_run(
     command: str, dense: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from poecaps.code_density import DOMAINS
+from poecaps import CapsuleNetwork
+from poecaps.code_density import DENSITY_DOMAINS, DOMAINS
 from poecaps.data import ImageSet, load
 from poecaps.evaluation import (
     Evaluation,
@@ -27,7 +28,7 @@ from poecaps.training import train as train_network
 from tests.networks import TINY_DENSITY, shorten_chains, untrained_with_density
 
 if TYPE_CHECKING:
-    from poecaps import CapsuleNetwork
+    from torch import Tensor
 
 EVERY_MEASURE = (
     "linear probe, test accuracy",
@@ -192,14 +193,50 @@ def test_a_network_with_a_density_is_measured_on_draws_of_it(
     images = digits[0].batch(range(60))
     dense = untrained_with_density(sizes, images, generator)
     result = evaluate(dense, *digits, load_classifier("mnist"), samples=6)
-    assert tuple(result.domains) == (*DOMAINS, "model", "model-tied")
+    assert tuple(result.domains) == (*DOMAINS, *DENSITY_DOMAINS)
     model, tied = result.domains["model"], result.domains["model-tied"]
     assert model.frechet is not None
     assert tied.frechet is not None
     assert min(model.frechet.distance, tied.frechet.distance) > 0
     table = result.table()
-    assert "draws from the energy, domain model\n" in table
-    assert "draws from the energy, tied filters, domain model-tied\n" in table
+    assert "samples from the energy, domain model\n" in table
+    assert "samples from the energy, tied filters, domain model-tied\n" in table
+    assert "samples from the energy with one expert on, domain model-experts\n" in table
+    assert "samples from each expert of the energy in turn, domain model-experts\n" in table
+
+
+def test_experts_of_a_density_are_measured_by_the_same_draws_as_their_domain(
+    digits: tuple[ImageSet, ImageSet],
+    generator: torch.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Experts 0 and 2 draw one digit each, and expert 1 two digits."""
+    sizes = replace(TINY_DENSITY, image_shape=(1, 28, 28))
+    dense = untrained_with_density(sizes, digits[0].batch(range(60)), generator)
+    images, classifier = digits[1].batch(slice(None)), load_classifier("mnist")
+    seen_as = classifier.predict(images).labels
+    three, one, seven, zero = ((seen_as == label).nonzero()[:10, 0] for label in (3, 1, 7, 0))
+    own, calls = ((three, three), (one, seven), (zero, zero)), []
+
+    def drawn(_: CapsuleNetwork, count: int, *, expert: Tensor, **__: object) -> Tensor:
+        calls.append(expert)
+        assert count == len(expert) > 1
+        index = [own[int(j)][k % 2][k % 10] for k, j in enumerate(expert)]
+        return images[torch.stack(index)]
+
+    monkeypatch.setattr(CapsuleNetwork, "generate_from_density", drawn)
+    encoder = NetworkEncoder(dense)
+    encoder.domains = ()
+    result = evaluate(encoder, *digits, classifier, samples=30)
+    (experts,) = calls  # all chains run together
+    assert experts.tolist() == [0] * 10 + [1] * 10 + [2] * 10
+    found = result.density_experts
+    assert found is not None
+    assert found.samples_per_expert == 10
+    assert found.purity.per_expert == (1.0, 0.5, 1.0)
+    assert found.purity.labels[::2] == (3, 0)
+    assert found.recognisability == result.domains["model-experts"].recognisability
+    assert found.diversity == result.domains["model-experts"].diversity
 
 
 def test_draws_of_the_density_are_those_of_the_network(

@@ -15,6 +15,7 @@ from poecaps import CapsuleNetwork, ModelError
 from poecaps.energy import CapsuleDensity, GaussianBase
 from poecaps.likelihood import estimate_log_partition, exact_log_partition, fit_log_partition
 from poecaps.options import DensityOptions, ModelOptions
+from poecaps.sampling import sample
 from poecaps.serialization import read_tensors, write_tensors
 from poecaps.training import (
     PRESETS,
@@ -383,6 +384,31 @@ def test_a_network_draws_and_decodes_capsules_of_its_density(whole: Callable[[st
             rtol=0,
             atol=1e-3,
         )
+
+
+def test_every_chain_of_a_network_may_have_an_expert_of_its_own(
+    whole: Callable[[str], Path],
+) -> None:
+    network = CapsuleNetwork.load(whole("usual"))
+    density, experts = network.require_density(), torch.tensor([2, 0, 0, 1])
+    seeded = torch.Generator().manual_seed(0)
+    state = seeded.get_state()
+    found = network.sample_density(4, steps=6, expert=experts, generator=seeded)
+    on = torch.nn.functional.one_hot(experts, 3)
+    expected = sample(density, 4, on=on, steps=2, anneal=4, generator=seeded.set_state(state))
+    assert torch.equal(found.capsules, expected.capsules)
+    one, many = (
+        network.sample_density(4, steps=6, expert=each, generator=seeded.set_state(state)).capsules
+        for each in (1, torch.full((4,), 1))
+    )
+    assert torch.equal(one, many)
+    assert not torch.equal(one, found.capsules)
+    with pytest.raises(ValueError, match=r"expert must have shape \(B=3\), but has shape \(4,\)"):
+        network.sample_density(3, expert=experts)
+    with pytest.raises(ValueError, match="expert must be a whole number from 0 to 2, but is -1"):
+        network.sample_density(4, expert=experts - 1)
+    with pytest.raises(TypeError, match=r"expert must be a whole number from 0 to 2, but is 0\.0"):
+        network.sample_density(4, expert=experts.float())
 
 
 # --------------------------------------------------------------------------------------------------

@@ -36,12 +36,14 @@ def generate(
     run: Positional[Model],
     *,
     domain: Annotated[
-        Domain | Literal["model", "all"],
+        Domain | Literal["model", "model-experts", "all"],
         arg(
             help="Distribution of the codes. One expert at a time, one column per expert: complete "
             "(a standard Gaussian), restricted (the half of it that training codes occupy) or "
             "learned (the distribution of the training codes). All experts together: joint. Each "
-            "of these: all. From the density of the model, by Markov chains from noise: model."
+            "of these: all. From the density of the model, by Markov chains from noise: model, and "
+            "with one of its experts on at a time, one column for each of the 20 with the largest "
+            "strengths: model-experts."
         ),
     ] = "joint",
     expert: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: each)")] = None,
@@ -66,11 +68,11 @@ def generate(
     rows
         Rows of the grid: draws of each expert.
     steps
-        Domain model: steps of each chain, from noise to its draw.
+        Domains of the density: steps of each chain, from noise to its draw.
     temper
-        Domain model: chains at so many temperatures that exchange their states.
+        Domains of the density: chains at so many temperatures that exchange their states.
     tied
-        Domain model: decode by the filters of the autoencoder, even if there is a pixel decoder.
+        Domains of the density: decode by the filters of the autoencoder, not the pixel decoder.
     seed
         Random seed; the same seed gives the same picture.
     """
@@ -81,16 +83,26 @@ def generate(
             "--expert draws from one expert, but --domain all includes all experts together; "
             "leave out one of them"
         )
-    if domain != "model" and (steps is not None or temper is not None or tied):
-        raise ValueError("--steps, --temper and --tied are options of --domain model; add it")
-    if domain == "model":
+    if domain == "model" or domain == "model-experts":
+        if domain == "model-experts" and expert is not None:
+            raise ValueError(
+                "--expert draws from one expert, but --domain model-experts draws a column for "
+                "each; add --domain model"
+            )
         network = open_model(run, device)
-        name = "model" if expert is None else f"model-{expert}"
+        name = domain if expert is None else f"{domain}-{expert}"
         path = out or default_output(run, FIGURES, f"{name}.png")
         require_png(path)  # before the chains run
         options: dict[str, Any] = {"steps": steps, "temper": temper, "tied": tied}
-        print(draw_density(network, expert, rows, seed, path, **options))
+        if domain == "model":
+            print(draw_density(network, expert, rows, seed, path, **options))
+        else:
+            print(draw_density_experts(network, rows, seed, path, **options))
         return
+    if steps is not None or temper is not None or tied:
+        raise ValueError(
+            "--steps, --temper and --tied are options of --domain model and model-experts; add one"
+        )
     if domain != "all" and DOMAIN_INFO[domain].whole_code and expert is not None:
         raise ValueError(
             f"--expert draws from one expert, but the domain {domain} is all experts together; "
@@ -147,16 +159,57 @@ def draw_density(
     title = "draws from the energy, by chains from noise"
     if expert is not None:
         title = f"draws from the energy with only expert {expert} on"
-    images = network.generate_from_density(
-        rows * COLUMNS,
-        steps=DENSITY_STEPS if steps is None else steps,
-        expert=expert,
-        ladder=temperatures(temper),
-        tied=tied,
-        generator=torch.Generator(device_of(network)).manual_seed(seed),
-        report=None if quiet else StepCounter("sampling"),
-    )
+    options = _density_options(network, seed, steps, temper, tied=tied, quiet=quiet)
+    images = network.generate_from_density(rows * COLUMNS, expert=expert, **options)
     return plotting.image_grid(images, path, columns=COLUMNS, title=title)
+
+
+def draw_density_experts(
+    network: CapsuleNetwork,
+    rows: int,
+    seed: int,
+    path: Path,
+    *,
+    steps: int | None = None,
+    temper: int | None = None,
+    tied: bool = False,
+) -> Path:
+    """Draw images from the density of a network with one expert on: one column per expert.
+
+    All chains run together. Of more than 20 experts, those with the largest strengths are drawn, in
+    the order of their numbers.
+    """
+    density = network.require_density()
+    experts = density.strongest_experts(COLUMNS).sort().values
+    options = _density_options(network, seed, steps, temper, tied=tied)
+    images = network.generate_from_density(
+        rows * len(experts), expert=experts.repeat(rows), **options
+    )
+    title = f"draws from {DOMAIN_INFO['model-experts'].description}, one column per expert"
+    if len(experts) < density.out_capsules:
+        title = f"{title}: the {len(experts)} strongest of {density.out_capsules}"
+    return plotting.expert_grid(
+        images.unflatten(0, (rows, len(experts))), path, experts=experts.tolist(), title=title
+    )
+
+
+def _density_options(
+    network: CapsuleNetwork,
+    seed: int,
+    steps: int | None,
+    temper: int | None,
+    *,
+    tied: bool,
+    quiet: bool = False,
+) -> dict[str, Any]:
+    """Return the options of `CapsuleNetwork.generate_from_density` that the domains share."""
+    return {
+        "steps": DENSITY_STEPS if steps is None else steps,
+        "ladder": temperatures(temper),
+        "tied": tied,
+        "generator": torch.Generator(device_of(network)).manual_seed(seed),
+        "report": None if quiet else StepCounter("sampling"),
+    }
 
 
 def temperatures(temper: int | None) -> tuple[float, ...] | None:

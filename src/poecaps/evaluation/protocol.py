@@ -13,7 +13,7 @@ import torch
 
 from poecaps import _checks as checks
 from poecaps._modules import BATCH_SIZE, device_of, in_batches
-from poecaps.code_density import DOMAIN_INFO, DOMAINS, Domain, kmeans
+from poecaps.code_density import DENSITY_DOMAINS, DOMAIN_INFO, DOMAINS, Domain, kmeans
 from poecaps.evaluation import measures
 from poecaps.evaluation.probe import LinearProbe, linear_probe
 from poecaps.metrics import effective_rank
@@ -39,7 +39,8 @@ class Encoder(Protocol):
     """A model that can be evaluated: a name and codes of images.
 
     A model that also satisfies one of the protocols `SupportsFiring`, `SupportsReconstruction`,
-    `SupportsSampling` or `SupportsExpertSampling` is evaluated on that, too.
+    `SupportsSampling`, `SupportsExpertSampling` or `SupportsDensityExperts` is evaluated on that,
+    too.
     """
 
     @property
@@ -98,10 +99,18 @@ class SupportsExpertSampling(Protocol):
         ...
 
 
-DENSITY_DOMAINS = {
-    "model": "draws from the energy",
-    "model-tied": "draws from the energy, tied filters",
-}
+@runtime_checkable
+class SupportsDensityExperts(Protocol):
+    """An encoder with a density, from whose experts it can draw images."""
+
+    @property
+    def density_experts(self) -> int:
+        """Number of experts of the density; 0 if there is no density."""
+        ...
+
+    def sample_density_experts(self, experts: Tensor, generator: torch.Generator) -> Tensor:
+        """Draw an image from each of these experts alone: (B,) → (B, C, H, W), in [0, 1]."""
+        ...
 
 
 class NetworkEncoder:
@@ -109,14 +118,17 @@ class NetworkEncoder:
 
     If it has a density, the domain ``"model"`` is that of draws from the density by chains from
     noise; ``"model-tied"`` is the same, decoded by the filters of the autoencoder instead of the
-    pixel decoder.
+    pixel decoder; ``"model-experts"`` is that of draws from the density with one expert on.
     """
 
     def __init__(self, network: CapsuleNetwork, name: str = "poecaps") -> None:
         self.network, self.name = network.eval(), name
         self.domains: Sequence[str] = DOMAINS
+        self.density_experts = 0
         if network.density is not None:
-            self.domains = (*DOMAINS, *DENSITY_DOMAINS)
+            self.density_experts = network.density.out_capsules
+            together = (each for each in DENSITY_DOMAINS if DOMAIN_INFO[each].whole_code)
+            self.domains = (*DOMAINS, *together)
         self.experts, self.dim = network.architecture.experts[-1]
 
     def encode(self, images: Tensor) -> Tensor:
@@ -146,6 +158,10 @@ class NetworkEncoder:
         return self._decode(
             self.network.sample(count, "learned", expert=expert, generator=generator)
         )
+
+    def sample_density_experts(self, experts: Tensor, generator: torch.Generator) -> Tensor:
+        """Draw images from P(x | only this expert is on) of each of these experts."""
+        return self.network.generate_from_density(len(experts), expert=experts, generator=generator)
 
     def _decode(self, codes: Tensor) -> Tensor:
         return _in_small_batches(self.network.decode, codes)
@@ -209,6 +225,8 @@ class Evaluation:
     """Samples from each domain."""
     experts: ExpertMetrics | None
     """Samples from one expert at a time."""
+    density_experts: ExpertMetrics | None
+    """Samples from the density with one of its experts on at a time."""
     training_samples: SampleMetrics
     """Training images measured as if they were samples: the result of a perfect model."""
     notes: tuple[str, ...]
@@ -250,8 +268,8 @@ def evaluate(
     ----------
     network
         A network, or any `Encoder`. The optional protocols it satisfies (`SupportsFiring`,
-        `SupportsReconstruction`, `SupportsSampling`, `SupportsExpertSampling`) determine which
-        measures are computed.
+        `SupportsReconstruction`, `SupportsSampling`, `SupportsExpertSampling`,
+        `SupportsDensityExperts`) determine which measures are computed.
     data_train, data_test
         Images to fit the probes on, and images to measure on. Without labels, the probes and the
         specialisation are omitted.
@@ -370,6 +388,11 @@ class _Evaluator:
                 domain: self._sample_metrics(self._sample(encoder, domain))
                 for domain in encoder.domains
             }
+        density_experts = None
+        if isinstance(encoder, SupportsDensityExperts) and encoder.density_experts:
+            draws = self._sample_density_experts(encoder)
+            domains["model-experts"] = self._sample_metrics(torch.cat(draws))
+            density_experts = self._metrics_of_experts(draws)
         return Evaluation(
             name=encoder.name,
             data=self.data_test.source,
@@ -386,6 +409,7 @@ class _Evaluator:
             reconstruction=reconstruction,
             domains=domains,
             experts=self._expert_metrics(),
+            density_experts=density_experts,
             training_samples=self._sample_metrics(self._random_training_images()),
             notes=tuple(self.notes),
             classifier=None if self.classifier is None else dict(self.classifier.metadata),
@@ -439,7 +463,7 @@ class _Evaluator:
         encoder = self.encoder
         if self.classifier is None or not isinstance(encoder, SupportsExpertSampling):
             return None
-        count = max(2, self.samples // encoder.experts)
+        count = self._samples_per_expert(encoder.experts)
         generator = self._generator("one expert")
         draws = [
             self._checked(
@@ -449,8 +473,29 @@ class _Evaluator:
             )
             for expert in range(encoder.experts)
         ]
-        predictions = self.classifier.predict(torch.cat(draws))
-        predicted = predictions.labels.view(encoder.experts, count)
+        return self._metrics_of_experts(draws)
+
+    def _sample_density_experts(self, encoder: SupportsDensityExperts) -> tuple[Tensor, ...]:
+        """Draw (n, C, H, W) from each expert of the density; experts share the chain calls."""
+        count = self._samples_per_expert(encoder.density_experts)
+        experts = torch.arange(encoder.density_experts, device=self.device)
+        generator = self._generator("model-experts")
+        draws = in_batches(
+            lambda part: encoder.sample_density_experts(part, generator),
+            experts.repeat_interleave(count),
+        )
+        return torch.split(self._checked(draws), count)
+
+    def _samples_per_expert(self, experts: int) -> int:
+        return max(2, self.samples // experts)
+
+    def _metrics_of_experts(self, draws: Sequence[Tensor]) -> ExpertMetrics | None:
+        """Measure draws (n, C, H, W) of each expert."""
+        if self.classifier is None:
+            return None
+        count = len(draws[0])
+        predictions = self.classifier.predict(torch.cat(tuple(draws)))
+        predicted = predictions.labels.view(len(draws), count)
         variety = variation = None
         if self.data_test.labels is not None:
             labels = torch.from_numpy(self.data_test.labels)
@@ -564,14 +609,17 @@ EXPERT_ROWS = (
         for name in ("thickness", "slant", "width", "height")
     ),
 )
-DOMAIN_TITLES = {
-    str(domain): (
-        f"samples from the whole code ({info.description}), domain {domain}"
-        if info.whole_code
+DOMAIN_TITLES: dict[str, str] = {
+    domain: (
+        f"samples from the whole code ({DOMAIN_INFO[domain].description}), domain {domain}"
+        if DOMAIN_INFO[domain].whole_code
         else f"samples from a random expert, domain {domain}"
     )
-    for domain, info in DOMAIN_INFO.items()
-} | {domain: f"{title}, domain {domain}" for domain, title in DENSITY_DOMAINS.items()}
+    for domain in DOMAINS
+} | {
+    domain: f"samples from {DOMAIN_INFO[domain].description}, domain {domain}"
+    for domain in DENSITY_DOMAINS
+}
 
 
 def comparison_table(evaluations: Sequence[Evaluation]) -> str:
@@ -634,6 +682,8 @@ def _sections(
         yield title, _cells(evaluation.domains.get(domain), SAMPLE_ROWS)
     title = "samples from each expert in turn, domain learned"
     yield title, _cells(evaluation.experts, EXPERT_ROWS)
+    title = "samples from each expert of the energy in turn, domain model-experts"
+    yield title, _cells(evaluation.density_experts, EXPERT_ROWS)
     title = "training images in place of samples"
     yield title, _cells(evaluation.training_samples, SAMPLE_ROWS)
 

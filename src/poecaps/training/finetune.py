@@ -9,7 +9,7 @@ import torch
 from poecaps._modules import device_of
 from poecaps.training.distributed import Distributed, RandomNumbers
 from poecaps.training.features import FeatureCache
-from poecaps.training.stages import make_stages
+from poecaps.training.stages import AutoencoderTrainer, DensityTrainer, make_stages
 
 if TYPE_CHECKING:
     from poecaps.data import ImageSet
@@ -28,7 +28,9 @@ def fine_tune(
     """Train a trained network for one epoch on more images.
 
     The filters of the autoencoder and the preprocessing stay frozen, so that the inputs of the
-    experts do not change. The code density is unchanged, too.
+    experts do not change. So does a density over the features: its Markov chains would have to
+    start anew, and need hundreds of steps before they are draws of it. The code density is
+    unchanged, too.
 
     Parameters
     ----------
@@ -48,7 +50,9 @@ def fine_tune(
     order = torch.Generator().manual_seed(seed)
     random = RandomNumbers(torch.Generator(device).manual_seed(seed), Distributed())
     network.requires_grad_()
-    for stage in make_stages(config, cache)[1:]:
+    for stage in make_stages(config, cache):
+        if isinstance(stage, (AutoencoderTrainer, DensityTrainer)):
+            continue
         stage.prepare(False, order)
         optimizer = torch.optim.Adam(
             stage.module.parameters(),
