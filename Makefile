@@ -42,9 +42,9 @@ demo: install
 # The preset energy with a smaller density, so that it takes less than five minutes on two cores.
 demo-energy: install
 	rm -rf $(DEMO_ENERGY)
-	$(BIN)/poecaps train --preset energy --out $(DEMO_ENERGY) --autoencoder.epochs 4 \
+	$(BIN)/poecaps train --preset energy --out $(DEMO_ENERGY) --autoencoder.epochs 3 \
 	  --model.density.experts 100 8 --model.density.base-components 256 --model.density.base-max-variance 5 \
-	  --density.epochs 60 --density.chains 256 --encoder.epochs 0 --decoder.epochs 0 --pixel-decoder.epochs 0 --no-figures
+	  --density.epochs 45 --density.chains 256 --encoder.epochs 0 --decoder.epochs 0 --pixel-decoder.epochs 0 --no-figures
 	$(BIN)/poecaps generate $(DEMO_ENERGY) --domain model --tied
 
 docs: install
