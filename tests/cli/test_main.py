@@ -36,15 +36,15 @@ def test_the_preset_energy_has_help(capsys: pytest.CaptureFixture[str]) -> None:
         assert leave.value.code == 0
         words = capsys.readouterr().out.replace("│", " ").split()
         helps.append(" ".join(words))
-    assert "density. (default: 60 8)" in helps[0]
-    assert "density. (default: 60 8)" not in helps[1]
+    assert "density. (default: 600 8)" in helps[0]
+    assert "density. (default: 600 8)" not in helps[1]
     assert "or energy" in helps[0]
 
 
 def test_help_shows_optional_values_plainly(capsys: pytest.CaptureFixture[str]) -> None:
     for command in (
         *("train", "generate", "reconstruct", "traverse", "encode", "evaluate", "info"),
-        *("sample", "likelihood"),
+        *("sample", "likelihood", "cluster"),
     ):
         with pytest.raises(SystemExit):
             main([command, "--help"])
