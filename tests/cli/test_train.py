@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -267,19 +268,38 @@ def test_several_processes_need_a_folder(
     assert "give it with --out" in capsys.readouterr().err
 
 
+def makefile_commands(target: str, folder: Path) -> list[list[str]]:
+    """Return the arguments of poecaps in the recipe of a target that writes to a folder."""
+    makefile = (Path(__file__).parents[2] / "Makefile").read_text().replace("\\\n", "")
+    recipe = makefile.split(f"\n{target}: install\n")[1].split("\n\n")[0]
+    recipe = re.sub(r"\$\(DEMO\w*\)", str(folder), recipe)
+    lines = [line.split() for line in recipe.splitlines()]
+    return [words for command, *words in lines if command == "$(BIN)/poecaps"]
+
+
 def test_the_demo_of_the_makefile_trains_the_default_on_the_bundled_digits(
     source: Path, tmp_path: Path
 ) -> None:
     """Its command, with few images and a small model in place of minutes."""
-    makefile = (Path(__file__).parents[2] / "Makefile").read_text()
-    (line,) = [line for line in makefile.splitlines() if "/poecaps train" in line]
-    words = line.replace("$(BIN)/poecaps", "").replace("$(DEMO)", str(tmp_path / "demo")).split()
+    (words,) = makefile_commands("demo", tmp_path / "demo")
     assert "--data" not in words
     assert main([*words, "--quiet", "--data", str(source), *SMALL]) == 0
     options = json.loads((tmp_path / "demo" / "run.json").read_text())["config"]
     assert options["encoder"]["learning_rate"] == PRESETS["default"]().encoder.learning_rate
     made = {file.stem for file in (tmp_path / "demo" / "figures").glob("*.png")}
     assert made == {*DOMAINS, "reconstructions", "curves"}
+
+
+def test_the_demo_of_the_density_draws_from_it(source: Path, tmp_path: Path) -> None:
+    train, generate = makefile_commands("demo-energy", tmp_path / "energy")
+    assert "--data" not in train
+    small = """--model.density.experts 3 4 --model.density.linear-dims 2 --density.epochs 1
+        --model.density.base-components 4 --density.chains 8 --density.partition-steps 5"""
+    assert main([*train, "--quiet", "--data", str(source), *SMALL, *small.split()]) == 0
+    options = json.loads((tmp_path / "energy" / "run.json").read_text())["config"]
+    assert options["density"]["learning_rate"] == PRESETS["energy"]().density.learning_rate
+    assert main([*generate, "--steps", "6"]) == 0
+    assert len(list((tmp_path / "energy").rglob("model*.png"))) == 1
 
 
 def test_a_full_disk_while_drawing_says_that_the_model_is_safe(
