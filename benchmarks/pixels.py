@@ -20,8 +20,8 @@ Gaussian RBM            hidden units over the same full covariance
 poecaps                 expert capsules over the same full covariance; and, with fewer experts over
                         independent capsules, with one and with three routing iterations
 
-The last 10,000 training images are held out, and all options were chosen on them (on those of
-MNIST); test images are used for the table only. Models with a partition function Z are measured by
+The last training images are held out (10,000; with --quick 1,000), and all options were chosen on
+such images of MNIST; test images are used for the table only. Models with a partition function Z are measured by
 annealed importance sampling in both directions: the column "between" shows the bits per dimension
 with the lower and with the upper estimate of log Z, and "bits/dim" those with the mean of both.
 Standard errors are over test images.
@@ -118,7 +118,7 @@ QUICK = Size(
     training=4000,
     held_out=1000,
     test=2000,
-    steps=200,
+    steps=250,
     routed_steps=0,
     batch_size=128,
     chains=128,
