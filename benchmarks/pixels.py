@@ -21,10 +21,10 @@ poecaps                 expert capsules over the same full covariance; and, with
                         independent capsules, with one and with three routing iterations
 
 The last training images are held out (10,000; with --quick 1,000), and all options were chosen on
-such images of MNIST; test images are used for the table only. Models with a partition function Z are measured by
-annealed importance sampling in both directions: the column "between" shows the bits per dimension
-with the lower and with the upper estimate of log Z, and "bits/dim" those with the mean of both.
-Standard errors are over test images.
+such images of MNIST; test images are used for the table only. Models with a partition function Z
+are measured by annealed importance sampling in both directions: the column "between" shows the bits
+per dimension with the lower and with the upper estimate of log Z, and "bits/dim" those with the
+mean of both. Standard errors are over test images.
 """
 
 from __future__ import annotations
