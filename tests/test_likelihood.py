@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -12,11 +12,15 @@ import torch
 from poecaps.energy import CapsuleDensity, GaussianBase
 from poecaps.likelihood import (
     LogPartition,
+    bracket_log_partition,
     estimate_log_partition,
     exact_log_partition,
     fit_log_partition,
 )
 from tests.densities import ZOO, Known, base_quadrature, from_zoo, make_density
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def one_expert(generator: torch.Generator, strength: float, components: int) -> CapsuleDensity:
@@ -50,6 +54,45 @@ def test_one_expert_has_a_closed_form(
     result = estimate_log_partition(density, chains=600, steps=20, generator=generator)
     assert abs(result.forward - closed_form(density)) < 3 * result.forward_error
     assert result.forward_error < 0.05
+
+
+class Quadratic:
+    """F(u) = (c − 1)/2 ‖u‖² over N(0, 1): the model is N(0, 1/c), and Z = c^(−N/2)."""
+
+    def __init__(self, precision: float) -> None:
+        self.precision = precision
+
+    def base(self, u: Tensor) -> tuple[Tensor, Tensor]:
+        return u.square().sum(1) / 2, u
+
+    def energy(self, u: Tensor) -> tuple[Tensor, Tensor]:
+        factor = self.precision - 1
+        return factor * u.square().sum(1) / 2, factor * u
+
+    def sample_base(self, count: int, generator: torch.Generator | None = None) -> Tensor:
+        return torch.randn(count, 5, generator=generator, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("precision", [0.5, 3.0])
+def test_any_energy_over_a_base_measure_can_be_measured(
+    precision: float, generator: torch.Generator
+) -> None:
+    target = Quadratic(precision)
+    ticks: list[tuple[int, int]] = []
+    result = bracket_log_partition(
+        target,
+        lambda count: target.sample_base(count, generator) / math.sqrt(precision),
+        chains=300,
+        steps=40,
+        generator=generator,
+        report=lambda done, total: ticks.append((done, total)),
+    )
+    exact = -5 / 2 * math.log(precision)
+    assert abs(result.forward - exact) < 4 * result.forward_error
+    assert abs(result.reverse - exact) < 4 * result.reverse_error
+    assert max(result.forward_error, result.reverse_error) < 0.05
+    assert (result.chains, result.steps) == (300, 40)
+    assert ticks == [(done, 120) for done in range(1, 121)]
 
 
 @pytest.mark.parametrize("name", [name for name in ZOO if "ball" not in name])

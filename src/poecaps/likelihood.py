@@ -13,7 +13,7 @@ import itertools
 import math
 import warnings
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from poecaps.sampling import (
     INITIAL_STEP_SIZE,
     DensityTarget,
     StepSize,
+    Target,
     hmc_step,
     sample,
     start_chains,
@@ -34,11 +35,25 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["LogPartition", "estimate_log_partition", "exact_log_partition", "fit_log_partition"]
+__all__ = [
+    "AnnealedTarget",
+    "LogPartition",
+    "bracket_log_partition",
+    "estimate_log_partition",
+    "exact_log_partition",
+    "fit_log_partition",
+]
 
 WIDE_BRACKET = 10.0  # nats between the two estimates above which a warning is given
 MAX_QUADRATURE_DIMS = 4
 PILOT_CHAINS = 32  # chains that find the step size at each temperature
+
+
+class AnnealedTarget(Target, Protocol):
+    """A target whose base measure can be sampled, see `poecaps.sampling.Target`."""
+
+    def sample_base(self, count: int, generator: torch.Generator | None = None) -> Tensor:
+        """Draw from the base measure: (count, N)."""
 
 
 @dataclass(frozen=True)
@@ -132,6 +147,62 @@ def estimate_log_partition(
             report(done, stages * steps)
 
     target = DensityTarget(density, reduced=True)
+
+    def draw(count: int) -> Tensor:
+        capsules = start
+        if capsules is None:
+            capsules = sample(
+                density,
+                count,
+                steps=steps,
+                anneal=steps,
+                leapfrog_steps=leapfrog_steps,
+                generator=generator,
+                report=tick,
+            ).capsules
+        return target.coordinates(density.base.to_white(capsules))
+
+    return bracket_log_partition(
+        target,
+        draw,
+        chains=chains,
+        steps=steps,
+        leapfrog_steps=leapfrog_steps,
+        generator=generator,
+        report=tick,
+    )
+
+
+@torch.no_grad()
+def bracket_log_partition(
+    target: AnnealedTarget,
+    draw: Callable[[int], Tensor],
+    *,
+    chains: int = 128,
+    steps: int = 1000,
+    leapfrog_steps: int = 5,
+    generator: torch.Generator | None = None,
+    report: Callable[[int, int], None] | None = None,
+) -> LogPartition:
+    """Estimate log Z of any energy over a base measure, as `estimate_log_partition` does.
+
+    Parameters
+    ----------
+    target
+        The energy and its base measure.
+    draw
+        Returns a number of draws of the model in the coordinates of the target, (count, N).
+    chains, steps, leapfrog_steps, generator, report
+        See `estimate_log_partition`.
+    """
+    done = 0
+
+    def tick() -> None:
+        nonlocal done
+        done += 1
+        if report is not None:
+            report(done, 3 * steps)
+
     options: dict[str, Any] = {
         "leapfrog_steps": leapfrog_steps,
         "generator": generator,
@@ -141,18 +212,7 @@ def estimate_log_partition(
     sizes = _anneal(target, u, steps, step_sizes=None, **options)[1]
     u = target.sample_base(chains, generator)
     forward = _anneal(target, u, steps, step_sizes=sizes, **options)[0]
-    if start is None:
-        start = sample(
-            density,
-            chains,
-            steps=steps,
-            anneal=steps,
-            leapfrog_steps=leapfrog_steps,
-            generator=generator,
-            report=tick,
-        ).capsules
-    u = target.coordinates(density.base.to_white(start))
-    backward = _anneal(target, u, steps, step_sizes=sizes, reverse=True, **options)[0]
+    backward = _anneal(target, draw(chains), steps, step_sizes=sizes, reverse=True, **options)[0]
     low, low_error = _log_mean_exp(forward)
     high, high_error = _log_mean_exp(backward)
     weights = (forward - forward.max()).double().exp()
@@ -202,7 +262,7 @@ def exact_log_partition(density: CapsuleDensity, points: int = 64) -> float:
 
 
 def _anneal(
-    target: DensityTarget,
+    target: Target,
     u: Tensor,
     steps: int,
     *,
