@@ -11,6 +11,9 @@ draws
     From chains that start from noise, decoded by the tied filters of the autoencoder and, if the
     model has one, by the pixel decoder: the share that a classifier recognises, the effective
     number of classes, the Fréchet distance, and the share that is recognisable only when mirrored.
+base_draws, reconstructions
+    The same for draws of the base measure alone, and for the capsules of training images: what the
+    experts start from, and the best that any density over these capsules can give.
 
 The first two variants have no density: their experts learn by contrastive divergence, and the
 measured density is that of the paper, e^(−F) on the product of unit balls. Its base measure is
@@ -102,6 +105,9 @@ STUDY: dict[str, Variant] = {
     "energy, persistent chains": energy_with(**_ALONE, density__lifetime=0),
     "energy, no average": energy_with(**_ALONE, density__average=0.0),
     "energy": Variant("energy"),
+    "energy, variances up to 100, lives of 600 steps": energy_with(
+        model__density__base_max_variance=100.0, density__lifetime=600
+    ),
 }
 
 
@@ -176,15 +182,20 @@ def run(job: Job) -> dict[str, Any]:
     if network is None:
         return row
     model = measured(network)
+    row |= {"on": o.on, "steps": o.steps, "temperatures": o.temperatures}
     row["nats"] = likelihood(model, images, temperatures=o.temperatures, seed=job.seed)
     classifier = load_classifier(o.data, device=model.device)
+    measure = partial(measure_draws, model, images=images, classifier=classifier)
     samples, seconds = draw(model.density, o.samples, o.steps, job.seed)
     row["draws"] = {
         "seconds": seconds,
         "acceptance": samples.acceptance,
         "split_rhat": samples.split_rhat,
-        **measure_draws(model, samples.capsules, images, classifier),
+        **measure(samples.capsules),
     }
+    row["base_draws"] = measure(draw_from_base(model.density, o.samples, job.seed))
+    some = training.batch(slice(o.samples)).to(model.device)
+    row["reconstructions"] = measure(in_batches(model.inputs, some))
     if o.pictures is not None:
         o.pictures.mkdir(parents=True, exist_ok=True)
         for name, decode in model.decoders.items():
@@ -255,6 +266,14 @@ def draw(density: CapsuleDensity, count: int, steps: int, seed: int) -> tuple[Sa
     start = time.perf_counter()
     sample(DRAWS_FOR_TIME, seed + 1).capsules.sum().item()
     return samples, round(time.perf_counter() - start, 2)
+
+
+def draw_from_base(density: CapsuleDensity, count: int, seed: int) -> Tensor:
+    """Draw from the base measure of a density, without its experts: (B, I, K)."""
+    base = density.base
+    size = density.in_capsules * density.in_dim
+    noise = torch.randn(count, size, generator=torch.Generator().manual_seed(seed))
+    return base.from_white(base.from_noise(noise.to(density.weight.device)))
 
 
 @torch.no_grad()

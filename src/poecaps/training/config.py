@@ -141,7 +141,7 @@ class PixelDecoderStage(Stage):
 class DensityStage(CapsuleStage):
     """Options of the maximum likelihood that trains the density by Markov chains."""
 
-    strength_rate: float = 5.0
+    strength_rate: float = 10.0
     """Factor of the learning rate of strengths and origins, relative to that of the weights."""
     chains: int = 1024
     """Number of chains, of all processes together."""
