@@ -14,6 +14,9 @@ draws
 base_draws, reconstructions
     The same for draws of the base measure alone, and for the capsules of training images: what the
     experts start from, and the best that any density over these capsules can give.
+nearest
+    Median distance from draws to the nearest training image, and the same for the images that were
+    not trained on, decoded in the same way: whether draws are copies.
 
 The first two variants have no density: their experts learn by contrastive divergence, and the
 measured density is that of the paper, e^(−F) on the product of unit balls. Its base measure is
@@ -193,16 +196,35 @@ def run(job: Job) -> dict[str, Any]:
         "split_rhat": samples.split_rhat,
         **measure(samples.capsules),
     }
-    row["base_draws"] = measure(draw_from_base(model.density, o.samples, job.seed))
-    some = training.batch(slice(o.samples)).to(model.device)
-    row["reconstructions"] = measure(in_batches(model.inputs, some))
+    base_draws = draw_from_base(model.density, o.samples, job.seed)
+    row["base_draws"] = measure(base_draws)
+    row["reconstructions"] = measure(capsules_of(model, training, o.samples))
+    row["nearest"] = {
+        name: nearest_training_images(model, capsules, training)
+        for name, capsules in (
+            ("draws", samples.capsules),
+            ("images", capsules_of(model, images, o.samples)),
+        )
+    }
     if o.pictures is not None:
-        o.pictures.mkdir(parents=True, exist_ok=True)
-        for name, decode in model.decoders.items():
-            pictures = decode(samples.capsules[:DRAWS_FOR_TIME])
-            file = f"{o.data}-{job.file_name}-{name.replace('_', '-')}.png"
-            plotting.image_grid(pictures.cpu(), o.pictures / file, columns=20)
+        file = f"{o.data}-{job.file_name}"
+        save_pictures(model, samples.capsules, o.pictures / file)
+        save_pictures(model, base_draws, o.pictures / f"{file}-base")
     return row
+
+
+def capsules_of(model: Measured, images: ImageSet, count: int) -> Tensor:
+    """Compute the capsules of the first images: (B, I, K)."""
+    return in_batches(model.inputs, images.batch(slice(count)).to(model.device))
+
+
+def save_pictures(model: Measured, capsules: Tensor, path: Path) -> None:
+    """Write the first eighty draws (B, I, K), decoded in every way that the model has."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for name, decode in model.decoders.items():
+        pictures = decode(capsules[:DRAWS_FOR_TIME])
+        file = path.with_name(f"{path.name}-{name.replace('_', '-')}.png")
+        plotting.image_grid(pictures.cpu(), file, columns=20)
 
 
 def _images(data: str, path: str | None, on: str) -> tuple[ImageSet, ImageSet]:
@@ -299,6 +321,26 @@ def measure_draws(
             "only_mirrored": (sure_mirrored & ~sure).float().mean().item(),
         }
     return result
+
+
+@torch.no_grad()
+def nearest_training_images(
+    model: Measured, capsules: Tensor, training: ImageSet
+) -> dict[str, float]:
+    """Measure the median distance from decoded capsules (B, I, K) to the nearest training image.
+
+    Draws that are copies of training images are much nearer to them than new images are, decoded
+    in the same way.
+    """
+    known = training.batch(slice(None)).to(model.device).flatten(1)
+
+    def distance(capsules: Tensor, decode: Callable[[Tensor], Tensor]) -> Tensor:
+        return torch.cdist(decode(capsules).flatten(1), known).amin(1)
+
+    return {
+        name: in_batches(partial(distance, decode=decode), capsules).median().item()
+        for name, decode in model.decoders.items()
+    }
 
 
 COLUMNS = {  # heading: path of the number in a row, format

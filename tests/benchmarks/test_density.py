@@ -12,16 +12,19 @@ import torch
 from benchmarks import density
 from benchmarks.density import (
     STUDY,
+    draw_from_base,
     energy_with,
     likelihood,
     main,
     measure_draws,
     measured,
+    nearest_training_images,
     table,
 )
 from benchmarks.internals import changed_options, command_for
 from poecaps import CapsuleNetwork
 from poecaps.data import ImageSet, load
+from poecaps.energy import GaussianBase
 from poecaps.evaluation import load_classifier
 from poecaps.options import Architecture, ModelOptions
 from poecaps.training import train
@@ -90,8 +93,12 @@ def test_a_variant_is_trained_and_measured(
         assert row["seconds"]["density"] > 0
         assert row["draws"].keys() >= {"tied", "pixel_decoder", "seconds"}
         assert 0 <= row["draws"]["tied"]["recognisable"] <= 1
+        assert row["base_draws"]["tied"] != row["draws"]["tied"]
+        assert row["reconstructions"]["tied"]["frechet"] < row["base_draws"]["tied"]["frechet"]
+        assert row["nearest"]["images"]["tied"] > 0
+        assert row["on"] == on
         assert "--preset energy" in row["command"]
-    assert len(list((tmp_path / "pictures").glob("mnist-sample-small-[01]-*.png"))) == 4
+    assert len(list((tmp_path / "pictures").glob("mnist-sample-small-[01]-*.png"))) == 8
     capsys.readouterr()
     main(["--table", str(rows)])
     assert "| small | 2 |" in capsys.readouterr().out
@@ -158,6 +165,32 @@ def _matching(part: Tensor, x: Tensor, images: Tensor) -> Tensor:
     nearest = torch.cdist(part.flatten(1), x.flatten(1), compute_mode=exact).min(1)
     found = images[nearest.indices]
     return found * (nearest.values < 1e-3).view(-1, 1, 1, 1)
+
+
+def test_copies_of_training_images_are_near_to_them(
+    network: CapsuleNetwork, few_digits: ImageSet
+) -> None:
+    x = network.whitened(few_digits.batch(slice(None)))
+    images = few_digits.batch(slice(None))
+    # 10 of the 784 pixels are shifted by 0.5.
+    shift = torch.zeros(images[0].numel()).index_fill_(0, torch.arange(10), 0.5)
+    decoders = {
+        "copies": lambda part: _matching(part, x, images),
+        "shifted": lambda part: _matching(part, x, images) + shift.view_as(images[0]),
+    }
+    model = replace(measured(network), decoders=decoders)
+    found = nearest_training_images(model, x, few_digits)
+    assert found["copies"] == pytest.approx(0, abs=1e-2)
+    assert found["shifted"] == pytest.approx((10 * 0.25) ** 0.5, abs=1e-2)
+
+
+def test_draws_of_the_base_measure_have_its_variances(network: CapsuleNetwork) -> None:
+    density = network.require_density()
+    draws = draw_from_base(density, 4000, seed=0)
+    assert isinstance(density.base, GaussianBase)
+    directions, std = density.base.directions, density.base.std
+    variances = (draws.flatten(1) @ directions).var(0)
+    torch.testing.assert_close(variances, std.square(), rtol=0.15, atol=0)  # 6 standard errors
 
 
 def test_a_table_has_a_line_for_each_variant() -> None:
