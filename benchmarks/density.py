@@ -5,8 +5,9 @@ from the density of the paper to the preset `energy`, and adds a row to FILE for
 
 nats
     Mean of log P(v) relative to independent capsules, over images that were not trained on; the
-    lower and the upper estimate by annealed importance sampling in both directions, the share of
-    the base measure alone, and how many nats images are above their mirror images −v.
+    lower and the upper estimate by annealed importance sampling in both directions, the shares of
+    the base measure alone and of the experts (lower estimate), and how many nats images are above
+    their mirror images −v.
 draws
     From chains that start from noise, decoded by the tied filters of the autoencoder and, if the
     model has one, by the pixel decoder: the share that a classifier recognises, the effective
@@ -267,6 +268,7 @@ def likelihood(
         "lower": base - energy - max(estimate.forward, estimate.reverse),
         "upper": base - energy - min(estimate.forward, estimate.reverse),
         "base": base,
+        "experts": -energy - max(estimate.forward, estimate.reverse),
         "bracket": estimate.bracket,
         "above_mirror_images": mirrored - energy,
         "mean_strength": density.strength.mean().item(),
@@ -343,24 +345,31 @@ def nearest_training_images(
     }
 
 
-COLUMNS = {  # heading: path of the number in a row, format
-    "nats, lower": ("nats.lower", ",.0f"),
-    "bracket": ("nats.bracket", ".1f"),
-    "base alone": ("nats.base", ",.0f"),
+NATS_COLUMNS = {  # heading: path of the number in a row, format
+    "nats, lower estimate": ("nats.lower", ",.0f"),
+    "upper estimate": ("nats.upper", ",.0f"),
+    "base measure alone": ("nats.base", ",.0f"),
+    "experts": ("nats.experts", ",.0f"),
     "above mirror images": ("nats.above_mirror_images", ",.0f"),
+    "mean strength": ("nats.mean_strength", ".1f"),
+}
+DRAW_COLUMNS = {
     "recognisable": ("draws.tied.recognisable", ".1%"),
     "classes": ("draws.tied.classes", ".2f"),
     "Fréchet distance": ("draws.tied.frechet", ".0f"),
     "only mirrored": ("draws.tied.only_mirrored", ".1%"),
     "Fréchet distance, pixel decoder": ("draws.pixel_decoder.frechet", ".0f"),
+}
+TIME_COLUMNS = {
     "training, s": ("training_seconds", ".0f"),
     "80 draws, s": ("draws.seconds", ".1f"),
 }
 
 
-def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Format rows as a Markdown table; see `benchmarks.variants.table`."""
-    return variants.table(rows, {name: name for name in STUDY}, COLUMNS, "density")
+def table(rows: Sequence[Mapping[str, Any]], columns: variants.Columns | None = None) -> str:
+    """Format rows as a Markdown table, by default with all columns; see `variants.table`."""
+    columns = columns or NATS_COLUMNS | DRAW_COLUMNS | TIME_COLUMNS
+    return variants.table(rows, {name: name for name in STUDY}, columns, "density")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

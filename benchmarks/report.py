@@ -14,6 +14,8 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from benchmarks.density import DRAW_COLUMNS, NATS_COLUMNS
+from benchmarks.density import table as density_table
 from benchmarks.routing import COPY_RATES, ORDERS, PLAIN_TORCH, PRODUCT_RATES, SIZE_NAMES, share
 from benchmarks.study import table as study_table
 from benchmarks.variants import cell, lookup
@@ -619,6 +621,40 @@ def _three_digits(number: float) -> str:
     return f"{number:,.0f}" if abs(number) >= 100 else f"{number:.3g}"
 
 
+def density_nats(data: str) -> str:
+    """List the log-likelihoods of the densities."""
+    return density_table(numbers(data, "density"), NATS_COLUMNS)
+
+
+def density_draws(data: str) -> str:
+    """List the quality of the draws of the densities."""
+    return density_table(numbers(data, "density"), DRAW_COLUMNS)
+
+
+def density_parts(data: str) -> str:
+    """List what the base measure and the experts of the preset `energy` give."""
+    rows = [row for row in numbers(data, "density") if row["variant"] == "energy"]
+    parts = {
+        "base measure": "base_draws",
+        "base measure and experts": "draws",
+        "training images": "reconstructions",
+    }
+    nats = {"base_draws": "nats.base", "draws": "nats.lower"}
+    lines = []
+    for label, key in parts.items():
+        columns = {
+            "nats": (nats.get(key, ""), ",.0f"),
+            "recognisable": (f"{key}.tied.recognisable", ".1%"),
+            "classes": (f"{key}.tied.classes", ".2f"),
+            "Fréchet distance": (f"{key}.tied.frechet", ".0f"),
+            "recognisable, pixel decoder": (f"{key}.pixel_decoder.recognisable", ".1%"),
+            "Fréchet distance, pixel decoder": (f"{key}.pixel_decoder.frechet", ".0f"),
+        }
+        cells = [cell([lookup(row, path) for row in rows], form) for path, form in columns.values()]
+        lines.append([label, *cells])
+    return markdown_table(["", *columns], lines)
+
+
 TABLES: dict[str, Callable[..., str]] = {  # name in the comment of a page: table
     "short": short_comparison,
     "targets": targets,
@@ -627,6 +663,9 @@ TABLES: dict[str, Callable[..., str]] = {  # name in the comment of a page: tabl
     "experts": expert_draws,
     "study": default_study,
     "steps": paper_study,
+    "density-nats": density_nats,
+    "density-draws": density_draws,
+    "density-parts": density_parts,
     "claims": paper_claims,
     "pace": speed_target_table,
     "machine": machine_description,
