@@ -197,6 +197,17 @@ def test_a_wide_bracket_is_a_warning(generator: torch.Generator) -> None:
         estimate_log_partition(from_zoo("even", generator), chains=8, steps=9, generator=generator)
 
 
+def test_estimates_that_change_places_are_a_warning(generator: torch.Generator) -> None:
+    """Chains in reverse that do not begin with draws of the model make the estimate too low."""
+    density = make_density(generator, 4, 4, 8, 4, strength=40.0)
+    far = torch.zeros(8, 4, 4).to(density.weight)
+    with pytest.warns(UserWarning, match="log Z is uncertain"):
+        result = estimate_log_partition(
+            density, chains=8, steps=100, start=far, generator=generator
+        )
+    assert result.bracket < -10
+
+
 def test_a_stored_estimate_is_part_of_the_state(generator: torch.Generator) -> None:
     density = from_zoo("even", generator)
     result = estimate_log_partition(density, chains=8, steps=3, generator=generator)

@@ -129,7 +129,7 @@ def estimate_log_partition(
     Warns
     -----
     UserWarning
-        If the two estimates differ by more than 10 nats.
+        If the two estimates differ by more than 10 nats, in either direction.
     """
     checks.require_int("chains", chains, 2)
     checks.require_int("steps", steps, 1)
@@ -225,7 +225,7 @@ def bracket_log_partition(
         chains,
         steps,
     )
-    if not result.bracket <= WIDE_BRACKET:
+    if not abs(result.bracket) <= WIDE_BRACKET:
         warnings.warn(
             f"log Z is uncertain: the two estimates are {result.forward:.1f} and "
             f"{result.reverse:.1f}; use more than {steps} steps",
