@@ -165,10 +165,10 @@ def likelihood(
     with torch.no_grad():
         value = in_batches(network.log_prob, batch)
         base = value - in_batches(lambda x: density.log_ratio(network.whitened(x)), batch)
-    half = estimate.bracket / 2
+    half = abs(estimate.bracket) / 2
     mean = value.mean().item()
     error = None if len(value) == 1 else value.std().item() / len(value) ** 0.5
-    print(f"log Z            {estimate.forward:.1f} to {estimate.reverse:.1f}")
+    print(f"log Z            {estimate.forward:.1f} forward, {estimate.reverse:.1f} in reverse")
     print(f"effective chains {estimate.effective_sample_size:.0f} of {estimate.chains}")
     print(
         f"log-likelihood   {mean - half:.1f} to {mean + half:.1f} nats above independent capsules"
