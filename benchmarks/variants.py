@@ -1,6 +1,6 @@
 """Variants of a preset, trained and measured one after the other or several at a time.
 
-Shared by the studies `benchmarks.study` and `benchmarks.density`.
+Shared by the studies `benchmarks.study`, `benchmarks.density` and `benchmarks.transformations`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import re
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -190,7 +190,7 @@ def cell(values: Sequence[float | None], form: str) -> str:
 # Command line
 
 
-def make_parser(description: str | None, *, samples: int) -> argparse.ArgumentParser:
+def make_parser(description: str | None, *, samples: int | None = None) -> argparse.ArgumentParser:
     """Return a parser of the options that all studies have.
 
     Parameters
@@ -198,7 +198,7 @@ def make_parser(description: str | None, *, samples: int) -> argparse.ArgumentPa
     description
         Text of the help.
     samples
-        Default number of samples.
+        Default number of samples; None: there is no such option.
     """
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -212,9 +212,10 @@ def make_parser(description: str | None, *, samples: int) -> argparse.ArgumentPa
     parser.add_argument("--only", help="variants, separated by semicolons (default: all)")
     parser.add_argument("--seeds", default="0", help="seeds, comma-separated (default: 0)")
     parser.add_argument("--device", default="auto", help="(default: a GPU if available)")
-    parser.add_argument(
-        "--samples", type=int, default=samples, help=f"samples (default: {samples})"
-    )
+    if samples is not None:
+        parser.add_argument(
+            "--samples", type=int, default=samples, help=f"samples (default: {samples})"
+        )
     parser.add_argument(
         "--jobs", type=int, default=1, help="networks trained at the same time (default: 1)"
     )
@@ -227,7 +228,7 @@ def make_parser(description: str | None, *, samples: int) -> argparse.ArgumentPa
 def run_study(
     parser: argparse.ArgumentParser,
     arguments: Sequence[str] | None,
-    study: Mapping[str, Variant],
+    study: Collection[str],
     run: Callable[[Job], Row],
     to_table: Callable[[Sequence[Row]], str],
 ) -> None:
@@ -240,7 +241,7 @@ def run_study(
     arguments
         Of the command line.
     study
-        Variants by name.
+        Names of all variants, in order.
     run
         Trains and measures a variant, and returns its row; in a process of its own.
     to_table
