@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,23 +11,23 @@ from poecaps.cli.arguments import command_for
 from poecaps.kernels import cpu, dispatch
 from poecaps.network import CapsuleNetwork
 from poecaps.options import Architecture
-from poecaps.training import PRESETS
 from poecaps.training.config import changed_options
 from poecaps.training.distributed import Distributed
 from poecaps.training.features import FeatureCache
 from poecaps.training.optim import make_optimizer, set_learning_rate
-from poecaps.training.stages import AutoencoderTrainer
+from poecaps.training.stages import make_stages
 from poecaps.training.steps import MIN_REPLAYS, WARMUP_STEPS, GraphedStep, TrainingStep
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from poecaps.data import ImageSet
+    from poecaps.training import Config
 
 __all__ = [
     "CAPTURE_STEPS",
     "WARM_UP_STEPS",
-    "AutoencoderSteps",
+    "StageSteps",
     "backend_name",
     "changed_options",
     "command_for",
@@ -78,18 +77,31 @@ WARM_UP_STEPS = WARMUP_STEPS + 1  # steps after which libraries are initialised
 CAPTURE_STEPS = WARMUP_STEPS + MIN_REPLAYS  # steps of a stage from which one is captured
 
 
-class AutoencoderSteps:
-    """Learning steps of the first stage of the preset `default`, as `poecaps train` takes them."""
+class StageSteps:
+    """Learning steps of one stage of a run, as `poecaps train` takes them.
 
-    def __init__(self, data: ImageSet, batch_size: int, device: torch.device) -> None:
-        config = replace(PRESETS["default"](), batch_size=batch_size, device=str(device))
+    The stages before it are not trained: their weights are random.
+
+    Parameters
+    ----------
+    config
+        Options of the run.
+    name
+        Name of the stage, such as ``"encoder 1"``.
+    data
+        Training images.
+    device
+        Device of the network.
+    """
+
+    def __init__(self, config: Config, name: str, data: ImageSet, device: torch.device) -> None:
         self.architecture = Architecture.of(config.model, data.shape)
         generator = torch.Generator().manual_seed(0)
         network = CapsuleNetwork(self.architecture, generator=generator).to(device)
         network.autoencoder.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         bfloat16, distributed = use_bfloat16(config.precision, device), Distributed()
         cache = FeatureCache(data, network, device, distributed, bfloat16=bfloat16)
-        stage = AutoencoderTrainer(config.autoencoder, cache)
+        (stage,) = (each for each in make_stages(config, cache) if each.name == name)
         stage.prepare(True, torch.Generator().manual_seed(0))
         self.precision = "bfloat16" if bfloat16 else "float32"
         self.cuda_graph = device.type == "cuda" and stage.data_on_device()
@@ -102,9 +114,14 @@ class AutoencoderSteps:
         stage.module.train()
         step = TrainingStep(stage, self.optimizer, distributed, self.generator)
         self.step = GraphedStep(step, self.generator) if self.cuda_graph else step
+        order = torch.randperm(len(data), generator=torch.Generator().manual_seed(0)).to(device)
+        size = config.batch_size
+        self.batches = order[: len(data) // size * size].split(size)
+        self.taken = 0
 
-    def take(self, indices: Tensor, seed: int) -> Tensor:
-        """Take one step on the images with these indices; the seed is that of the dropout."""
+    def __call__(self) -> Tensor:
+        """Take the next step, on the next batch of images."""
         set_learning_rate(self.optimizer, self.options.learning_rate_at(0))
-        self.generator.manual_seed(seed)
-        return self.step(indices)
+        self.taken += 1
+        self.generator.manual_seed(self.taken)
+        return self.step(self.batches[self.taken % len(self.batches)])
