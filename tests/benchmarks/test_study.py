@@ -13,7 +13,7 @@ import torch
 
 from benchmarks import study, variants
 from benchmarks.internals import changed_options, command_for
-from benchmarks.study import STUDY, default_with, main, table
+from benchmarks.study import CLASSES, STUDY, default_with, main, table
 from benchmarks.variants import Job, Variant
 from poecaps.training import PRESETS, TrainingError
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-@pytest.mark.parametrize("name", STUDY)
+@pytest.mark.parametrize("name", [*STUDY, *CLASSES])
 def test_a_variant_is_valid_and_changes_only_its_options(name: str) -> None:
-    variant = STUDY[name]
+    variant = {**STUDY, **CLASSES}[name]
     config = variant.config(data="mnist", seed=3)
     config.validate()
     assert changed_options(config, variant.preset) == {
@@ -33,9 +33,16 @@ def test_a_variant_is_valid_and_changes_only_its_options(name: str) -> None:
     }
 
 
-def test_no_two_variants_are_the_same() -> None:
-    commands = [command_for(variant.config()) for variant in STUDY.values()]
+@pytest.mark.parametrize("variants_of", [STUDY, CLASSES])
+def test_no_two_variants_are_the_same(variants_of: dict[str, Variant]) -> None:
+    commands = [command_for(variant.config()) for variant in variants_of.values()]
     assert len(set(commands)) == len(commands)
+
+
+def test_no_two_lists_have_a_name_in_common() -> None:
+    """Except for a variant that is the same in both."""
+    for name in STUDY.keys() & CLASSES.keys():
+        assert STUDY[name] == CLASSES[name]
 
 
 @pytest.mark.usefixtures("same_process")
@@ -126,6 +133,33 @@ def test_other_errors_are_raised(
     monkeypatch.setattr(variants, "train", fail)
     with pytest.raises(type(error), match=re.escape(str(error))):
         study.run(job(tmp_path))
+
+
+@pytest.mark.usefixtures("same_process")
+def test_rows_of_classes_have_measures_of_clusterings(
+    bars: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = {
+        "model__features": 8,
+        "model__capsule_dim": 4,
+        "model__experts": ((3, 5),),
+        "encoder__views__count": 2,
+        "encoder__restarts": 2,
+    }
+    few = {
+        f"{stage}__epochs": 1 for stage in ("autoencoder", "encoder", "decoder", "pixel_decoder")
+    }
+    monkeypatch.setitem(CLASSES, "small", default_with(**small, **few, batch_size=16))
+    rows = tmp_path / "rows.json"
+    data = ["--data", str(bars), "--device", "cpu", "--samples", "20"]
+    main([*data, "--classes", "--only", "small", "--json", str(rows)])
+    (row,) = json.loads(rows.read_text())
+    accuracy = row["evaluation"]["specialisation"]["accuracy"]
+    assert 0 < accuracy <= 1
+    assert len(row["selection"]["encoder 1"]["scores"]["agreement"]) == 2
+    assert f"| small | 1 | {accuracy:.3f} |" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main([*data, "--only", "small"])  # it is not in the list of the recipe
 
 
 def test_a_table_has_mean_and_standard_deviation(monkeypatch: pytest.MonkeyPatch) -> None:
