@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
+from unittest import mock
 
 import torch
 
@@ -15,12 +17,15 @@ from poecaps.training.config import changed_options
 from poecaps.training.distributed import Distributed
 from poecaps.training.features import FeatureCache
 from poecaps.training.optim import make_optimizer, set_learning_rate
-from poecaps.training.stages import make_stages
+from poecaps.training.stages import EncoderTrainer, make_stages
 from poecaps.training.steps import MIN_REPLAYS, WARMUP_STEPS, GraphedStep, TrainingStep
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
     from torch import Tensor
 
+    from poecaps import CapsuleExperts
     from poecaps.data import ImageSet
     from poecaps.training import Config
 
@@ -36,6 +41,7 @@ __all__ = [
     "find_device",
     "release_buffers",
     "simd_available",
+    "starts_observed",
 ]
 
 # --------------------------------------------------------------------------------------------------
@@ -75,6 +81,25 @@ def release_buffers() -> None:
 
 WARM_UP_STEPS = WARMUP_STEPS + 1  # steps after which libraries are initialised
 CAPTURE_STEPS = WARMUP_STEPS + MIN_REPLAYS  # steps of a stage from which one is captured
+
+
+@contextmanager
+def starts_observed(
+    observe: Callable[[CapsuleNetwork, Sequence[CapsuleExperts]], None],
+) -> Iterator[None]:
+    """Call a function with the encoders of every stage that keeps the best of several.
+
+    It is called with the network and the trained encoders, under the competition of the training,
+    before one of them is kept.
+    """
+    keep = EncoderTrainer._keep_best
+
+    def observed(stage: EncoderTrainer) -> None:
+        observe(stage.cache.network, stage.starts)
+        keep(stage)
+
+    with mock.patch.object(EncoderTrainer, "_keep_best", observed):
+        yield
 
 
 class StageSteps:

@@ -6,6 +6,8 @@ each; `--jobs` sets the number of networks trained at the same time. `--only def
 trains the preset three times. Variants that FILE already contains are skipped. `--table FILE`
 prints FILE as a table.
 
+`--held-out 10000` leaves the last 10,000 training images out of the training and evaluates on them.
+
 `--classes` does the same for a second list: what views, routing, equalized components and
 competition each contribute to experts that stand for classes, with 10 and with 20 experts. Its
 table has the measures of clusterings, and its rows belong into a file of their own.
@@ -24,7 +26,6 @@ from typing import TYPE_CHECKING, Any
 from benchmarks import variants
 from benchmarks.variants import Job, Variant, preset_with
 from poecaps._modules import device_of
-from poecaps.data import load
 from poecaps.evaluation import CLASSIFIERS, evaluate, load_classifier
 
 if TYPE_CHECKING:
@@ -220,15 +221,14 @@ ROW_NAMES = {  # the rows of unchanged presets; any other row has the name of it
 def run(job: Job) -> dict[str, Any]:
     """Train and evaluate, and return the row."""
     config, o = job.config({**STUDY, **CLASSES}), job.options
+    training, test = variants.load_images(o)
     with job.folder() as folder:
-        network, trained = variants.train_and_time(config, folder)
-        row = job.row(config) | trained
+        network, trained = variants.train_and_time(config, folder, training)
+        row = job.row(config) | trained | ({"held_out": o.held_out} if o.held_out else {})
         if network is None:
             return row
-        record = json.loads((folder / "run.json").read_text())
-        if "selection" in record:
-            row["selection"] = record["selection"]
-        training, test = (load(o.data, split=split, path=o.path) for split in ("train", "test"))
+        if selection := variants.read_selections(folder):
+            row["selection"] = selection
         has_classifier = o.data.removesuffix("-sample") in CLASSIFIERS
         classifier = load_classifier(o.data) if has_classifier else None
         start = time.perf_counter()
@@ -258,6 +258,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--classes", action="store_true", help="what makes experts into classes (see above)"
     )
+    variants.add_held_out(parser)
     if parser.parse_args(arguments).classes:
         variants.run_study(parser, arguments, CLASSES, run, class_table)
     else:

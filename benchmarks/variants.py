@@ -24,6 +24,7 @@ import torch
 
 from benchmarks import machine
 from benchmarks.internals import command_for
+from poecaps.data import load
 from poecaps.training import PRESETS, Config, Progress, TrainingError, train
 
 if TYPE_CHECKING:
@@ -95,6 +96,35 @@ class Job:
         return f"{re.sub('[,:]', '', self.name).replace(' ', '-')}-{self.seed}"
 
 
+def load_images(options: argparse.Namespace) -> tuple[ImageSet, ImageSet]:
+    """Return the images to train on and those to measure on.
+
+    With ``--held-out N``, the last N training images (at most half of them) are left out of the
+    training and measured on: options are chosen there, and not on test images.
+    """
+    training = load(options.data, path=options.path)
+    if not options.held_out:
+        return training, load(options.data, split="test", path=options.path)
+    held_out = min(options.held_out, len(training) // 2)
+    return _part(training, slice(None, -held_out)), _part(training, slice(-held_out, None))
+
+
+def _part(data: ImageSet, part: slice) -> ImageSet:
+    labels = None if data.labels is None else data.labels[part]
+    return replace(data, images=data.images[part], labels=labels)
+
+
+def add_held_out(parser: argparse.ArgumentParser, default: int = 0) -> None:
+    """Add the option of `load_images`."""
+    parser.add_argument(
+        "--held-out",
+        type=int,
+        default=default,
+        help="last training images, to measure on instead of test images; 0: none "
+        f"(default: {default})",
+    )
+
+
 def train_and_time(
     config: Config, folder: Path, data: ImageSet | None = None
 ) -> tuple[CapsuleNetwork | None, Row]:
@@ -122,6 +152,12 @@ def train_and_time(
     }
     total = round(time.perf_counter() - start, 2)
     return network, {"seconds": seconds, "training_seconds": total}
+
+
+def read_selections(folder: Path) -> Row:
+    """Return which of several encoders the run in a folder has kept, by the names of the stages."""
+    found: Row = json.loads((folder / "run.json").read_text()).get("selection", {})
+    return found
 
 
 # --------------------------------------------------------------------------------------------------

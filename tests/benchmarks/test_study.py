@@ -7,7 +7,6 @@ import re
 from argparse import Namespace
 from typing import TYPE_CHECKING
 
-import numpy as np
 import pytest
 import torch
 
@@ -88,15 +87,12 @@ def test_a_variant_is_trained_and_evaluated_once(
     assert "| small | 2 |" in capsys.readouterr().out
 
 
-def job(tmp_path: Path) -> Job:
-    data = str(tmp_path / "bars.npy")
-    options = Namespace(data=data, path=None, device="cpu", samples=20, keep=None)
+def job(bars: Path) -> Job:
+    options = Namespace(data=str(bars), path=None, device="cpu", samples=20, keep=None, held_out=0)
     return Job("small", 0, options)
 
 
-def test_diverged_training_is_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    images = np.random.default_rng(0).integers(0, 256, (32, 20, 19), dtype=np.uint8)
-    np.save(tmp_path / "bars.npy", images)
+def test_diverged_training_is_a_result(bars: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = {
         "model__features": 8,
         "model__capsule_dim": 4,
@@ -106,7 +102,7 @@ def test_diverged_training_is_a_result(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setitem(
         STUDY, "small", default_with(**small, autoencoder__learning_rate=1e30, batch_size=16)
     )
-    row = study.run(job(tmp_path))
+    row = study.run(job(bars))
     assert re.fullmatch(
         r"autoencoder diverged at step \d+ with a learning rate of \S+", row["failed"]
     )
@@ -124,7 +120,7 @@ def test_diverged_training_is_a_result(tmp_path: Path, monkeypatch: pytest.Monke
     ids=str,
 )
 def test_other_errors_are_raised(
-    error: RuntimeError, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    error: RuntimeError, bars: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object, **__: object) -> None:
         raise error
@@ -132,7 +128,7 @@ def test_other_errors_are_raised(
     monkeypatch.setitem(STUDY, "small", Variant())
     monkeypatch.setattr(variants, "train", fail)
     with pytest.raises(type(error), match=re.escape(str(error))):
-        study.run(job(tmp_path))
+        study.run(job(bars))
 
 
 @pytest.mark.usefixtures("same_process")
