@@ -4,10 +4,11 @@
 `poecaps train --data affine-digits.npz` and `poecaps evaluate` read; `benchmarks.transformations`
 makes the same images in memory. The same seed always gives the same images.
 
-The training images are those of MNIST, each at a random place of the frame, and nothing else is
-changed. This is the protocol of Sabour, Frosst and Hinton, "Dynamic routing between capsules", 2017
-(arXiv 1710.09829), section 5.2. The test images are affine transformations of the test images of
-MNIST, in the manner of affNIST (Tieleman 2013, https://www.cs.toronto.edu/~tijmen/affNIST/):
+The training images are those of MNIST, each at a random place of the frame (with `--copies N`, at N
+places), and nothing else is changed. This is the protocol of Sabour, Frosst and Hinton, "Dynamic
+routing between capsules", 2017 (arXiv 1710.09829), section 5.2. The test images are affine
+transformations of the test images of MNIST, in the manner of affNIST (Tieleman,
+https://www.cs.toronto.edu/~tijmen/affNIST/):
 
 rotation    −20° to 20°
 shear       −0.2 to 0.2: pixels of the frame to the side, for each pixel of height
@@ -148,9 +149,14 @@ def placements(count: int, room: int, generator: torch.Generator) -> Tensor:
     return numbers
 
 
-def placed_digits(data: ImageSet, seed: int = SEED, side: int = SIDE) -> ImageSet:
-    """Put every image at a random place of the frame."""
+def placed_digits(
+    data: ImageSet, seed: int = SEED, side: int = SIDE, *, copies: int = 1
+) -> ImageSet:
+    """Put every image at a random place of the frame, or several copies of it."""
     generator = torch.Generator().manual_seed(seed)
+    if copies > 1:
+        labels = None if data.labels is None else np.repeat(data.labels, copies)
+        data = replace(data, images=np.repeat(data.images, copies, axis=0), labels=labels)
     numbers = placements(len(data), side - max(data.shape[1:]), generator)
     return transformed(data, numbers, side)
 
@@ -191,9 +197,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--data", default="mnist", help="images (default: mnist)")
     parser.add_argument("--path", help="folder of the dataset")
     parser.add_argument("--seed", type=int, default=SEED, help=f"(default: {SEED})")
+    parser.add_argument(
+        "--copies", type=int, default=1, help="places of each training digit (default: 1)"
+    )
     parser.add_argument("--out", type=Path, required=True, help=".npz file to write")
     options = parser.parse_args(arguments)
-    training = placed_digits(load(options.data, path=options.path), options.seed)
+    original = load(options.data, path=options.path)
+    training = placed_digits(original, options.seed, copies=options.copies)
     test = affine_digits(load(options.data, split="test", path=options.path), options.seed)
     np.savez(
         options.out,

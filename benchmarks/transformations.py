@@ -101,14 +101,14 @@ class Digits:
     """Their transformations: (N, len(NAMES))."""
 
 
-def make_digits(data: str, path: str | None, most: int | None) -> Digits:
-    """Make the images, at most so many of each kind; they do not depend on the seed of a model."""
+def make_digits(data: str, path: str | None, *, most: int | None, copies: int) -> Digits:
+    """Make the images, of at most so many digits; they do not depend on the seed of a model."""
     training, test = (
         limit(load(data, split=split, path=path), most) for split in ("train", "test")
     )
     before, after, change = make_pairs(test)
     placed, affine = placed_digits(test, seed=1), affine_digits(test, seed=2)
-    return Digits(placed_digits(training), placed, affine, before, after, change)
+    return Digits(placed_digits(training, copies=copies), placed, affine, before, after, change)
 
 
 def make_pairs(test: ImageSet) -> tuple[ImageSet, ImageSet, Tensor]:
@@ -222,11 +222,12 @@ def train_model(job: Job, digits: Digits) -> tuple[Encoder | None, dict[str, Any
 
 def run(job: Job) -> dict[str, Any]:
     """Train and measure, and return the row."""
-    digits = make_digits(job.options.data, job.options.path, job.options.limit)
+    o = job.options
+    digits = make_digits(o.data, o.path, most=o.limit, copies=o.copies)
     model, row = train_model(job, digits)
     if model is None:
         return row
-    return row | measure(model, digits, find_device(job.options.device), job.seed)
+    return row | {"copies": o.copies} | measure(model, digits, find_device(o.device), job.seed)
 
 
 @torch.no_grad()
@@ -300,6 +301,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = variants.make_parser(__doc__)
     parser.add_argument(
         "--epochs", type=int, help="passes of the baselines (default: those of the preset default)"
+    )
+    parser.add_argument(
+        "--copies", type=int, default=1, help="places of each training digit (default: 1)"
     )
     parser.add_argument("--limit", type=int, help="maximum number of training, and of test images")
     variants.run_study(parser, arguments, STUDY, run, table)

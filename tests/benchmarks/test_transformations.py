@@ -142,6 +142,18 @@ def test_placed_digits_are_only_shifted_by_whole_pixels(digits: ImageSet) -> Non
     assert len(centres) > 50
 
 
+def test_copies_of_a_digit_are_at_different_places(digits: ImageSet) -> None:
+    found = affine_digits.placed_digits(digits, copies=3)
+    assert len(found) == 3 * len(digits)
+    assert found.labels is not None
+    assert digits.labels is not None
+    assert np.array_equal(found.labels[::3], digits.labels)
+    assert np.array_equal(found.labels[2::3], digits.labels)
+    ink = found.images.reshape(len(digits), 3, -1).sum(-1, dtype=int)
+    assert (ink == ink[:, :1]).all()
+    assert len({image.tobytes() for image in found.images}) > 2.8 * len(digits)
+
+
 def test_the_file_is_a_dataset(tmp_path: Path) -> None:
     out = tmp_path / "digits.npz"
     affine_digits.main(["--data", "mnist-sample", "--out", str(out)])
