@@ -175,12 +175,27 @@ def _train(
         seconds = time.perf_counter() - started
         status = "already finished" if result.data is None else f"trained in {seconds:.0f} s"
         print(f"{status}; the model is in {folder}", flush=True)
+        for line in _describe_selections(result):
+            print(line, flush=True)
         _warn_of_failure(result)
     return result
 
 
 def _resume_command(folder: Path) -> str:
     return f"poecaps train --resume {shlex.quote(str(folder))}"
+
+
+def _describe_selections(result: TrainingResult) -> Iterator[str]:
+    """Yield a line for each stage that has kept one of several trained parts."""
+    for stage, selection in result.record.get("selection", {}).items():
+        kept, criterion = selection["kept"], selection["criterion"]
+        others = list(selection["scores"][criterion])
+        count, score = len(others), others.pop(kept - 1)
+        rest = f"{min(others):.3g} to {max(others):.3g}" if count > 2 else f"{others[0]:.3g}"
+        yield (
+            f"{stage}: start {kept} of {count} kept, {criterion} {score:.3g} "
+            f"({'others' if count > 2 else 'the other'} {rest})"
+        )
 
 
 def _warn_of_failure(result: TrainingResult) -> None:

@@ -21,6 +21,8 @@ Precision = Literal["auto", "float32", "bfloat16"]
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 Optimizer = Literal["adam", "sgd"]
 OPTIMIZERS: tuple[Optimizer, ...] = get_args(Optimizer)
+Criterion = Literal["margin", "agreement", "reconstruction", "energy"]
+CRITERIA: tuple[Criterion, ...] = get_args(Criterion)
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,10 @@ class EncoderStage(CapsuleStage):
     """Mean firing probability of the strongest expert after a final scaling; None: no scaling."""
     views: ViewOptions = field(default_factory=ViewOptions)
     """Views of an image that compete together, so that an expert stands for what they share."""
+    restarts: int = 1
+    """Encoders that learn at the same time from different random weights; the best one is kept."""
+    criterion: Criterion = "margin"
+    """What the best of several encoders has most of, a number of `poecaps.metrics`; no labels."""
 
     def validate(self, name: str) -> None:
         """Raise ValueError or TypeError if an option is invalid; `name` is that of the stage."""
@@ -105,6 +111,17 @@ class EncoderStage(CapsuleStage):
         if not isinstance(self.views, ViewOptions):
             raise TypeError(f"{name}.views must be ViewOptions, but is {self.views!r}")
         self.views.validate(f"{name}.views.")
+        checks.require_int(f"{name}.restarts", self.restarts, 1)
+        checks.require_choice(f"{name}.criterion", self.criterion, CRITERIA)
+        if self.restarts > 1 and self.init_std == 0:
+            raise ValueError(
+                f"{name}.init_std must be above 0 for {name}.restarts {self.restarts}, so that the "
+                "encoders differ"
+            )
+        if self.restarts > 1 and self.criterion == "agreement" and self.views.count == 1:
+            raise ValueError(
+                f"{name}.criterion agreement needs {name}.views.count of at least 2, but is 1"
+            )
 
 
 @dataclass(frozen=True)
@@ -253,6 +270,12 @@ class Config:
         if self.encoder.winners is not None and self.model.agreement != "cosine":
             raise ValueError(
                 "encoder.winners needs model.agreement cosine; set model.winners instead"
+            )
+        criterion = self.encoder.criterion
+        if self.encoder.restarts > 1 and experts == 1 and criterion in ("margin", "agreement"):
+            raise ValueError(
+                f"encoder.criterion {criterion} needs at least 2 experts in every layer, "
+                f"but model.experts is {self.model.experts}"
             )
         checks.require_int("batch_size", self.batch_size, 1)
         checks.require_nonnegative("checkpoint_every", self.checkpoint_every)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from poecaps.data import ImageSet
+    from poecaps.training.stages import Selection
 
 RECORD = "run.json"
 
@@ -103,6 +104,11 @@ def add_start(record: dict[str, Any], **entries: Any) -> None:
     record["starts"].append(start | entries)
 
 
+def add_selection(record: dict[str, Any], stage: str, selection: Selection) -> None:
+    """Add to the record which of several trained parts of a stage was kept."""
+    record.setdefault("selection", {})[stage] = asdict(selection)
+
+
 def read(folder: Path) -> dict[str, Any]:
     """Read the record of the run in a folder.
 
@@ -151,4 +157,6 @@ def without_machine(record: Mapping[str, Any]) -> dict[str, Any]:
         }
         for start in record["starts"]
     ]
-    return new_record(config, data) | {"starts": starts, "finished": record.get("finished")}
+    selection = {"selection": record["selection"]} if "selection" in record else {}
+    kept = {"starts": starts, "finished": record.get("finished")}
+    return new_record(config, data) | kept | selection

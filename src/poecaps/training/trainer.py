@@ -107,12 +107,14 @@ class Trainer:
         self.cache = FeatureCache(data, self.network, device, distributed, bfloat16=bfloat16)
         self.stages = make_stages(config, self.cache)
         self.metrics_log = MetricsLog(folder)
+        self.record: dict[str, Any] = {}  # of the run; only the main process writes it
         self.checkpoint_timer = CheckpointTimer(config.checkpoint_every)
 
     def fit(self, checkpoint: Checkpoint) -> None:
         """Train all stages from a checkpoint on, fit the code density and save the network."""
         self._load(checkpoint)
-        record = self._start_record(checkpoint) if self.distributed.is_main else {}
+        if self.distributed.is_main:
+            self.record = self._start_record(checkpoint)
         self._set_memory_format(torch.channels_last)  # convolutions are faster
         for index in range(checkpoint.stage, len(self.stages)):
             start = checkpoint if index == checkpoint.stage else Checkpoint(self.config, index)
@@ -123,8 +125,8 @@ class Trainer:
             if self.distributed.is_main:
                 with write_errors(self.folder):
                     self.network.save(self.folder)
-                    record["finished"] = run_record.timestamp()
-                    run_record.write(self.folder, record)
+                    self.record["finished"] = run_record.timestamp()
+                    run_record.write(self.folder, self.record)
         self.network.requires_grad_(False)
 
     def _fit_stage(self, index: int, start: Checkpoint) -> None:
@@ -160,6 +162,7 @@ class Trainer:
                 self._save_or_stop(index, done, self._is_interrupted(done), optimizer)
         stage.module.eval()
         stage.finish()
+        self._record_selection(stage)
         self._synchronize(stage)
         interrupted = self.distributed.any(self.interrupts.requested, self.device)
         self._require_finite_weights(stage, steps)
@@ -334,6 +337,13 @@ class Trainer:
         with write_errors(self.folder):
             write_checkpoint(self.folder, checkpoint)
         self.checkpoint_timer.reset()
+
+    def _record_selection(self, stage: StageTrainer) -> None:
+        """Add to the record of the run which of several trained parts a stage has kept."""
+        if stage.selection is not None and self.distributed.is_main:
+            run_record.add_selection(self.record, stage.name, stage.selection)
+            with write_errors(self.folder):
+                run_record.write(self.folder, self.record)
 
     @contextmanager
     def _save_on_error(self, index: int) -> Iterator[None]:
