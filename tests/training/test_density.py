@@ -623,6 +623,7 @@ def test_processes_share_the_chains(density: CapsuleDensity, generator: torch.Ge
 # A density by itself
 
 QUICK = DensityStage(
+    strength_rate=1.0,
     learning_rate=2e-2,
     chains=64,
     lifetime=40,
