@@ -15,7 +15,7 @@ from poecaps.data.folder import suppress_skipped_warnings
 from poecaps.data.idx import Split, find_images
 from poecaps.network import CapsuleNetwork
 from poecaps.training import record
-from poecaps.training.checkpoint import CHECKPOINT
+from poecaps.training.checkpoint import newest_checkpoint
 
 if TYPE_CHECKING:
     from poecaps.data import ImageSet
@@ -42,7 +42,7 @@ def open_model(run: str, device: str) -> CapsuleNetwork:
         If there is no model. For an unfinished run, the message has the command that resumes it.
     """
     torch_device, folder = find_device(device), find_model(run)
-    if not (folder / "model.safetensors").exists() and (folder / CHECKPOINT).is_file():
+    if not (folder / "model.safetensors").exists() and newest_checkpoint(folder) is not None:
         raise FileNotFoundError(
             f"{run} is not finished; resume it with: poecaps train --resume {shlex.quote(run)}"
         )

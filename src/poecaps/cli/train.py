@@ -32,7 +32,7 @@ from poecaps.training import (
     resume_training,
     run_training,
 )
-from poecaps.training.checkpoint import CHECKPOINT
+from poecaps.training.checkpoint import newest_checkpoint
 from poecaps.training.config import Preset  # noqa: TC001 (tyro reads the annotations)
 from poecaps.training.distributed import Distributed
 from poecaps.training.metrics import METRICS
@@ -163,11 +163,16 @@ def _train(
             else:
                 result = run_training(config, folder, report=reporter.report, found=reporter.found)
     except KeyboardInterrupt:
-        if first and (folder / CHECKPOINT).is_file():
-            print(f"checkpoint saved; resume with: {_resume_command(folder)}", file=sys.stderr)
+        newest = newest_checkpoint(folder)
+        if first and newest is not None:
+            age = max(0.0, time.time() - newest.stat().st_mtime)
+            print(
+                f"the last checkpoint is {age:.0f} s old; resume with: {_resume_command(folder)}",
+                file=sys.stderr,
+            )
         raise
     except FileExistsError as error:
-        if not (folder / CHECKPOINT).is_file():
+        if newest_checkpoint(folder) is None:
             raise
         message = f"{error}; resume it with: {_resume_command(folder)}"
         raise FileExistsError(message) from error
