@@ -19,6 +19,7 @@ import re
 import secrets
 import socket
 import stat
+import unicodedata
 import warnings
 from contextlib import contextmanager
 from datetime import datetime, timezone
@@ -40,6 +41,10 @@ MAX_JSON = 64 * 2**20  # bytes of a JSON file; those of a run have a few thousan
 CHECKSUM = "checksum"  # of a JSON object, in the object itself
 # Errors of a file system that has no locks, or whose folders cannot be flushed.
 UNSUPPORTED = (errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
+
+
+# Categories of characters: control, format (such as the direction of text), surrogates, separators.
+CONTROLS = ("Cc", "Cf", "Cs", "Zl", "Zp")
 
 
 class ModelError(ValueError):
@@ -295,6 +300,10 @@ def _owner(content: bytes) -> str:
 def printable(text: str) -> str:
     """Escape control characters, such as those of file names, except the ends of lines."""
     return "".join(
-        each if each.isprintable() or each == "\n" else each.encode("unicode_escape").decode()
-        for each in text
+        each.encode("unicode_escape").decode() if _is_control(each) else each for each in text
     )
+
+
+def _is_control(character: str) -> bool:
+    """Return whether a terminal may obey a character instead of showing it."""
+    return character != "\n" and unicodedata.category(character) in CONTROLS

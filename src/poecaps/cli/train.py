@@ -21,7 +21,7 @@ from poecaps.cli.generate import (
     draw_reconstructions,
 )
 from poecaps.cli.loading import load_figure_images
-from poecaps.cli.outputs import FIGURES, write_card
+from poecaps.cli.outputs import FIGURES, say, write_card
 from poecaps.code_density import DOMAINS
 from poecaps.training import (
     PRESETS,
@@ -127,13 +127,13 @@ class TrainingReporter:
     def found(self, images: ImageSet) -> None:
         """Report the training images."""
         if not self.quiet:
-            print(f"found {images.describe()}", file=sys.stderr, flush=True)
+            say(f"found {images.describe()}", file=sys.stderr)
 
     def report(self, progress: Progress) -> None:
         """Report the progress after a step; before the first step also the folder of the run."""
         if not self.started and not self.quiet:
             action = "resuming" if self.resumed else "training in"
-            print(f"{action} {self.folder}", file=sys.stderr, flush=True)
+            say(f"{action} {self.folder}", file=sys.stderr)
         self.started = True
         for each in self.displays:
             each(progress)
@@ -166,7 +166,7 @@ def _train(
         newest = newest_checkpoint(folder)
         if first and newest is not None:
             age = max(0.0, time.time() - newest.stat().st_mtime)
-            print(
+            say(
                 f"the last checkpoint is {age:.0f} s old; resume with: {_resume_command(folder)}",
                 file=sys.stderr,
             )
@@ -179,7 +179,7 @@ def _train(
     if first and not quiet:
         seconds = time.perf_counter() - started
         status = "already finished" if result.data is None else f"trained in {seconds:.0f} s"
-        print(f"{status}; the model is in {folder}", flush=True)
+        say(f"{status}; the model is in {folder}")
         _warn_of_failure(result)
     return result
 
@@ -194,11 +194,10 @@ def _warn_of_failure(result: TrainingResult) -> None:
         error = values.get("reconstruction_error", 0.0)
         if error >= 1 and not stage.startswith("encoder"):
             option = "-".join(word for word in stage.split() if not word.isdigit())
-            print(
+            say(
                 f"warning: the {stage} does no better than the mean image (error {error:.2g}); "
                 f"use more images, or increase --{option}.epochs",
                 file=sys.stderr,
-                flush=True,
             )
 
 
@@ -207,7 +206,7 @@ def _finish(result: TrainingResult, *, quiet: bool, figures: bool) -> None:
     try:
         for line in _draw_figures(result, quiet=quiet) if figures else ():
             if not quiet:
-                print(line, flush=True)
+                say(line)
         write_card(result.network, result.folder, draw=figures)
     except OSError as error:
         raise TrainingError(

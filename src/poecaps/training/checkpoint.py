@@ -85,12 +85,12 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         raise FileNotFoundError(f"cannot resume the run in {folder}: it contains no {CHECKPOINT}")
     try:
         return _read(newest)
-    except DamagedError as error:
+    except DamagedError:
         if newest == previous or not previous.is_file():
             raise
         checkpoint = _read(previous)
         warnings.warn(
-            f"{error}. Resuming from the checkpoint before it, {previous.name}",
+            f"{newest} is damaged; resuming from the checkpoint before it, {previous.name}",
             CheckpointWarning,
             stacklevel=2,
         )

@@ -30,7 +30,7 @@ from poecaps.training.trainer import Trainer
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from poecaps.data import ImageSet
     from poecaps.training.config import Config
@@ -219,7 +219,7 @@ def _owned(folder: Path, *, create: bool = False) -> Iterator[None]:
     """Own the folder of a run, so that no other process writes there.
 
     The main process owns it for all that train together. Temporary files of killed processes are
-    deleted; so is a folder that was created in vain.
+    deleted; so are folders that were created in vain.
 
     Raises
     ------
@@ -231,17 +231,20 @@ def _owned(folder: Path, *, create: bool = False) -> Iterator[None]:
         return
     with ExitStack() as stack:
         with write_errors(folder):
-            if create and not folder.exists():
-                folder.mkdir(parents=True)
-                stack.callback(_remove_if_empty, folder)
+            if create:
+                missing = [each for each in (folder, *folder.parents) if not each.exists()]
+                stack.callback(_remove_empty, missing)
+                folder.mkdir(parents=True, exist_ok=True)
             stack.enter_context(lock(folder / LOCK))
             sweep(folder)
         yield
 
 
-def _remove_if_empty(folder: Path) -> None:
+def _remove_empty(folders: Iterable[Path]) -> None:
+    """Remove folders, the innermost first, as far as they are empty."""
     with suppress(OSError):
-        folder.rmdir()
+        for folder in folders:
+            folder.rmdir()
 
 
 def is_finished(folder: Path) -> bool:
