@@ -100,10 +100,9 @@ def atomic_write(path: Path, *, previous: Path | None = None) -> Iterator[IO[byt
             os.replace(old, previous)
         _flush_folder(path.parent)
     finally:
-        for each in (temporary, old):
-            if each is not None:
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(each)
+        _unlink(temporary)
+        if old is not None:
+            _unlink(old)
 
 
 def append_line(path: Path, line: str) -> None:
@@ -111,6 +110,8 @@ def append_line(path: Path, line: str) -> None:
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | NOFOLLOW | NONBLOCK | CLOEXEC | BINARY
     with BufferedWriter(FileIO(os.open(path, flags, 0o666), "ab")) as file:
         file.write(f"{line}\n".encode())
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def sweep(folder: Path) -> None:
@@ -120,8 +121,13 @@ def sweep(folder: Path) -> None:
     """
     for file in (*folder.glob(".*.part"), *folder.glob("*/.*.part")):
         if TEMPORARY.fullmatch(file.name):
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(file)
+            _unlink(file)
+
+
+def _unlink(path: Path) -> None:
+    """Delete a file if there is one and the system permits it; Windows does not if it is open."""
+    with contextlib.suppress(OSError):
+        os.unlink(path)
 
 
 def _temporary(path: Path) -> Path:
@@ -223,8 +229,10 @@ def lock(path: Path) -> Iterator[None]:
     LockedError
         If another process owns it. The message tells which one, and since when.
     """
-    handle = _acquire(path)
-    try:
+    with contextlib.ExitStack() as stack:
+        handle = _acquire(path)
+        stack.callback(os.close, handle)
+        stack.callback(_unlink, path)
         owner = {
             "process": os.getpid(),
             "host": socket.gethostname(),
@@ -233,10 +241,6 @@ def lock(path: Path) -> Iterator[None]:
         os.ftruncate(handle, 0)
         os.write(handle, json.dumps(owner).encode())
         yield
-    finally:
-        with contextlib.suppress(OSError):  # Windows does not delete open files
-            os.unlink(path)
-        os.close(handle)
 
 
 def _acquire(path: Path) -> int:
