@@ -56,8 +56,6 @@ class ModelError(ValueError):
 class DamagedError(ModelError):
     """A file is not what was written: truncated, altered, or another kind of file."""
 
-    __module__ = "poecaps"
-
 
 class LockedError(OSError):
     """Another process owns a file."""
@@ -90,11 +88,12 @@ def atomic_write(path: Path, *, previous: Path | None = None) -> Iterator[IO[byt
             file.flush()
             os.fsync(file.fileno())
         if previous is not None and path.exists():
-            old = _temporary(path)
             try:
-                os.link(path, old)
+                # Not to `previous` at once: `path` may be damaged, and the new file is not there.
+                os.link(path, old := _temporary(path))
             except OSError:  # a file system without hard links
-                os.replace(path, old)
+                old = None
+                os.replace(path, previous)
         os.replace(temporary, path)
         if old is not None and previous is not None:
             os.replace(old, previous)

@@ -17,6 +17,7 @@ import torch
 from poecaps._files import ModelError, read_json, write_json
 from poecaps._json import dataclass_from_json
 from poecaps._version import __version__
+from poecaps.data.buffers import require_uncut
 from poecaps.data.datasets import NAMES
 from poecaps.training.config import MACHINE_OPTIONS, Config, changed_options
 
@@ -43,6 +44,7 @@ def describe_data(data: ImageSet) -> dict[str, Any]:
     step = max(1, -(-len(data) * size // HASHED_BYTES))
     digest = hashlib.sha256(f"{data.images.dtype} {data.images.shape}".encode())
     for start in range(0, len(data), HASHED_IMAGES * step):
+        require_uncut(data.images, data.source)
         digest.update(data.images[start : start + HASHED_IMAGES * step : step].tobytes())
     return {
         "source": data.source,
