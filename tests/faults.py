@@ -168,16 +168,21 @@ def assert_same_end(folder: Path, whole: Path) -> None:
     assert names == {file.name for file in whole.iterdir()}, names
 
 
-def in_child(function: Callable[[], object]) -> int:
+def status_of(function: Callable[[], object]) -> int:
+    """Call a function, and return 0 if it ends without an error."""
+    try:
+        function()
+    except Exception as error:
+        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        return 1
+    return 0
+
+
+def status_of_child(function: Callable[[], object]) -> int:
     """Call a function in a forked process, and return its exit status."""
     child = os.fork()
     if child == 0:
-        try:
-            function()
-        except BaseException as error:
-            sys.stderr.write(f"{type(error).__name__}: {error}\n")
-            os._exit(1)
-        os._exit(0)
+        os._exit(status_of(function))
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
@@ -222,10 +227,11 @@ def fail_everywhere(
             resume(folder)
         assert_same_end(folder, whole)
 
-    expected = -signal.SIGKILL if fault == "killed" else 0
+    is_killed = fault == "killed"
+    status, expected = (status_of_child, -signal.SIGKILL) if is_killed else (status_of, 0)
     chosen = [at for at, name in enumerate(faults.names) if name in options.calls]
     for at in chosen[:: options.every]:
-        if in_child(start) != expected or in_child(finish) != 0:
+        if status(start) != expected or status_of(finish) != 0:
             lost.append(f"call {at}, {faults.names[at]}")
         shutil.rmtree(folder, ignore_errors=True)
     return [faults.names[at] for at in chosen[:: options.every]], lost
