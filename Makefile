@@ -1,5 +1,7 @@
 # make install   create a virtual environment in .venv with the exact versions of constraints.txt
 # make test      install missing packages and run the tests; those of the explorer need Chromium
+# make faults    let a small training fail at every call to the file system: about 5 minutes
+# make fuzz      alter valid files and use them, for SECONDS=600, from a random SEED that it prints
 # make demo      train on the bundled digits and generate new ones, in runs/demo: about 3 minutes on two cores
 # make demo-energy  train a density on the bundled digits and draw from its energy, in runs/energy
 # make docs      build the documentation site in site/; a broken link is an error
@@ -21,7 +23,7 @@ export PIP_BUILD_CONSTRAINT := $(PIP_CONSTRAINT)
 DEMO        := runs/demo
 DEMO_ENERGY := runs/energy
 
-.PHONY: install demo demo-energy docs browser test bench report build check format clean
+.PHONY: install demo demo-energy docs browser test faults fuzz bench report build check format clean
 
 install: $(VENV)/.installed
 
@@ -61,6 +63,13 @@ browser:
 
 test: install browser
 	$(BIN)/python -m pytest -q
+
+faults: install
+	$(BIN)/python -m tests.faults --steps 3
+
+# Inputs that fail are written to tests/corpus, whose inputs the tests use again.
+fuzz: install
+	$(BIN)/python -m tests.fuzz --seconds $(or $(SECONDS),600) $(if $(SEED),--seed $(SEED))
 
 bench: install
 	$(BIN)/python -m benchmarks --device cpu --json docs/results/routing-cpu.json

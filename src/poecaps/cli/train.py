@@ -21,7 +21,7 @@ from poecaps.cli.generate import (
     draw_reconstructions,
 )
 from poecaps.cli.loading import load_figure_images
-from poecaps.cli.outputs import FIGURES, write_card
+from poecaps.cli.outputs import FIGURES, say, write_card
 from poecaps.code_density import DOMAINS
 from poecaps.training import (
     PRESETS,
@@ -32,7 +32,7 @@ from poecaps.training import (
     resume_training,
     run_training,
 )
-from poecaps.training.checkpoint import CHECKPOINT
+from poecaps.training.checkpoint import newest_checkpoint
 from poecaps.training.config import Preset  # noqa: TC001 (tyro reads the annotations)
 from poecaps.training.distributed import Distributed
 from poecaps.training.metrics import METRICS
@@ -127,13 +127,13 @@ class TrainingReporter:
     def found(self, images: ImageSet) -> None:
         """Report the training images."""
         if not self.quiet:
-            print(f"found {images.describe()}", file=sys.stderr, flush=True)
+            say(f"found {images.describe()}", file=sys.stderr)
 
     def report(self, progress: Progress) -> None:
         """Report the progress after a step; before the first step also the folder of the run."""
         if not self.started and not self.quiet:
             action = "resuming" if self.resumed else "training in"
-            print(f"{action} {self.folder}", file=sys.stderr, flush=True)
+            say(f"{action} {self.folder}", file=sys.stderr)
         self.started = True
         for each in self.displays:
             each(progress)
@@ -163,20 +163,25 @@ def _train(
             else:
                 result = run_training(config, folder, report=reporter.report, found=reporter.found)
     except KeyboardInterrupt:
-        if first and (folder / CHECKPOINT).is_file():
-            print(f"checkpoint saved; resume with: {_resume_command(folder)}", file=sys.stderr)
+        newest = newest_checkpoint(folder)
+        if first and newest is not None:
+            age = max(0.0, time.time() - newest.stat().st_mtime)
+            say(
+                f"the last checkpoint is {age:.0f} s old; resume with: {_resume_command(folder)}",
+                file=sys.stderr,
+            )
         raise
     except FileExistsError as error:
-        if not (folder / CHECKPOINT).is_file():
+        if newest_checkpoint(folder) is None:
             raise
         message = f"{error}; resume it with: {_resume_command(folder)}"
         raise FileExistsError(message) from error
     if first and not quiet:
         seconds = time.perf_counter() - started
         status = "already finished" if result.data is None else f"trained in {seconds:.0f} s"
-        print(f"{status}; the model is in {folder}", flush=True)
+        say(f"{status}; the model is in {folder}")
         for line in _describe_selections(result):
-            print(line, flush=True)
+            say(line)
         _warn_of_failure(result)
     return result
 
@@ -204,11 +209,10 @@ def _warn_of_failure(result: TrainingResult) -> None:
         error = values.get("reconstruction_error", 0.0)
         if error >= 1 and not stage.startswith("encoder"):
             option = "-".join(word for word in stage.split() if not word.isdigit())
-            print(
+            say(
                 f"warning: the {stage} does no better than the mean image (error {error:.2g}); "
                 f"use more images, or increase --{option}.epochs",
                 file=sys.stderr,
-                flush=True,
             )
 
 
@@ -217,7 +221,7 @@ def _finish(result: TrainingResult, *, quiet: bool, figures: bool) -> None:
     try:
         for line in _draw_figures(result, quiet=quiet) if figures else ():
             if not quiet:
-                print(line, flush=True)
+                say(line)
         write_card(result.network, result.folder, draw=figures)
     except OSError as error:
         raise TrainingError(

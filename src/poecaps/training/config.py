@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from poecaps import _checks as checks
 from poecaps.functional import MIXINGS, Mixing
-from poecaps.options import DensityOptions, ModelOptions
+from poecaps.options import MAX_ITERATIONS, MAX_SIZE, DensityOptions, ModelOptions
 from poecaps.views import ViewOptions
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ Optimizer = Literal["adam", "sgd"]
 OPTIMIZERS: tuple[Optimizer, ...] = get_args(Optimizer)
 Criterion = Literal["margin", "agreement", "reconstruction", "energy"]
 CRITERIA: tuple[Criterion, ...] = get_args(Criterion)
+MAX_EPOCHS = 10**6
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Stage:
 
     def validate(self, name: str) -> None:
         """Raise ValueError or TypeError if an option is invalid; `name` is that of the stage."""
-        checks.require_int(f"{name}.epochs", self.epochs, 0)
+        checks.require_int(f"{name}.epochs", self.epochs, 0, MAX_EPOCHS)
         checks.require_choice(f"{name}.optimizer", self.optimizer, OPTIMIZERS)
         checks.require_nonnegative(f"{name}.learning_rate", self.learning_rate)
         checks.require_nonnegative(
@@ -98,7 +99,7 @@ class EncoderStage(CapsuleStage):
     def validate(self, name: str) -> None:
         """Raise ValueError or TypeError if an option is invalid; `name` is that of the stage."""
         super().validate(name)
-        checks.require_int(f"{name}.k", self.k, 1)
+        checks.require_int(f"{name}.k", self.k, 1, MAX_ITERATIONS)
         checks.require_choice(f"{name}.mixing", self.mixing, MIXINGS)
         if self.winners is not None:
             checks.require_int(f"{name}.winners", self.winners, 1)
@@ -181,15 +182,15 @@ class DensityStage(CapsuleStage):
         checks.require_nonnegative(f"{name}.strength_rate", self.strength_rate)
         checks.require_int(f"{name}.lifetime", self.lifetime, 0)
         # Of fewer than 5 chains that are annealed, none may be at t = 1 in some of the steps.
-        checks.require_int(f"{name}.chains", self.chains, 5 if self.lifetime else 2)
-        checks.require_int(f"{name}.leapfrog_steps", self.leapfrog_steps, 1)
+        checks.require_int(f"{name}.chains", self.chains, 5 if self.lifetime else 2, MAX_SIZE)
+        checks.require_int(f"{name}.leapfrog_steps", self.leapfrog_steps, 1, MAX_ITERATIONS)
         checks.require_share(f"{name}.target_acceptance", self.target_acceptance)
         checks.require_share(f"{name}.average", self.average)
         if self.average == 1 or self.target_acceptance in (0, 1):
             raise ValueError(
                 f"{name}.average must be below 1, and {name}.target_acceptance between 0 and 1"
             )
-        checks.require_int(f"{name}.partition_chains", self.partition_chains, 2)
+        checks.require_int(f"{name}.partition_chains", self.partition_chains, 2, MAX_SIZE)
         checks.require_int(f"{name}.partition_steps", self.partition_steps, 0)
 
 
@@ -277,10 +278,11 @@ class Config:
                 f"encoder.criterion {criterion} needs at least 2 experts in every layer, "
                 f"but model.experts is {self.model.experts}"
             )
-        checks.require_int("batch_size", self.batch_size, 1)
+        checks.require_int("batch_size", self.batch_size, 1, MAX_SIZE)
         checks.require_nonnegative("checkpoint_every", self.checkpoint_every)
         checks.require_int("seed", self.seed, 0, 2**63 - 1)
-        for name, text in (("data", self.data), ("device", self.device)):
+        texts = {"data": self.data, "data_path": self.data_path or "", "device": self.device}
+        for name, text in texts.items():
             if not isinstance(text, str):
                 raise TypeError(f"{name} must be a string, but is {text!r}")
         checks.require_choice("precision", self.precision, PRECISIONS)

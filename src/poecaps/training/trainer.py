@@ -22,6 +22,7 @@ from poecaps.training.checkpoint import (
     CHECKPOINT,
     Checkpoint,
     CheckpointTimer,
+    newest_checkpoint,
     write_checkpoint,
     write_errors,
 )
@@ -274,7 +275,7 @@ class Trainer:
             f"{stage.name} diverged at step {step} with a learning rate of {rate:.3g}; "
             "lower the learning rate of this stage"
         )
-        if (self.folder / CHECKPOINT).exists():
+        if newest_checkpoint(self.folder) is not None:
             message += f". The last checkpoint is in {self.folder}"
         return TrainingError(message)
 
@@ -357,21 +358,20 @@ class Trainer:
             raise
 
     def _start_record(self, checkpoint: Checkpoint) -> dict[str, Any]:
-        """Prepare the folder, and add this start to the record of the run."""
-        with write_errors(self.folder):
-            self.folder.mkdir(parents=True, exist_ok=True)
-        if (checkpoint.stage, checkpoint.step) == (0, 0):
-            # So that a run that is killed at any moment can be resumed.
-            self._write_checkpoint(Checkpoint(self.config))
+        """Add this start to the record of the run."""
         data = run_record.describe_data(self.cache.data)
         record = run_record.new_record(self.config, data)
         if (self.folder / run_record.RECORD).is_file():
             record = run_record.read(self.folder)
+            run_record.require_same_options(self.folder, record, self.config)
             if record["data"].get("sha256") != data["sha256"]:
                 raise DataError(
                     f"the images of {data['source']} differ from those with which the run in "
                     f"{self.folder} was started"
                 )
+        if (checkpoint.stage, checkpoint.step) == (0, 0):
+            # So that a run that is killed at any moment can be resumed.
+            self._write_checkpoint(Checkpoint(self.config))
         names = [stage.name for stage in self.stages]
         run_record.add_start(
             record,

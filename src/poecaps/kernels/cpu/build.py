@@ -10,6 +10,8 @@ import hashlib
 import os
 import shlex
 import shutil
+import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -92,7 +94,8 @@ def _library(out_dim: int, dim: int) -> Library | str:
                 with suppress(OSError):
                     if _is_intact(path):
                         return load(path)
-            with suppress(OSError):
+            # A compiler fails if the disk of the cache is full.
+            with suppress(OSError, subprocess.CalledProcessError):
                 return load(_compile(command, folder, name))
         with tempfile.TemporaryDirectory(prefix="poecaps-") as temporary:  # not needed once loaded
             return load(_compile(command, Path(temporary), name))
@@ -143,8 +146,7 @@ def _cache_folder() -> Path | None:
         for name in ("poecaps", "simd"):
             folder /= name
             folder.mkdir(exist_ok=True, mode=0o700)
-            status = folder.stat()
-            if status.st_uid != os.geteuid() or status.st_mode & 0o022:
+            if not _is_private(folder.stat()):
                 return None
     except (OSError, RuntimeError):
         return None
@@ -170,22 +172,41 @@ def _digest(path: Path) -> str:
 
 
 def _is_intact(path: Path) -> bool:
-    """Return whether a file has the content that its name promises.
+    """Return whether this user wrote a file, and it has the content that its name promises.
 
-    Loading a truncated library would end the process.
+    Loading a truncated library would end the process, and anybody can name a file by its digest.
     """
-    return path.is_file() and path.stem.endswith(_digest(path))
+    status = path.lstat()
+    return (
+        stat.S_ISREG(status.st_mode) and _is_private(status) and path.stem.endswith(_digest(path))
+    )
+
+
+def _is_private(status: os.stat_result) -> bool:
+    """Return whether a file or folder belongs to this user, and nobody else may write it."""
+    return status.st_uid == os.geteuid() and not status.st_mode & 0o022
 
 
 def _run(command: list[str]) -> str:
-    """Run a command and return its standard output."""
-    done = subprocess.run(  # noqa: S603
+    """Run a command and return its standard output; after the timeout, it ends with its children.
+
+    A compiler is a driver that starts other programs.
+    """
+    with subprocess.Popen(  # noqa: S603
         command,
         stdin=subprocess.DEVNULL,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
         errors="replace",
-        timeout=TIMEOUT,
-        check=True,
-    )
-    return done.stdout
+        start_new_session=True,
+    ) as process:
+        try:
+            output, errors = process.communicate(timeout=TIMEOUT)
+        except BaseException:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            raise
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command, output, errors)
+    return output
