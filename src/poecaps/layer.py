@@ -36,10 +36,11 @@ class CapsuleRouting(nn.Module):
         Options of `poecaps.routing_by_agreement`.
     backend
         Implementation to run: ``"triton"`` (GPU kernels), ``"simd"`` (compiled C for the CPU),
-        ``"torch"`` (vote-free PyTorch, any device) or ``"reference"`` (`poecaps.functional`, the
-        only one that can be differentiated twice). None chooses the fastest one that supports the
-        call. If a backend is named here and does not support a call, the call raises `ValueError`.
-        The attribute can be changed at any time.
+        ``"torch"`` (vote-free PyTorch, any device) or ``"reference"`` (`poecaps.functional`). All
+        of them are differentiable, and all but ``"triton"`` can be differentiated again; second
+        derivatives are always those of the reference. None chooses the fastest one that supports
+        the call. If a backend is named here and does not support a call, the call raises
+        `ValueError`. The attribute can be changed at any time.
     generator
         Source of the initial weights.
     device, dtype

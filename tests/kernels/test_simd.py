@@ -509,7 +509,7 @@ def test_tensors_that_are_not_plain_memory(generator: torch.Generator) -> None:
         pass
 
     def why_not(x: Tensor) -> str | None:
-        return cpu.why_not(x, weight, needs_grad=False)
+        return cpu.why_not(x, weight)
 
     x, weight = problem((64, 50, 8, 5, 16), generator)
     assert why_not(x) is None
@@ -526,12 +526,11 @@ def test_tensors_that_are_not_plain_memory(generator: torch.Generator) -> None:
 
 @needs_simd
 def test_calls_that_it_cannot_serve() -> None:
-    def why_not(x: Tensor, weight: Tensor, *, needs_grad: bool = False) -> str:
-        return str(cpu.why_not(x, weight, needs_grad=needs_grad))
+    def why_not(x: Tensor, weight: Tensor) -> str:
+        return str(cpu.why_not(x, weight))
 
     x, weight = torch.zeros(4, 6, 8), torch.zeros(6, 3, 16, 8)
-    assert cpu.why_not(x, weight, needs_grad=False) is None
-    assert "no gradient through the routing" in why_not(x, weight, needs_grad=True)
+    assert cpu.why_not(x, weight) is None
     assert "float32 on a CPU" in why_not(x.double(), weight.double())
     assert "dimension 64" in why_not(torch.zeros(99, 6, 65), torch.zeros(6, 3, 16, 65))
     assert "dimension 64" in why_not(torch.zeros(99, 6, 8), torch.zeros(6, 3, 65, 8))
@@ -561,7 +560,7 @@ def assert_unavailable(reason: str) -> None:
     assert cpu.why_not_compiled() == reason
     assert cpu.compiler_version() is None
     x, weight = torch.zeros(4, 6, 8), torch.zeros(6, 3, 16, 8)
-    assert cpu.why_not(x, weight, needs_grad=False) == f"{reason}; use backend='torch'"
+    assert cpu.why_not(x, weight) == f"{reason}; use backend='torch'"
 
 
 @pytest.mark.usefixtures("fresh")

@@ -7,9 +7,10 @@ rounding.
 ``"triton"``
     GPU kernels that keep neither votes nor coefficients in memory; differentiable.
 ``"simd"``
-    C for AVX-512, compiled on first use by the system's compiler; float32 on the CPU.
+    C for AVX-512, compiled on first use by the system's compiler; float32 on the CPU;
+    differentiable.
 ``"torch"``
-    Vote-free PyTorch for float32 and float64 on any device.
+    Vote-free PyTorch for float32 and float64 on any device; differentiable.
 ``"reference"``
     `poecaps.functional` itself; supports every call.
 """
@@ -204,8 +205,8 @@ def why_not(
     if name == "triton":
         return triton_support.why_not(x, weight, needs_grad=needs_grad)
     if name == "simd":
-        return cpu.why_not(x, weight, needs_grad=needs_grad)
-    return torch_routing.why_not(x, weight, needs_grad=needs_grad)
+        return cpu.why_not(x, weight)
+    return torch_routing.why_not(x, weight)
 
 
 def needs_grad(x: Tensor, weight: Tensor) -> bool:

@@ -22,6 +22,7 @@ import torch
 from poecaps.kernels.cpu.job import Library, load
 
 SOURCE = Path(__file__).with_name("routing.c")
+SOURCES = (SOURCE, SOURCE.with_name("backward.h"))
 COMPILERS = ("cc", "gcc", "clang")
 # Every instruction set is named, none is taken from the machine at hand (as -march=native would
 # do), so that machines can share a cache folder.
@@ -84,7 +85,8 @@ def _library(out_dim: int, dim: int) -> Library | str:
         compiler = _compiler()
         command = [*compiler, *FLAGS, f"-DD={out_dim}", f"-DK={dim}", f"-DTILE={TILE}"]
         # Everything that the library depends on, so that a change of it makes another file name.
-        origin = chr(0).join([*command, _version(compiler), SOURCE.read_text(encoding="utf-8")])
+        sources = [path.read_text(encoding="utf-8") for path in SOURCES]
+        origin = chr(0).join([*command, _version(compiler), *sources])
         name = f"simd-{out_dim}-{dim}-{hashlib.sha256(origin.encode()).hexdigest()[:20]}"
         folder = _cache_folder()
         if folder is not None:

@@ -39,6 +39,10 @@ class Job(ctypes.Structure):
         ("c_input", _long),
         ("c_expert", _long),
         ("z_batch_first", _pointer),
+        ("z_iteration", _long),
+        ("grad_z_batch_first", _pointer),
+        ("grad_c", _pointer),
+        ("grad_x_batch_first", _pointer),
         ("grad_weight", _pointer),
         ("on", _pointer),
         ("free_energy_gap", _pointer),
@@ -52,6 +56,12 @@ class Job(ctypes.Structure):
         ("grad_z", _pointer),
         ("grad_z_model", _pointer),
         ("grad_sum", _pointer),
+        ("h", _pointer),
+        ("grad_z_record", _pointer),
+        ("maximum", _pointer),
+        ("sum", _pointer),
+        ("mean_g", _pointer),
+        ("tile", _long),
         ("scratch", _pointer),
         ("scratch_size", _long),
         ("joined", _long),
@@ -73,10 +83,13 @@ class Library:
         Routes a block of images.
     learn
         Mixes a block of images after `route`, and adds its part of the gradient.
+    backward
+        Computes the gradients of a block of images, and adds its part of that of the weight.
     """
 
     route: Function
     learn: Function
+    backward: Function
 
 
 def load(path: Path) -> Library:
@@ -89,12 +102,13 @@ def load(path: Path) -> Library:
     """
     library = ctypes.CDLL(str(path))
     try:
-        route, learn, job_size = library.route, library.learn, library.job_size
+        functions = library.route, library.learn, library.backward
+        job_size = library.job_size
     except AttributeError as error:
         raise OSError("the compiler's output lacks the functions of routing.c") from error
     job_size.restype = ctypes.c_long
     if job_size() != ctypes.sizeof(Job):
         raise OSError(f"struct job in {path} has another size than its Python counterpart")
-    for function in (route, learn):
+    for function in functions:
         function.restype, function.argtypes = None, [ctypes.POINTER(Job)]
-    return Library(route, learn)
+    return Library(*functions)

@@ -38,6 +38,15 @@ typedef int mask __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 16")
 
+/* The elements of two vectors that are named by constants: a has 0 to LANES − 1, b the next ones. */
+#if defined __clang__ || __GNUC__ >= 12
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (mask){__VA_ARGS__})
+#endif
+#define INTERLEAVE_LOW 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23
+#define INTERLEAVE_HIGH 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31
+
 /* One block of images. `Job` in job.py has the same fields in the same order. */
 struct job {
     long inputs, experts, images, groups;
@@ -55,7 +64,11 @@ struct job {
     float *c;                      /* output: coefficients, or NULL */
     long c_image, c_input;         /* strides of c; if c_image is 1, c has space for whole groups */
     long c_expert;
-    float *z_batch_first;          /* output: preactivation (images, J, D) */
+    float *z_batch_first;          /* preactivations (R, images, J, D) of all iterations */
+    long z_iteration;              /* its stride from one iteration to the next */
+    const float *grad_z_batch_first; /* ∂L/∂z of the last iteration (images, J, D) */
+    const vec *grad_c;             /* ∂L/∂c of the last iteration (groups, J, I), or NULL: it is 0 */
+    float *grad_x_batch_first;     /* output: gradient (images, I, K), or NULL */
     float *grad_weight;            /* output: gradient (I, J, D, K), or NULL */
     const vec *on;                 /* (groups, J): 1 if an expert may fire, else 0; NULL: all may */
     vec *free_energy_gap;          /* output: (groups, J), the part of an expert in F(x) − F(x̃) */
@@ -64,6 +77,9 @@ struct job {
     vec *partial_z;                /* (chunks, groups, J, D): the part of each chunk in z */
     vec *grad_z, *grad_z_model;    /* (J, groups, LANES, WIDE): image by image, of x and of x̃ */
     vec *grad_sum;                 /* (I, J, K, WIDE): the gradient of the blocks so far */
+    vec *h, *grad_z_record;        /* (R, groups, J, D): agreement sums, ∂L/∂z of each iteration */
+    vec *maximum, *sum, *mean_g;   /* (R, groups, J): statistics of a softmax over the inputs */
+    long tile;                     /* inputs whose gradients are computed together */
     vec *scratch;                  /* `scratch_size` vectors for each thread */
     long scratch_size;
     long joined, taken, done;      /* shared by the threads: threads, tasks taken, tasks done */
@@ -155,12 +171,28 @@ static void squash(const vec *z, vec *y)
     for (int d = 0; d < D; d++) y[d] *= p;
 }
 
-/* 1/‖u‖, and 0 for u = 0 and where ‖u‖² overflows; one Newton step from an estimate of 14 bits. */
-INLINE vec inverse_norm(const vec *u)
+/* x^(−1/2), and 0 for 0 and ∞; one Newton step from an estimate of 14 bits. */
+INLINE vec inverse_square_root(vec x)
 {
-    vec square = inner(u, u, D), estimate = (vec)_mm512_rsqrt14_ps((__m512)square);
-    vec refined = estimate + 0.5f * estimate * (1 - square * estimate * estimate);
+    vec estimate = (vec)_mm512_rsqrt14_ps((__m512)x);
+    vec refined = estimate + 0.5f * estimate * (1 - x * estimate * estimate);
     return blend((estimate > 0) & (estimate < INFINITY), refined, broadcast(0));
+}
+
+/* 1/‖u‖, and 0 for u = 0 and where ‖u‖² overflows. */
+INLINE vec inverse_norm(const vec *u) { return inverse_square_root(inner(u, u, D)); }
+
+/* Transpose LANES vectors: each of log₂(LANES) rounds interleaves the first and the second half. */
+INLINE void transpose(vec *rows)
+{
+    vec next[LANES];
+    UNROLL for (int round = 1; round < LANES; round *= 2) {
+        UNROLL for (int n = 0; n < LANES / 2; n++) {
+            next[2 * n] = SHUFFLE(rows[n], rows[n + LANES / 2], INTERLEAVE_LOW);
+            next[2 * n + 1] = SHUFFLE(rows[n], rows[n + LANES / 2], INTERLEAVE_HIGH);
+        }
+        UNROLL for (int n = 0; n < LANES; n++) rows[n] = next[n];
+    }
 }
 
 /* sum += x with Kahan's compensation, because the denominator of a softmax may have many terms. */
@@ -309,16 +341,22 @@ static void update_agreement_sum(const struct job *job, const vec *z, vec *h)
     for (int d = 0; d < D; d++) h[d] += job->sharpness * v[d];
 }
 
+/* z_j of iteration r, for the caller and the backward pass. */
+static void record_preactivation(const struct job *job, long r, long group, long j, const vec *z)
+{
+    float *to = job->z_batch_first + r * job->z_iteration + (group * LANES * job->experts + j) * D;
+    for (long l = 0; l < min(LANES, job->images - group * LANES); l++)
+        for (int d = 0; d < D; d++) to[l * job->experts * D + d] = z[d][l];
+}
+
 /* z_j = Σ_i e_ij u_ij / denominator_j, stored batch last and, for the caller, batch first. */
 static void store_preactivation(
-    const struct job *job, long group, long j, const vec *z, vec denominator)
+    const struct job *job, long r, long group, long j, const vec *z, vec denominator)
 {
     vec *stored = job->z + (group * job->experts + j) * D;
     job->denominator[group * job->experts + j] = denominator;
     for (int d = 0; d < D; d++) stored[d] = z[d] / denominator;
-    float *batch_first = job->z_batch_first + (group * LANES * job->experts + j) * D;
-    for (long l = 0; l < min(LANES, job->images - group * LANES); l++)
-        for (int d = 0; d < D; d++) batch_first[l * job->experts * D + d] = stored[d][l];
+    record_preactivation(job, r, group, j, stored);
 }
 
 /* c_ij = e_ij / denominator_j of the inputs from `from` to `to`, if the caller asks for it. */
@@ -367,6 +405,7 @@ static void route_expert(const struct job *job, long n, vec *scratch)
     for (long r = 1; r < job->iterations; r++) {
         vec maximum = broadcast(job->skip_max ? 0 : -INFINITY);
         for (int d = 0; d < D; d++) z[d] /= denominator;
+        record_preactivation(job, r - 1, group, j, z);
         update_agreement_sum(job, z, h);
         memset(z, 0, sizeof z);
         vec compensation = denominator = broadcast(0);
@@ -400,7 +439,7 @@ static void route_expert(const struct job *job, long n, vec *scratch)
             }
         }
     }
-    store_preactivation(job, group, j, z, denominator);
+    store_preactivation(job, job->iterations - 1, group, j, z, denominator);
     store_coefficients(job, group, j, 0, inputs, denominator);
 }
 
@@ -493,14 +532,15 @@ static void sum_chunks(const struct job *job, long group, long j, vec *z)
 }
 
 /* z_j = Σ over the chunks, then h_j += sharpness · direction or squash of z_j. */
-static void finish_iteration(const struct job *job, long n, vec *scratch)
+static void finish_iteration(const struct job *job, long task, vec *scratch)
 {
     (void)scratch;
+    long count = job->groups * job->experts, r = task / count, n = task % count;
     long group = n / job->experts, j = n % job->experts;
     vec z[D];
     sum_chunks(job, group, j, z);
     update_agreement_sum(job, z, job->y + n * D);
-    store_preactivation(job, group, j, z, broadcast(1));
+    store_preactivation(job, r, group, j, z, broadcast(1));
 }
 
 /* h_j = 0 of one group. */
@@ -673,7 +713,12 @@ static void weight_gradient(const struct job *job, long n, vec *scratch)
 }
 
 /* ------------------------------------------------------------------------------------------------
-   Threads. Any number of threads may call `route` or `learn` with the same job. Tasks are numbered
+   Gradient through the routing */
+
+#include "backward.h"
+
+/* ------------------------------------------------------------------------------------------------
+   Threads. Any number of threads may call `route`, `learn` or `backward` with the same job. Tasks are numbered
    across all stages and taken in order; the tasks of a stage start when all tasks before them are
    done. No thread waits for a thread that has not taken a task. */
 
@@ -684,12 +729,13 @@ static struct worker join(struct job *job)
     return (struct worker){job, job->scratch + number * job->scratch_size, 0, next};
 }
 
-static void run_stage(struct worker *worker, task *function, long count)
+/* Run `count` tasks of the same function. Those of a later step have the numbers after them. */
+static void run_stage(struct worker *worker, task *function, long step, long count)
 {
     struct job *job = worker->job;
     while (worker->next < worker->first + count) {
         while (__atomic_load_n(&job->done, __ATOMIC_ACQUIRE) < worker->first) sched_yield();
-        function(job, worker->next - worker->first, worker->scratch);
+        function(job, step * count + worker->next - worker->first, worker->scratch);
         __atomic_fetch_add(&job->done, 1, __ATOMIC_RELEASE);
         worker->next = __atomic_fetch_add(&job->taken, 1, __ATOMIC_RELAXED);
     }
@@ -700,15 +746,16 @@ static void run_stage(struct worker *worker, task *function, long count)
 void route(struct job *job)
 {
     struct worker worker = join(job);
-    run_stage(&worker, load_batch_last, job->groups);
+    run_stage(&worker, load_batch_last, 0, job->groups);
     if (!job->normalize_outputs) {
-        run_stage(&worker, route_expert, job->experts * job->groups);
+        run_stage(&worker, route_expert, 0, job->experts * job->groups);
         return;
     }
-    run_stage(&worker, clear_agreement_sums, job->groups);
+    run_stage(&worker, clear_agreement_sums, 0, job->groups);
     for (long r = 0; r < job->iterations; r++) {
-        run_stage(&worker, r ? route_chunk : route_chunk_uniformly, job->chunks * job->groups);
-        run_stage(&worker, finish_iteration, job->groups * job->experts);
+        run_stage(&worker, r ? route_chunk : route_chunk_uniformly, 0,
+                  job->chunks * job->groups);
+        run_stage(&worker, finish_iteration, r, job->groups * job->experts);
     }
 }
 
@@ -716,13 +763,28 @@ void route(struct job *job)
 void learn(struct job *job)
 {
     struct worker worker = join(job);
-    run_stage(&worker, positive_phase, job->groups * job->experts);
+    run_stage(&worker, positive_phase, 0, job->groups * job->experts);
     for (long k = 0; k < job->mixing_steps; k++) {
-        run_stage(&worker, mix_chunk, job->chunks * job->groups);
-        run_stage(&worker, k + 1 < job->mixing_steps ? continue_mixing : negative_phase,
+        run_stage(&worker, mix_chunk, 0, job->chunks * job->groups);
+        run_stage(&worker, k + 1 < job->mixing_steps ? continue_mixing : negative_phase, 0,
                   job->groups * job->experts);
     }
-    if (job->grad_weight) run_stage(&worker, weight_gradient, (job->inputs + TILE - 1) / TILE);
+    if (job->grad_weight) run_stage(&worker, weight_gradient, 0, (job->inputs + TILE - 1) / TILE);
+}
+
+/* Compute the gradients of a block of images in x and in the weight; `route` recorded z. */
+void backward(struct job *job)
+{
+    struct worker worker = join(job);
+    long pairs = job->groups * job->experts;
+    run_stage(&worker, load_batch_last, 0, job->groups);
+    run_stage(&worker, start_backward, 0, pairs);
+    if (!job->normalize_outputs) run_stage(&worker, back_through_expert, 0, pairs);
+    for (long r = job->iterations - 1; job->normalize_outputs && r > 0; r--) {
+        run_stage(&worker, back_through_chunk, r, job->chunks * job->groups);
+        run_stage(&worker, back_from_chunks, r, pairs);
+    }
+    run_stage(&worker, back_through_votes, 0, (job->inputs + job->tile - 1) / job->tile);
 }
 
 /* Let the caller check that its structure has the layout of this one. */
