@@ -1,5 +1,6 @@
 # make install   create a virtual environment in .venv with the exact versions of constraints.txt
 # make test      install missing packages and run the tests; those of the explorer need Chromium
+# make test-neon install a cross compiler and QEMU (Debian) and test the C code on an emulated ARM CPU
 # make demo      train on the bundled digits and generate new ones, in runs/demo: about 3 minutes on two cores
 # make demo-energy  train a density on the bundled digits and draw from its energy, in runs/energy
 # make docs      build the documentation site in site/; a broken link is an error
@@ -21,7 +22,7 @@ export PIP_BUILD_CONSTRAINT := $(PIP_CONSTRAINT)
 DEMO        := runs/demo
 DEMO_ENERGY := runs/energy
 
-.PHONY: install demo demo-energy docs browser test bench report build check format clean
+.PHONY: install demo demo-energy docs browser test test-neon bench report build check format clean
 
 install: $(VENV)/.installed
 
@@ -61,6 +62,14 @@ browser:
 
 test: install browser
 	$(BIN)/python -m pytest -q
+
+test-neon: install
+	@command -v aarch64-linux-gnu-gcc >/dev/null && command -v qemu-aarch64-static >/dev/null || \
+	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
+	      gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user-static >/dev/null; \
+	  else echo "install aarch64-linux-gnu-gcc and qemu-aarch64-static" >&2; fi
+	POECAPS_NEON=required $(BIN)/python -m pytest -q tests/kernels/test_neon.py
 
 bench: install
 	$(BIN)/python -m benchmarks --device cpu --json docs/results/routing-cpu.json

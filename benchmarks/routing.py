@@ -11,8 +11,8 @@ The einsum versions are as fast as einsum allows: every contraction has two oper
 is the closed form of Algorithm 1 instead of autograd, intermediate tensors are freed as soon as
 possible, and the order of contractions is the fastest of three on the device, determined in each
 run for every batch size, separately for eager and compiled einsum (`ORDERS`). `reference` is
-`poecaps.functional` under autograd; `poecaps, plain PyTorch` is the version for CPUs without
-AVX-512 or without a C compiler.
+`poecaps.functional` under autograd; `poecaps, plain PyTorch` is the version for machines
+without a C compiler.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -140,12 +141,12 @@ def test_the_description_names_the_backend_and_the_obstacle(
     reason = cpu.why_not_compiled()
     expected = f"torch: vote-free PyTorch, because {reason}"
     if reason is None:
-        expected = f"simd: vote-free C for AVX-512, compiled by {build.compiler_version()}"
+        name = build.target().name
+        expected = f"simd: vote-free C for {name}, compiled by {build.compiler_version()}"
     assert dispatch.describe("cpu") == expected
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    monkeypatch.setenv(build.VARIABLE, "mmx")
     line = dispatch.describe("cpu")
-    assert line.startswith("torch: vote-free PyTorch, because ")
-    assert "AVX-512" in line
+    assert line.startswith("torch: vote-free PyTorch, because $POECAPS_SIMD is 'mmx', but")
     monkeypatch.setattr(support, "installed", lambda: False)
     assert dispatch.describe("cuda") == "torch: vote-free PyTorch, because Triton is not installed"
 
@@ -153,7 +154,7 @@ def test_the_description_names_the_backend_and_the_obstacle(
 def test_without_a_compiler_layers_learn_by_plain_pytorch(
     generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    monkeypatch.setattr(platform, "machine", lambda: "riscv64")
     monkeypatch.setattr(cpu.routing, "MIN_MULTIPLICATIONS", 0)
     layer = CapsuleExperts(13, 8, 3, 16, generator=generator)
     x, _ = problem((5, 13, 8, 3, 16), generator)
@@ -161,7 +162,7 @@ def test_without_a_compiler_layers_learn_by_plain_pytorch(
     layer.backend = "torch"
     assert torch.equal(loss, layer.contrastive_divergence(x))
     layer.backend = "simd"
-    with pytest.raises(ValueError, match="AVX-512"):
+    with pytest.raises(ValueError, match="riscv64"):
         layer.contrastive_divergence(x)
 
 

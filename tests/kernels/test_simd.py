@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -597,12 +598,6 @@ def test_a_compiler_that_hangs_is_called_once(
 
 
 @pytest.mark.usefixtures("fresh")
-def test_another_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
-    assert_unavailable("the CPU lacks AVX-512, or PyTorch is configured not to use it")
-
-
-@pytest.mark.usefixtures("fresh")
 @pytest.mark.parametrize(
     ("script", "reason"),
     [
@@ -698,12 +693,13 @@ def test_processes_that_compile_the_same(tmp_path: Path) -> None:
 
 
 @needs_simd
-def test_the_source_gives_no_warning(tmp_path: Path) -> None:
-    found = build._compiler()
-    sizes = ["-DD=17", "-DK=5", f"-DTILE={build.TILE}"]
+@pytest.mark.parametrize("compiler", ["$CC", "gcc", "clang"])
+@pytest.mark.parametrize("target", [pytest.param(each, id=each.name) for each in build.targets()])
+def test_the_source_gives_no_warning(compiler: str, target: build.Target, tmp_path: Path) -> None:
+    found = build._compiler() if compiler == "$CC" else [compiler]
+    if shutil.which(found[0]) is None:
+        pytest.skip(f"{compiler} is not installed")
     output = [str(build.SOURCE), "-o", "routing.so", "-lm"]
-    command = [*found, *build.FLAGS, "-Wall", "-Wextra", "-Werror", *sizes, *output]
-    if "clang" in found[0]:
-        command.append("-Wno-unknown-pragmas")
+    command = [*found, *build.options(17, 5, target), "-Wall", "-Wextra", "-Werror", *output]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -7,8 +7,8 @@ rounding.
 ``"triton"``
     GPU kernels that keep neither votes nor coefficients in memory; differentiable.
 ``"simd"``
-    C for AVX-512, compiled on first use by the system's compiler; float32 on the CPU;
-    differentiable.
+    C for the vector instructions of the CPU (AVX-512, AVX2, SSE2, NEON), compiled on first use by
+    the system's compiler; float32 on the CPU; differentiable.
 ``"torch"``
     Vote-free PyTorch for float32 and float64 on any device; differentiable.
 ``"reference"``
@@ -236,7 +236,7 @@ def describe(device: torch.device | str) -> str:
         return "torch: vote-free PyTorch, because Triton is not installed"
     reason = cpu.why_not_compiled()
     if reason is None:
-        return f"simd: vote-free C for AVX-512, compiled by {cpu.compiler_version()}"
+        return f"simd: vote-free C for {cpu.target().name}, compiled by {cpu.compiler_version()}"
     return f"torch: vote-free PyTorch, because {reason}"
 
 

@@ -23,34 +23,34 @@
    Votes are recomputed. z of every iteration is what `route` recorded. */
 
 /* The place of (R, groups, J, D) vectors of iteration r; n is group · J + j. */
-INLINE vec *of_iteration(const struct job *job, vec *vectors, long r, long n)
+INLINE vec *of_iteration(const struct job *job, vec *vectors, size r, size n)
 {
     return vectors + (r * job->groups * job->experts + n) * D;
 }
 
 /* The place of one of the (R, groups, J) numbers. */
-INLINE vec *statistic(const struct job *job, vec *numbers, long r, long n)
+INLINE vec *statistic(const struct job *job, vec *numbers, size r, size n)
 {
     return numbers + r * job->groups * job->experts + n;
 }
 
 /* (images, J, D), batch first, of one expert and group to D vectors. */
-static void load_expert(const struct job *job, const float *batch_first, long n, vec *z)
+static void load_expert(const struct job *job, const float *batch_first, size n, vec *z)
 {
-    long group = n / job->experts, j = n % job->experts;
+    size group = n / job->experts, j = n % job->experts;
     const float *from = batch_first + (group * LANES * job->experts + j) * D;
     memset(z, 0, sizeof(vec) * D);
-    for (long l = 0; l < min(LANES, job->images - group * LANES); l++)
+    for (size l = 0; l < min(LANES, job->images - group * LANES); l++)
         for (int d = 0; d < D; d++) z[d][l] = from[l * job->experts * D + d];
 }
 
 /* h_j of every iteration, and ∂L/∂z_j of the last one. */
-static void start_backward(const struct job *job, long n, vec *scratch)
+static void start_backward(const struct job *job, size n, vec *scratch)
 {
     (void)scratch;
     vec h[D], z[D];
     memset(h, 0, sizeof h);
-    for (long r = 1; r < job->iterations; r++) {
+    for (size r = 1; r < job->iterations; r++) {
         load_expert(job, job->z_batch_first + (r - 1) * job->z_iteration, n, z);
         update_agreement_sum(job, z, h);
         memcpy(of_iteration(job, job->h, r, n), h, sizeof h);
@@ -80,7 +80,7 @@ static void agreement_vector_backward(
 }
 
 /* From ∂L/∂h_j of iteration r to ∂L/∂z_j of the iteration before. y has the sum of the former. */
-static void back_to_previous(const struct job *job, long r, long n, const vec *grad_h)
+static void back_to_previous(const struct job *job, size r, size n, const vec *grad_h)
 {
     vec z[D], *grad_a = job->y + n * D;
     for (int d = 0; d < D; d++) grad_a[d] += job->sharpness * grad_h[d];
@@ -99,46 +99,46 @@ INLINE vec scale_of_vote(const struct job *job, const vec *u)
 /* ∂L/∂z_j of all iterations, for one expert and group, if Σ_i c_ij = 1.
 
    scratch: 1/‖u_i‖, b_i and g_i (I each), then votes (I, D), or (TILE, D) if not cached. */
-static void back_through_expert(const struct job *job, long task, vec *scratch)
+static void back_through_expert(const struct job *job, size task, vec *scratch)
 {
-    long inputs = job->inputs, j = task / job->groups, group = task % job->groups;
-    long n = group * job->experts + j, stride = job->experts * D * K, last = job->iterations - 1;
+    size inputs = job->inputs, j = task / job->groups, group = task % job->groups;
+    size n = group * job->experts + j, stride = job->experts * D * K, last = job->iterations - 1;
     const vec *x = job->x + group * inputs * K;
     const float *w = job->weight + j * D * K;
     vec *scales = scratch, *b = scales + inputs, *g = b + inputs, *votes = g + inputs;
     const vec *grad_c = job->grad_c ? job->grad_c + n * inputs : 0;
 
-    for (long r = last; r > 0; r--) {
+    for (size r = last; r > 0; r--) {
         const vec *h = of_iteration(job, job->h, r, n);
         const vec *grad_z = of_iteration(job, job->grad_z_record, r, n);
         vec maximum = broadcast(-INFINITY), sum = broadcast(0), compensation = broadcast(0);
-        for (long from = 0, to; from < inputs; from = to) {
+        for (size from = 0, to; from < inputs; from = to) {
             to = min(from + TILE, inputs);
             vec *u = job->cache_votes ? votes + from * D : votes;
-            for (long i = from; (!job->cache_votes || r == last) && i < to; i++) {
+            for (size i = from; (!job->cache_votes || r == last) && i < to; i++) {
                 prefetch(w + min(i + PREFETCH, inputs - 1) * stride);
                 vote(w + i * stride, x + i * K, u + (i - from) * D);
                 scales[i] = scale_of_vote(job, u + (i - from) * D);
             }
             agreement(u, h, to - from, b + from);
             agreement(u, grad_z, to - from, g + from);
-            for (long i = from; i < to; i++) {
+            for (size i = from; i < to; i++) {
                 b[i] *= scales[i];
                 if (grad_c && r == last) g[i] += grad_c[i];
                 maximum = blend(maximum < b[i], b[i], maximum);
             }
         }
         vec mean = broadcast(0), grad_h[D];
-        for (long i = 0; i < inputs; i++) {
+        for (size i = 0; i < inputs; i++) {
             b[i] = exponential(b[i] - maximum);
             compensated_add(&sum, &compensation, b[i]);
             mean += b[i] * g[i];
         }
         mean /= sum;
         memset(grad_h, 0, sizeof grad_h);
-        for (long i = 0; i < inputs; i++) b[i] *= (g[i] - mean) * scales[i] / sum;
-        for (long from = 0; from < inputs; from += TILE) {
-            long count = min(TILE, inputs - from);
+        for (size i = 0; i < inputs; i++) b[i] *= (g[i] - mean) * scales[i] / sum;
+        for (size from = 0; from < inputs; from += TILE) {
+            size count = min(TILE, inputs - from);
             if (job->cache_votes) add_votes(votes + from * D, b + from, count, grad_h, 0);
             else add_forward(w + from * stride, stride, x + from * K, b + from, count, grad_h, 0);
         }
@@ -152,7 +152,7 @@ static void back_through_expert(const struct job *job, long task, vec *scratch)
 /* A few inputs of one group, with all experts. The arrays have the shape (J, tile), or (R, J, tile)
    without the first iteration. */
 struct tile {
-    long group, first, count;
+    size group, first, count;
     vec *votes;  /* (J, tile, D) */
     vec *scales; /* 1/‖u_ij‖ */
     vec *c;      /* first b_ij, then c_ij */
@@ -160,33 +160,33 @@ struct tile {
     vec *t;      /* t_ij, or NULL */
 };
 
-INLINE long pair_of(const struct job *job, long j, long i) { return j * job->tile + i; }
+INLINE size pair_of(const struct job *job, size j, size i) { return j * job->tile + i; }
 
 /* Divide `scratch` into the arrays of a tile; `iterations` of them are processed together. */
 static struct tile new_tile(
-    const struct job *job, long group, long first, long end, long iterations, vec *scratch)
+    const struct job *job, size group, size first, size end, size iterations, vec *scratch)
 {
-    long pairs = job->experts * job->tile;
+    size pairs = job->experts * job->tile;
     vec *scales = scratch + pairs * D, *c = scales + pairs, *s = c + iterations * pairs;
     return (struct tile){group, first, end - first, scratch, scales, c, s, s + iterations * pairs};
 }
 
 /* u_ij, 1/‖u_ij‖, and b_ij and g_ij of the iterations from `low` to `high`. */
-static void compare(const struct job *job, const struct tile *tile, long low, long high)
+static void compare(const struct job *job, const struct tile *tile, size low, size high)
 {
-    long experts = job->experts, stride = experts * D * K;
+    size experts = job->experts, stride = experts * D * K;
     const vec *x = job->x + (tile->group * job->inputs + tile->first) * K;
-    for (long j = 0; j < experts; j++) {
-        long n = tile->group * experts + j;
-        for (long i = 0; i < tile->count; i++) {
+    for (size j = 0; j < experts; j++) {
+        size n = tile->group * experts + j;
+        for (size i = 0; i < tile->count; i++) {
             const float *w = job->weight + (tile->first + i) * stride + j * D * K;
-            long pair = pair_of(job, j, i);
+            size pair = pair_of(job, j, i);
             vec *u = tile->votes + pair * D;
             prefetch(w + (i + PREFETCH < tile->count ? PREFETCH * stride : 0));
             vote(w, x + i * K, u);
             vec scale = tile->scales[pair] = scale_of_vote(job, u);
-            for (long r = low; r < high; r++) {
-                long at = (r - low) * experts * job->tile + pair;
+            for (size r = low; r < high; r++) {
+                size at = (r - low) * experts * job->tile + pair;
                 tile->c[at] = inner(u, of_iteration(job, job->h, r, n), D) * scale;
                 tile->s[at] = inner(u, of_iteration(job, job->grad_z_record, r, n), D);
                 if (job->grad_c && r == job->iterations - 1)
@@ -198,7 +198,7 @@ static void compare(const struct job *job, const struct tile *tile, long low, lo
 
 /* s = c (g − ⟨g⟩)/‖u‖, t += s b/‖u‖. */
 INLINE void finish_pair(
-    const struct job *job, const struct tile *tile, long pair, long at, vec b, vec mean)
+    const struct job *job, const struct tile *tile, size pair, size at, vec b, vec mean)
 {
     vec scale = tile->scales[pair], s = tile->c[at] * (tile->s[at] - mean) * scale;
     tile->s[at] = s;
@@ -206,35 +206,35 @@ INLINE void finish_pair(
 }
 
 /* From b and g to c, s and t, of one iteration: the softmax and back. `at` is its first pair. */
-static void softmax_backward(const struct job *job, const struct tile *tile, long r, long at)
+static void softmax_backward(const struct job *job, const struct tile *tile, size r, size at)
 {
-    for (long i = 0; job->normalize_outputs && i < tile->count; i++) {
+    for (size i = 0; job->normalize_outputs && i < tile->count; i++) {
         vec maximum = broadcast(-INFINITY), sum = broadcast(0), mean = broadcast(0);
-        for (long j = 0; j < job->experts; j++) {
+        for (size j = 0; j < job->experts; j++) {
             vec b = tile->c[at + pair_of(job, j, i)];
             maximum = blend(maximum < b, b, maximum);
         }
-        for (long j = 0; j < job->experts; j++) {
-            long pair = pair_of(job, j, i);
+        for (size j = 0; j < job->experts; j++) {
+            size pair = pair_of(job, j, i);
             vec e = exponential(tile->c[at + pair] - maximum);
             sum += e;
             mean += e * tile->s[at + pair];
         }
         mean /= sum;
-        for (long j = 0; j < job->experts; j++) {
-            long pair = pair_of(job, j, i);
+        for (size j = 0; j < job->experts; j++) {
+            size pair = pair_of(job, j, i);
             vec b = tile->c[at + pair];
             tile->c[at + pair] = exponential(b - maximum) / sum;
             finish_pair(job, tile, pair, at + pair, b, mean);
         }
     }
-    for (long j = 0; !job->normalize_outputs && j < job->experts; j++) {
-        long n = tile->group * job->experts + j;
+    for (size j = 0; !job->normalize_outputs && j < job->experts; j++) {
+        size n = tile->group * job->experts + j;
         vec maximum = *statistic(job, job->maximum, r, n);
         vec inverse_sum = 1 / *statistic(job, job->sum, r, n);
         vec mean = *statistic(job, job->mean_g, r, n);
-        for (long i = 0; i < tile->count; i++) {
-            long pair = pair_of(job, j, i);
+        for (size i = 0; i < tile->count; i++) {
+            size pair = pair_of(job, j, i);
             vec b = tile->c[at + pair];
             tile->c[at + pair] = exponential(b - maximum) * inverse_sum;
             finish_pair(job, tile, pair, at + pair, b, mean);
@@ -243,30 +243,30 @@ static void softmax_backward(const struct job *job, const struct tile *tile, lon
 }
 
 /* ∂L/∂h_j += Σ_i s_ij u_ij over a chunk of inputs, if Σ_j c_ij = 1. */
-static void back_through_chunk(const struct job *job, long task, vec *scratch)
+static void back_through_chunk(const struct job *job, size task, vec *scratch)
 {
-    long count = job->chunks * job->groups, r = task / count, experts = job->experts, from, to;
-    long chunk = task % count / job->groups, group = task % count % job->groups;
+    size count = job->chunks * job->groups, r = task / count, experts = job->experts, from, to;
+    size chunk = task % count / job->groups, group = task % count % job->groups;
     chunk_bounds(job, chunk, &from, &to);
     vec *grad_h = partial_z_of(job, chunk, group);
     memset(grad_h, 0, sizeof(vec) * experts * D);
-    for (long first = from; first < to; first += job->tile) {
+    for (size first = from; first < to; first += job->tile) {
         struct tile tile = new_tile(job, group, first, min(first + job->tile, to), 1, scratch);
         memset(tile.t, 0, sizeof(vec) * experts * job->tile);
         compare(job, &tile, r, r + 1);
         softmax_backward(job, &tile, r, 0);
-        for (long j = 0; j < experts; j++) {
-            long pair = pair_of(job, j, 0);
+        for (size j = 0; j < experts; j++) {
+            size pair = pair_of(job, j, 0);
             add_votes(tile.votes + pair * D, tile.s + pair, tile.count, grad_h + j * D, 0);
         }
     }
 }
 
 /* ∂L/∂h_j = Σ over the chunks, and from there to ∂L/∂z_j of the iteration before. */
-static void back_from_chunks(const struct job *job, long task, vec *scratch)
+static void back_from_chunks(const struct job *job, size task, vec *scratch)
 {
     (void)scratch;
-    long count = job->groups * job->experts, r = task / count, n = task % count;
+    size count = job->groups * job->experts, r = task / count, n = task % count;
     vec grad_h[D];
     sum_chunks(job, n / job->experts, n % job->experts, grad_h);
     back_to_previous(job, r, n, grad_h);
@@ -274,16 +274,16 @@ static void back_from_chunks(const struct job *job, long task, vec *scratch)
 
 /* ∂L/∂u = Σ_r (c ∂L/∂z + s h) − t u of one vote, n components from `first` on. */
 INLINE void vote_gradient_part(
-    const struct job *job, const struct tile *tile, long j, long pair, int first, int n,
+    const struct job *job, const struct tile *tile, size j, size pair, int first, int n,
     vec *grad_u)
 {
-    long expert = tile->group * job->experts + j, pairs = job->experts * job->tile;
+    size expert = tile->group * job->experts + j, pairs = job->experts * job->tile;
     float uniform = 1.0f / (job->normalize_outputs ? job->experts : job->inputs);
     const vec *u = tile->votes + pair * D + first;
     const vec *grad_z = of_iteration(job, job->grad_z_record, 0, expert) + first;
     vec acc[BLOCK_D];
     UNROLL for (int d = 0; d < n; d++) acc[d] = uniform * grad_z[d];
-    for (long r = 1; r < job->iterations; r++) {
+    for (size r = 1; r < job->iterations; r++) {
         const vec *h = of_iteration(job, job->h, r, expert) + first;
         grad_z = of_iteration(job, job->grad_z_record, r, expert) + first;
         vec c = tile->c[(r - 1) * pairs + pair], s = tile->s[(r - 1) * pairs + pair];
@@ -308,7 +308,7 @@ INLINE void add_outer_part(const vec *rows, const vec *x, vec *grad, int n, int 
 
 /* ∂L/∂W_ij += Σ_images ∂L/∂u_ij x_iᵀ of one group. */
 static void add_outer(
-    const struct job *job, long group, long i, long j, const vec *grad_u)
+    const struct job *job, size group, size i, size j, const vec *grad_u)
 {
     const vec *x = job->x + (group * job->inputs + i) * K;
     vec *grad = job->grad_sum + (i * job->experts + j) * K * WIDE;
@@ -326,7 +326,7 @@ static void add_outer(
 }
 
 /* Write ∂L/∂W_ij, (K, WIDE) vectors, as (D, K) numbers. */
-static void store_weight_gradient(const struct job *job, long i, long j)
+static void store_weight_gradient(const struct job *job, size i, size j)
 {
     const float *grad = (const float *)(job->grad_sum + (i * job->experts + j) * K * WIDE);
     float *to = job->grad_weight + (i * job->experts + j) * D * K;
@@ -337,22 +337,22 @@ static void store_weight_gradient(const struct job *job, long i, long j)
 /* ∂L/∂x_i and ∂L/∂W_ij of a few inputs, all experts and all images.
 
    scratch: ∂L/∂x (tile, K), then the arrays of a tile. */
-static void back_through_votes(const struct job *job, long task, vec *scratch)
+static void back_through_votes(const struct job *job, size task, vec *scratch)
 {
-    long experts = job->experts, first = task * job->tile, end = min(first + job->tile, job->inputs);
-    long again = job->iterations - 1, count = end - first;
+    size experts = job->experts, first = task * job->tile, end = min(first + job->tile, job->inputs);
+    size again = job->iterations - 1, count = end - first;
     vec *grad_x = scratch, grad_u[D];
-    for (long group = 0; group < job->groups; group++) {
+    for (size group = 0; group < job->groups; group++) {
         struct tile tile = new_tile(job, group, first, end, again, scratch + job->tile * K);
         memset(grad_x, 0, sizeof(vec) * count * K);
         memset(tile.t, 0, sizeof(vec) * experts * job->tile);
         if (again) compare(job, &tile, 1, job->iterations);
-        for (long r = 1; r <= again; r++)
+        for (size r = 1; r <= again; r++)
             softmax_backward(job, &tile, r, (r - 1) * experts * job->tile);
-        for (long j = 0; j < experts; j++)
-            for (long i = 0; i < count; i++) {
+        for (size j = 0; j < experts; j++)
+            for (size i = 0; i < count; i++) {
                 const float *w = job->weight + ((first + i) * experts + j) * D * K;
-                long pair = pair_of(job, j, i);
+                size pair = pair_of(job, j, i);
                 for (int d = 0; d + BLOCK_D <= D; d += BLOCK_D)
                     vote_gradient_part(job, &tile, j, pair, d, BLOCK_D, grad_u);
                 if (D % BLOCK_D)
@@ -361,11 +361,11 @@ static void back_through_votes(const struct job *job, long task, vec *scratch)
                     add_backward(w, grad_u, broadcast(1), grad_x + i * K);
                 if (job->grad_weight) add_outer(job, group, first + i, j, grad_u);
             }
-        long row = job->inputs * K, present = min(LANES, job->images - group * LANES);
+        size row = job->inputs * K, present = min(LANES, job->images - group * LANES);
         float *to = job->grad_x_batch_first + group * LANES * row + first * K;
-        for (long l = 0; job->grad_x_batch_first && l < present; l++)
-            for (long k = 0; k < count * K; k++) to[l * row + k] = grad_x[k][l];
+        for (size l = 0; job->grad_x_batch_first && l < present; l++)
+            for (size k = 0; k < count * K; k++) to[l * row + k] = grad_x[k][l];
     }
-    for (long i = first; job->grad_weight && job->last_block && i < end; i++)
-        for (long j = 0; j < experts; j++) store_weight_gradient(job, i, j);
+    for (size i = first; job->grad_weight && job->last_block && i < end; i++)
+        for (size j = 0; j < experts; j++) store_weight_gradient(job, i, j);
 }

@@ -30,8 +30,7 @@ if TYPE_CHECKING:
 
     from poecaps.kernels.cpu.job import Function
 
-LANES = 16  # images in a vector, as in routing.c
-BLOCK = 128  # images in a block, a multiple of LANES; J×I×BLOCK coefficients stay in the cache
+BLOCK = 128  # images in a block, a multiple of all lanes; J×I×BLOCK coefficients stay in the cache
 MAX_DIM = 64  # largest D and K: a vote and its direction are arrays on the stack
 MIN_MULTIPLICATIONS = 2**20  # B·I·J·D·K of one pass below which compiling does not pay
 MIN_CHUNK, MAX_CHUNKS = 48, 16  # inputs mixed by one task, at least; number of such tasks, at most
@@ -213,7 +212,7 @@ def _route(x: Tensor, weight: Tensor, routing: F.RoutingOptions) -> RecordedRout
     if experts > inputs:
         c = x.new_empty(inputs, len(x), experts).transpose(0, 1)
     else:
-        c = x.new_empty(experts, inputs, -(-len(x) // LANES) * LANES).permute(2, 1, 0)
+        c = x.new_empty(experts, inputs, batch.padded(len(x))).permute(2, 1, 0)
     z = x.new_empty(routing.iterations, len(x), experts, out_dim)
     for block in batch.blocks():
         batch.route(block, z[:, block], c[block])
@@ -321,25 +320,26 @@ class _Batch:
     ) -> None:
         inputs, experts, out_dim, dim = weight.shape
         self.library = build.library(out_dim, dim)
+        lanes = self.library.lanes
         self.x, self.weight = x.detach().contiguous(), weight.detach().contiguous()
         self.grad_weight = grad_weight
         normalize_inputs, cosine = routing.normalize == "inputs", routing.agreement == "cosine"
 
-        groups_within_limit = max(1, COEFFICIENT_BYTES // (4 * LANES * inputs * experts))
+        groups_within_limit = max(1, COEFFICIENT_BYTES // (4 * lanes * inputs * experts))
         # All views of an image are in the same block.
-        images = math.lcm(LANES, views)
-        block = min(BLOCK, groups_within_limit * LANES)
+        images = math.lcm(lanes, views)
+        block = min(BLOCK, groups_within_limit * lanes)
         self.block = min(max(images, block - block % images), max(1, len(x)))
-        groups = -(-self.block // LANES)
+        groups = -(-self.block // lanes)
         chunks = min(MAX_CHUNKS, max(1, inputs // MIN_CHUNK))
         self.threads = min(torch.get_num_threads(), groups * max(chunks, experts))
-        vote_bytes = 4 * LANES * inputs * out_dim
+        vote_bytes = 4 * lanes * inputs * out_dim
         votes_fit = vote_bytes <= min(THREAD_VOTE_BYTES, VOTE_BYTES // self.threads)
         cache_votes = normalize_inputs and routing.iterations > 1 and votes_fit
         has_several_blocks = len(x) > self.block
 
-        # Sizes in vectors of LANES floats; routing.c documents shapes and scratch memory.
-        wide = -(-out_dim // LANES)
+        # Sizes in vectors of `lanes` floats; routing.c documents shapes and scratch memory.
+        wide = -(-out_dim // lanes)
         sizes = {
             "x": groups * inputs * dim,
             "y": groups * experts * out_dim,
@@ -374,17 +374,17 @@ class _Batch:
                 "e": groups * experts * inputs,
                 "denominator": groups * experts,
                 "z": groups * experts * out_dim,
-                "grad_z": experts * groups * LANES * wide,
-                "grad_z_model": experts * groups * LANES * wide,
+                "grad_z": experts * groups * lanes * wide,
+                "grad_z_model": experts * groups * lanes * wide,
                 "grad_sum": inputs * experts * dim * wide if needs_sum else 0,
             }
         sizes["scratch"] = self.threads * scratch
-        self.workspace = _take_workspace(LANES * sum(sizes.values()))
+        self.workspace = _take_workspace(lanes * sum(sizes.values()))
         addresses = {}
         address = self.workspace.data_ptr()
         for name, size in sizes.items():
             addresses[name] = address
-            address += 4 * LANES * size
+            address += 4 * lanes * size
         self.job = Job(
             inputs=inputs,
             experts=experts,
@@ -453,7 +453,7 @@ class _Batch:
         """Continue with a block of b images, whose preactivations are z (R, b, J, D)."""
         job = self.job
         job.images = block.stop - block.start
-        job.groups = -(-job.images // LANES)
+        job.groups = self.padded(job.images) // self.library.lanes
         job.first_block, job.last_block = block.start == 0, block.stop == len(self.x)
         job.x_batch_first = self.x[block].data_ptr()
         job.z_batch_first, job.z_iteration = z.data_ptr(), z.stride(0)
@@ -478,17 +478,21 @@ class _Batch:
         job.mixing_steps = k
         mask = None if on is None else self._batch_last(on)
         job.on = None if mask is None else mask.data_ptr()
-        gap = self.workspace.new_empty(job.groups, job.experts, LANES)
+        gap = self.workspace.new_empty(job.groups, job.experts, self.library.lanes)
         job.free_energy_gap = gap.data_ptr()
         self.tensors += [gap] if mask is None else [gap, mask]
         self._run(self.library.learn)
         return gap.sum(1, dtype=torch.float64).flatten()[: job.images]
 
+    def padded(self, images: int) -> int:
+        """Return the number of images rounded up to whole vectors."""
+        return -(-images // self.library.lanes) * self.library.lanes
+
     def _batch_last(self, rows: Tensor) -> Tensor:
-        """(b, N) → (groups, N, LANES)."""
-        groups: int = self.job.groups
-        padded = pad(rows.to(torch.float32), (0, 0, 0, groups * LANES - self.job.images))
-        return padded.view(groups, LANES, -1).transpose(1, 2).contiguous()
+        """(b, N) → (groups, N, lanes)."""
+        groups, lanes = self.job.groups, self.library.lanes
+        padded = pad(rows.to(torch.float32), (0, 0, 0, groups * lanes - self.job.images))
+        return padded.view(groups, lanes, -1).transpose(1, 2).contiguous()
 
     def _run(self, function: Function) -> None:
         """Run all tasks on this thread and, as far as they start in time, on others.
