@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from poecaps.kernels.protocol import RoutingBackend
+
 
 class CapsuleRouting(nn.Module):
     """Base of the capsule layers: routing by agreement between two sets of capsules.
@@ -137,7 +139,7 @@ class CapsuleRouting(nn.Module):
         backend = self._backend_for(x, routing)
         return backend.routing_by_agreement(x, self.weight, **asdict(routing))
 
-    def _backend_for(self, x: Tensor, routing: F.RoutingOptions) -> dispatch.RoutingBackend:
+    def _backend_for(self, x: Tensor, routing: F.RoutingOptions) -> RoutingBackend:
         """Return the backend for a call that autograd may have to differentiate."""
         return dispatch.select(
             x,

@@ -14,7 +14,7 @@ from poecaps import squash
 from poecaps.kernels import cpu, dispatch, torch_routing
 
 if TYPE_CHECKING:
-    from poecaps.kernels.dispatch import RoutingBackend
+    from poecaps.kernels.protocol import RoutingBackend
 
 # Routing that the backends implement.
 OPTIONS = [

@@ -23,7 +23,7 @@ from tests.kernels.problems import (
 )
 
 if TYPE_CHECKING:
-    from poecaps.kernels.dispatch import RoutingBackend
+    from poecaps.kernels.protocol import RoutingBackend
 
 # B, I, K, J, D: fewer experts than inputs, as many, and more.
 SIZES = [(18, 23, 5, 6, 17), (5, 7, 8, 7, 4), (20, 6, 16, 30, 8)]

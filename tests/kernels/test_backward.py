@@ -26,7 +26,8 @@ from tests.kernels.problems import (
 )
 
 if TYPE_CHECKING:
-    from poecaps.kernels.dispatch import Backend, RoutingBackend
+    from poecaps.kernels.dispatch import Backend
+    from poecaps.kernels.protocol import RoutingBackend
 
 # B, I, K, J, D: more inputs than experts, and fewer; vectors and tiles that are full and not full.
 SIZES = [

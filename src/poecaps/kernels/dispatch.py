@@ -2,7 +2,7 @@
 
 This is the only place that chooses, and it can say why a backend does not support a call. A
 backend is a module with the functions of `RoutingBackend`. All backends give the same numbers up to
-rounding.
+rounding. On a CPU, half precision is converted to float32 (`float32`).
 
 ``"triton"``
     GPU kernels that keep neither votes nor coefficients in memory; differentiable.
@@ -17,20 +17,21 @@ rounding.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 from torch.autograd import forward_ad
 
 from poecaps import _checks as checks
 from poecaps import functional
-from poecaps.kernels import cpu, torch_routing
+from poecaps.kernels import cpu, float32, torch_routing
 from poecaps.kernels.triton import support as triton_support
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from poecaps.functional import Agreement, Axis, LearningStep, Mixing, Routing, RoutingOptions
+    from poecaps.functional import Agreement, Axis, RoutingOptions
+    from poecaps.kernels.protocol import RoutingBackend
 
 Backend = Literal["reference", "torch", "simd", "triton"]
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
@@ -44,71 +45,6 @@ IMPLEMENTED_AGREEMENTS: tuple[Agreement, ...] = ("cosine", "inner")
 IMPLEMENTED_AXES: tuple[Axis, ...] = ("inputs", "outputs")
 
 
-class RoutingBackend(Protocol):
-    """The operations of a backend. `poecaps.functional` implements and documents each of them.
-
-    A learning rule may leave out the gradient (None) if the weight does not require one.
-    """
-
-    def routing_by_agreement(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        *,
-        iterations: int,
-        sharpness: float,
-        normalize: Axis,
-        agreement: Agreement,
-    ) -> Routing:
-        """See `poecaps.functional.routing_by_agreement`."""
-
-    def held_preactivation(self, x: Tensor, weight: Tensor, routing: RoutingOptions) -> Tensor:
-        """See `poecaps.functional.held_preactivation`."""
-
-    def encode(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        routing: RoutingOptions,
-        *,
-        winners: int | None,
-        balance: Tensor | None,
-    ) -> Tensor:
-        """See `poecaps.functional.encode`."""
-
-    def reconstruct(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        routing: RoutingOptions,
-        *,
-        winners: int | None,
-        balance: Tensor | None,
-    ) -> Tensor:
-        """See `poecaps.functional.reconstruct`."""
-
-    def contrastive_divergence(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        routing: RoutingOptions,
-        *,
-        k: int,
-        mixing: Mixing,
-        uniform: Tensor | None,
-        chain: Tensor | None,
-        winners: int | None,
-        balance: Tensor | None,
-        views: int,
-    ) -> LearningStep:
-        """See `poecaps.functional.contrastive_divergence`."""
-
-    def decoder_contrastive_divergence(
-        self, y: Tensor, x: Tensor, weight: Tensor, routing: RoutingOptions
-    ) -> LearningStep:
-        """See `poecaps.functional.decoder_contrastive_divergence`."""
-
-
 def select(
     x: Tensor,
     weight: Tensor,
@@ -120,7 +56,10 @@ def select(
 ) -> RoutingBackend:
     """Return the backend that computes a call; see `choose`."""
     name = choose(x, weight, backend, routing=routing, chain=chain, needs_grad=needs_grad)
-    return implementation(name)
+    found = implementation(name)
+    if name != "reference" and float32.is_needed(x, weight):
+        return float32.InFloat32(found)
+    return found
 
 
 def choose(
@@ -193,11 +132,13 @@ def why_not(
         return (
             f"it runs on CPUs and CUDA devices, not on {x.device.type!r}; use backend='reference'"
         )
-    if torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type):
-        return "it runs outside torch.compile and autocast only; call the layer outside of them"
+    if torch.compiler.is_compiling():
+        return "it runs outside torch.compile only; call the layer outside of it"
+    if torch.is_autocast_enabled("cuda") and x.device.type == "cuda":
+        return "it runs outside autocast only on a GPU; call the layer outside of it"
     if _is_transformed(x) or _is_transformed(weight):
         return "it does not support torch.func and forward-mode gradients; use backend='reference'"
-    if x.device != weight.device or x.dtype != weight.dtype:
+    if x.device != weight.device or (x.dtype != weight.dtype and not float32.is_needed(x, weight)):
         return (
             f"the capsules are {x.dtype} on {x.device} and the weight is {weight.dtype} on "
             f"{weight.device}; bring both to the same dtype and device"

@@ -58,7 +58,7 @@ def why_not(x: Tensor, weight: Tensor) -> str | None:
     if reason is not None:
         return reason
     remedy = "use backend='torch'"
-    if x.device.type != "cpu" or x.dtype != torch.float32:
+    if x.device.type != "cpu" or torch.float64 in (x.dtype, weight.dtype):
         return f"it needs float32 on a CPU, but x is {x.dtype} on {x.device.type!r}; {remedy}"
     if x.shape[1:] != (weight.shape[0], weight.shape[3]):
         shapes = f"have shapes {tuple(x.shape)} and {tuple(weight.shape)}"

@@ -105,19 +105,20 @@ class _Routing(torch.autograd.Function):
         ctx: Any, grad_c: Tensor | None, grad_z: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         x, weight, z = ctx.saved_tensors
-        if torch.is_grad_enabled():  # the gradients are to be differentiated in turn
-            gradients = _reference_gradients(ctx, x, weight, grad_c, grad_z)
-        else:
-            gradients = ctx.backward(
-                x,
-                weight,
-                z,
-                grad_z,
-                grad_c,
-                ctx.routing,
-                needs_grad_x=ctx.needs_input_grad[0],
-                needs_grad_weight=ctx.needs_input_grad[1],
-            )
+        with torch.autocast(x.device.type, enabled=False):
+            if torch.is_grad_enabled():  # the gradients are to be differentiated in turn
+                gradients = _reference_gradients(ctx, x, weight, grad_c, grad_z)
+            else:
+                gradients = ctx.backward(
+                    x,
+                    weight,
+                    z,
+                    grad_z,
+                    grad_c,
+                    ctx.routing,
+                    needs_grad_x=ctx.needs_input_grad[0],
+                    needs_grad_weight=ctx.needs_input_grad[1],
+                )
         return *gradients, None, None, None
 
 
