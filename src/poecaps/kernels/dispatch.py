@@ -8,7 +8,8 @@ rounding. On a CPU, half precision is converted to float32 (`float32`).
     GPU kernels that keep neither votes nor coefficients in memory; differentiable.
 ``"simd"``
     C for the vector instructions of the CPU (AVX-512, AVX2, SSE2, NEON), compiled on first use by
-    the system's compiler; float32 on the CPU; differentiable.
+    the system's compiler; float32 on the CPU; differentiable; in
+    `torch.compile` as an operator.
 ``"torch"``
     Vote-free PyTorch for float32 and float64 on any device; differentiable.
 ``"reference"``
@@ -133,6 +134,11 @@ def why_not(
             f"it runs on CPUs and CUDA devices, not on {x.device.type!r}; use backend='reference'"
         )
     if torch.compiler.is_compiling():
+        if name == "simd":
+            # Imported on first use: it imports parts of torch.compile, which takes a second.
+            from poecaps.kernels.cpu import operators
+
+            return operators.why_not(x, weight)
         return "it runs outside torch.compile only; call the layer outside of it"
     if torch.is_autocast_enabled("cuda") and x.device.type == "cuda":
         return "it runs outside autocast only on a GPU; call the layer outside of it"
@@ -163,6 +169,10 @@ def implementation(name: Backend) -> RoutingBackend:
 
         return triton_backend
     if name == "simd":
+        if torch.compiler.is_compiling():
+            from poecaps.kernels.cpu import operators
+
+            return operators
         return cpu
     if name == "torch":
         return torch_routing

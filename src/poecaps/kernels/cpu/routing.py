@@ -112,12 +112,12 @@ def routing_by_agreement(
     weight : (I, J, D, K)
     """
     routing = F.RoutingOptions(iterations, sharpness, normalize, agreement)
-    return torch_routing.differentiable(_route, routing_backward, x, weight, routing)
+    return torch_routing.differentiable(route, routing_backward, x, weight, routing)
 
 
 def held_preactivation(x: Tensor, weight: Tensor, routing: F.RoutingOptions) -> Tensor:
     """Compute `functional.held_preactivation`: (B, I, K), (I, J, D, K) → (B, J, D)."""
-    return torch_routing.preactivation(x, weight, _route(x, weight, routing).coefficients)
+    return torch_routing.preactivation(x, weight, route(x, weight, routing).coefficients)
 
 
 def encode(
@@ -175,9 +175,9 @@ def contrastive_divergence(
         )
     return torch_routing.contrastive_divergence_from(
         x,
-        _route(x, weight, routing),
+        route(x, weight, routing),
         chain,
-        None if chain is None else _route(chain, weight, routing),
+        None if chain is None else route(chain, weight, routing),
         weight,
         k=k,
         mixing=mixing,
@@ -199,25 +199,32 @@ def decoder_contrastive_divergence(
     x : (B, I, K)
     weight : (J, I, K, D)
     """
-    routed = _route(y, weight, routing)
+    routed = route(y, weight, routing)
     return torch_routing.decoder_contrastive_divergence_from(y, routed, x, weight)
 
 
 @torch.no_grad()
-def _route(x: Tensor, weight: Tensor, routing: F.RoutingOptions) -> RecordedRouting:
+def route(x: Tensor, weight: Tensor, routing: F.RoutingOptions) -> RecordedRouting:
     """Route without a gradient: (B, I, K), (I, J, D, K) → c and z of all iterations."""
     batch = _Batch(x, weight, routing)
-    inputs, experts, out_dim, _ = weight.shape
-    # The coefficients have the layout in which `torch_routing` continues with them.
-    if experts > inputs:
-        c = x.new_empty(inputs, len(x), experts).transpose(0, 1)
-    else:
-        c = x.new_empty(experts, inputs, batch.padded(len(x))).permute(2, 1, 0)
-    z = x.new_empty(routing.iterations, len(x), experts, out_dim)
+    c = new_coefficients(x, weight, batch.library.lanes)
+    z = x.new_empty(routing.iterations, len(x), *weight.shape[1:3])
     for block in batch.blocks():
         batch.route(block, z[:, block], c[block])
     batch.release()
-    return RecordedRouting(c[: len(x)], z)
+    return RecordedRouting(c, z)
+
+
+def new_coefficients(x: Tensor, weight: Tensor, lanes: int) -> Tensor:
+    """Allocate coefficients (B, I, J) in the layout in which `torch_routing` continues with them.
+
+    There is space for whole vectors of images behind the last one.
+    """
+    inputs, experts, _, _ = weight.shape
+    if experts > inputs:
+        return x.new_empty(inputs, len(x), experts).transpose(0, 1)
+    padded = -(-len(x) // lanes) * lanes
+    return x.new_empty(experts, inputs, padded).permute(2, 1, 0)[: len(x)]
 
 
 def routing_backward(
