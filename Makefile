@@ -4,7 +4,7 @@
 # make demo      train on the bundled digits and generate new ones, in runs/demo: about 3 minutes on two cores
 # make demo-energy  train a density on the bundled digits and draw from its energy, in runs/energy
 # make docs      build the documentation site in site/; a broken link is an error
-# make bench     time a learning step against einsum on this CPU, in docs/: about 5 minutes on an idle machine
+# make bench     time a layer against einsum on this CPU, in docs/: about 10 minutes on an idle machine
 # make report    regenerate the tables and plots of README.md and docs/ from the numbers in docs/results
 # make build     build wheel and sdist in dist/, and try out each of them in a new environment
 # make check     lint, formatting, types
@@ -73,6 +73,7 @@ test-neon: install
 
 bench: install
 	$(BIN)/python -m benchmarks --device cpu --json docs/results/routing-cpu.json
+	$(BIN)/python -m benchmarks.passes --json docs/results/passes-cpu.json
 	$(MAKE) report
 
 # Only reads the numbers, so that measurements of other machines are included.
