@@ -6,8 +6,8 @@
        h_j = β Σ a(z_j) over the iterations before r,   b_ij = ⟨û_ij, h_j⟩,   c = softmax(b),
        z_j = Σ_i c_ij u_ij
 
-   and back through it, from the last iteration to the first, with ⟨g⟩ the mean of g over the axis of
-   the softmax, weighted by c:
+   and back through it, from the last iteration to the first, with ⟨g⟩ the mean of g over the axis
+   of the softmax, weighted by c:
 
        g_ij     = ⟨∂L/∂z_j, u_ij⟩, plus ∂L/∂c_ij in the last iteration
        ∂L/∂b_ij = c_ij (g_ij − ⟨g⟩)
@@ -79,7 +79,7 @@ static void agreement_vector_backward(
         grad_z[d] = across * (grad_a[d] - radial * unit[d]) + along * radial * unit[d];
 }
 
-/* From ∂L/∂h_j of iteration r to ∂L/∂z_j of the iteration before. y has the sum of the former. */
+/* From ∂L/∂h_j of iteration r to ∂L/∂z_j of the iteration before; y adds up β ∂L/∂h_j. */
 static void back_to_previous(const struct job *job, size r, size n, const vec *grad_h)
 {
     vec z[D], *grad_a = job->y + n * D;
@@ -307,8 +307,7 @@ INLINE void add_outer_part(const vec *rows, const vec *x, vec *grad, int n, int 
 }
 
 /* ∂L/∂W_ij += Σ_images ∂L/∂u_ij x_iᵀ of one group. */
-static void add_outer(
-    const struct job *job, size group, size i, size j, const vec *grad_u)
+static void add_outer(const struct job *job, size group, size i, size j, const vec *grad_u)
 {
     const vec *x = job->x + (group * job->inputs + i) * K;
     vec *grad = job->grad_sum + (i * job->experts + j) * K * WIDE;
@@ -339,8 +338,8 @@ static void store_weight_gradient(const struct job *job, size i, size j)
    scratch: ∂L/∂x (tile, K), then the arrays of a tile. */
 static void back_through_votes(const struct job *job, size task, vec *scratch)
 {
-    size experts = job->experts, first = task * job->tile, end = min(first + job->tile, job->inputs);
-    size again = job->iterations - 1, count = end - first;
+    size experts = job->experts, again = job->iterations - 1;
+    size first = task * job->tile, end = min(first + job->tile, job->inputs), count = end - first;
     vec *grad_x = scratch, grad_u[D];
     for (size group = 0; group < job->groups; group++) {
         struct tile tile = new_tile(job, group, first, end, again, scratch + job->tile * K);

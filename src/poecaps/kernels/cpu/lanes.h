@@ -33,7 +33,7 @@ typedef ptrdiff_t size; /* signed; a long has 32 bits on Windows */
 #define UNROLL _Pragma("GCC unroll 16")
 #endif
 
-/* The elements of two vectors that are named by constants: a has 0 to LANES − 1, b the next ones. */
+/* The elements of two vectors that constants name: a has 0 to LANES − 1, b the next ones. */
 #if defined __clang__ || __GNUC__ >= 12
 #define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else

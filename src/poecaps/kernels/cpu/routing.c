@@ -57,14 +57,15 @@ struct job {
     size c_expert;
     float *z_batch_first;          /* preactivations (R, images, J, D) of all iterations */
     size z_iteration;              /* its stride from one iteration to the next */
-    const float *grad_z_batch_first; /* ∂L/∂z of the last iteration (images, J, D) */
-    const vec *grad_c;             /* ∂L/∂c of the last iteration (groups, J, I), or NULL: it is 0 */
+    const float *grad_z_batch_first;   /* ∂L/∂z of the last iteration (images, J, D) */
+    const vec *grad_c;             /* ∂L/∂c of the last iteration (groups, J, I), or NULL for 0 */
     float *grad_x_batch_first;     /* output: gradient (images, I, K), or NULL */
     float *grad_weight;            /* output: gradient (I, J, D, K), or NULL */
     const vec *on;                 /* (groups, J): 1 if an expert may fire, else 0; NULL: all may */
     vec *free_energy_gap;          /* output: (groups, J), the part of an expert in F(x) − F(x̃) */
     vec *x, *x_model, *e, *denominator, *z;
-    vec *y;                        /* agreement sums while routing over outputs, later states */
+    vec *y;                        /* agreement sums while routing over outputs, later states; in
+                                      the backward pass, the gradients of agreement vectors */
     vec *partial_z;                /* (chunks, groups, J, D): the part of each chunk in z */
     vec *grad_z, *grad_z_model;    /* (J, groups, LANES, WIDE): image by image, of x and of x̃ */
     vec *grad_sum;                 /* (I, J, K, WIDE): the gradient of the blocks so far */
@@ -635,9 +636,9 @@ static void weight_gradient(const struct job *job, size n, vec *scratch)
 #include "backward.h"
 
 /* ------------------------------------------------------------------------------------------------
-   Threads. Any number of threads may call `route`, `learn` or `backward` with the same job. Tasks are numbered
-   across all stages and taken in order; the tasks of a stage start when all tasks before them are
-   done. No thread waits for a thread that has not taken a task. */
+   Threads. Any number of threads may call `route`, `learn` or `backward` with the same job. Tasks
+   are numbered across all stages and taken in order; the tasks of a stage start when all tasks
+   before them are done. No thread waits for a thread that has not taken a task. */
 
 static struct worker join(struct job *job)
 {
@@ -670,8 +671,7 @@ EXPORT void route(struct job *job)
     }
     run_stage(&worker, clear_agreement_sums, 0, job->groups);
     for (size r = 0; r < job->iterations; r++) {
-        run_stage(&worker, r ? route_chunk : route_chunk_uniformly, 0,
-                  job->chunks * job->groups);
+        run_stage(&worker, r ? route_chunk : route_chunk_uniformly, 0, job->chunks * job->groups);
         run_stage(&worker, finish_iteration, r, job->groups * job->experts);
     }
 }

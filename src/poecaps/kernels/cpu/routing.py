@@ -249,7 +249,9 @@ def routing_backward(
     grad_c : (B, I, J), optional
     """
     grad_x = x.new_empty(x.shape) if needs_grad_x else None
-    grad_weight = weight.new_zeros(weight.shape) if needs_grad_weight else None
+    grad_weight = weight.new_empty(weight.shape) if needs_grad_weight else None
+    if grad_weight is not None and not len(x):
+        grad_weight.zero_()  # no block writes to it
     grad_z = torch.zeros_like(z[-1]) if grad_z is None else grad_z.contiguous()
     batch = _Batch(x, weight, routing, grad_weight, is_backward=True)
     for block in batch.blocks():
