@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 from unittest import mock
@@ -11,6 +12,7 @@ import torch
 from poecaps._devices import find_device, use_bfloat16
 from poecaps.cli.arguments import command_for
 from poecaps.kernels import cpu, dispatch
+from poecaps.kernels.cpu import build
 from poecaps.network import CapsuleNetwork
 from poecaps.options import Architecture
 from poecaps.training.config import changed_options
@@ -39,6 +41,8 @@ __all__ = [
     "compiler",
     "describe_backend",
     "find_device",
+    "instruction_set",
+    "instruction_sets",
     "release_buffers",
     "simd_available",
     "starts_observed",
@@ -56,6 +60,25 @@ def simd_available() -> bool:
 def compiler() -> str | None:
     """Return the C compiler of the compiled CPU backend, or None if there is none."""
     return cpu.compiler_version()
+
+
+def instruction_sets() -> list[str]:
+    """Return the instruction sets that the compiled CPU backend can use, the best one first."""
+    return [target.name for target in build.targets()] if simd_available() else []
+
+
+@contextmanager
+def instruction_set(name: str) -> Iterator[None]:
+    """Let the compiled CPU backend use this instruction set."""
+    before = os.environ.get(build.VARIABLE)
+    os.environ[build.VARIABLE] = name
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[build.VARIABLE]
+        else:
+            os.environ[build.VARIABLE] = before
 
 
 def describe_backend(device: torch.device) -> str:
