@@ -55,7 +55,9 @@ def density_config(
     data: Path, density: dict[str, Any] | None = None, stage: dict[str, Any] | None = None
 ) -> Config:
     """A run of 6 steps of the autoencoder and 12 of a density, and none of the other parts."""
-    config = without_epochs(data, autoencoder=Stage(epochs=1, learning_rate=5e-3))
+    config = without_epochs(
+        data, autoencoder=Stage(epochs=1, learning_rate=5e-3), checkpoint_every=0
+    )
     options: dict[str, Any] = {"experts": (3, 4), "linear_dims": 2, "base_components": COMPONENTS}
     options |= {"strength": 2.0, **(density or {})}
     usual: dict[str, Any] = {"epochs": 2, "chains": CHAINS, "lifetime": 6, "leapfrog_steps": 2}
