@@ -127,16 +127,17 @@ def test_an_interrupt_saves_and_prints_the_command_to_resume(
     assert_same_weights(folder, finished)
 
 
-@pytest.mark.parametrize("broken", [KeyboardInterrupt, MemoryError])
 @pytest.mark.parametrize(
-    ("what", "stage"),
+    ("what", "stage", "broken"),
     [
-        ("poecaps.training.features.FeatureCache.compute_codes", 2),
-        ("poecaps.training.features.FeatureCache.fit_preprocessing", 1),
-        ("poecaps.training.features.FeatureCache._compute_for_all", 1),
-        ("poecaps.training.stages._reset_parameters", 1),
-        ("poecaps.training.trainer.Trainer._fit_code_density", 6),
-        ("poecaps.network.CapsuleNetwork.save", 6),
+        ("poecaps.training.features.FeatureCache.compute_codes", 2, KeyboardInterrupt),
+        ("poecaps.training.features.FeatureCache.fit_preprocessing", 1, KeyboardInterrupt),
+        ("poecaps.training.features.FeatureCache._compute_for_all", 1, KeyboardInterrupt),
+        ("poecaps.training.features.FeatureCache._compute_for_all", 1, MemoryError),
+        ("poecaps.training.stages._reset_parameters", 1, KeyboardInterrupt),
+        ("poecaps.training.trainer.Trainer._fit_code_density", 6, KeyboardInterrupt),
+        ("poecaps.network.CapsuleNetwork.save", 6, KeyboardInterrupt),
+        ("poecaps.network.CapsuleNetwork.save", 6, MemoryError),
     ],
 )
 def test_an_error_between_two_stages_loses_no_step(
