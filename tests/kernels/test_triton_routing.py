@@ -22,14 +22,6 @@ def test_the_kernels_in_a_process_of_their_own() -> None:
     assert_facts(FACTS)
 
 
-@pytest.mark.parametrize(
-    "modules", ["poecaps", "poecaps.kernels.triton.support", "poecaps.kernels.triton.launch"]
-)
-def test_triton_is_imported_only_when_it_is_used(modules: str) -> None:
-    code = f"import sys, {modules}; sys.exit('triton' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
-
-
 @needs_triton
 def test_kernels_are_not_compiled_for_the_values_of_numbers() -> None:
     """A compiled kernel is reused for other batch sizes; it may depend on addresses alone."""
