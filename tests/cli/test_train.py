@@ -9,9 +9,8 @@ import shlex
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -21,12 +20,16 @@ from PIL import Image
 import poecaps
 from poecaps._json import dataclass_from_json
 from poecaps.cli.main import main
+from poecaps.cli.train import TrainingReporter
 from poecaps.code_density import DOMAIN_INFO, DOMAINS
 from poecaps.serialization import read_tensors
 from poecaps.training import PRESETS
 from poecaps.training.checkpoint import CHECKPOINT
 from poecaps.training.config import Config
 from tests.cli.conftest import SMALL, arrays
+
+if TYPE_CHECKING:
+    from poecaps.training import Progress
 
 
 def test_training_leaves_a_model_its_record_and_pictures(run: Path) -> None:
@@ -112,6 +115,21 @@ def test_progress_is_plain_lines_where_there_is_no_terminal(
     assert "the model is in runs/digits-2" in capsys.readouterr().out
 
 
+def test_progress_is_one_live_line_for_each_stage_on_a_terminal(
+    source: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    options = ["--data", str(source), "--out", str(tmp_path / "run"), "--no-figures"]
+    assert main(["train", *options, *SMALL]) == 0
+    lines = [line for line in capsys.readouterr().err.split("\n") if line]
+    lines = [line for line in lines if not line.startswith("warning")]
+    assert len(lines) == 6  # what was found, where it trains, and four stages
+    assert all("\r\x1b[K" in line and "100%" in line for line in lines[2:])
+
+
 def on_a_terminal(arguments: list[str], folder: Path) -> str:
     """Run a command with its standard error on a terminal, and return the output there."""
     import pty
@@ -134,44 +152,24 @@ def on_a_terminal(arguments: list[str], folder: Path) -> str:
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs a pseudo-terminal")
-def test_progress_is_one_live_line_for_each_stage_on_a_terminal(
-    source: Path, tmp_path: Path
+def test_a_run_is_resumed_on_a_terminal(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arguments = [
-        sys.executable,
-        "-m",
-        "poecaps",
-        "train",
-        "--data",
-        str(source),
-        "--no-figures",
-        *SMALL,
-    ]
-    seen = on_a_terminal(arguments, tmp_path)
-    lines = [line for line in seen.split("\r\n") if line]
-    lines = [line for line in lines if not line.startswith("warning")]
-    assert len(lines) == 6  # what was found, where it trains, and four stages
-    assert all("\r\x1b[K" in line and "100%" in line for line in lines[2:])
-
-
-@pytest.mark.skipif(os.name != "posix", reason="needs a pseudo-terminal")
-def test_a_run_is_resumed_on_a_terminal(source: Path, tmp_path: Path) -> None:
     """In the middle of a stage, when the speed is not known yet."""
-    train = [sys.executable, "-m", "poecaps", "train", "--no-figures"]
-    options = ["--data", str(source), "--out", "run", *SMALL]
-    slow = ["--autoencoder.epochs", "40", "--checkpoint-every", "0.1"]
-    process = subprocess.Popen([*train, *options, *slow], stderr=subprocess.DEVNULL, cwd=tmp_path)
-    while True:
-        assert process.poll() is None
-        if (tmp_path / "run" / "run.json").exists() and read_tensors(tmp_path / "run" / CHECKPOINT)[
-            1
-        ]["step"] > 0:
-            break
-        time.sleep(0.01)
-    process.kill()
-    process.wait()
-    seen = on_a_terminal([*train, "--resume", "run"], tmp_path)
+
+    def interrupt(self: TrainingReporter, progress: Progress) -> None:
+        if progress.step == 2:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TrainingReporter, "report", interrupt)
+        options = ["--data", str(source), "--out", str(tmp_path / "run"), "--checkpoint-every", "0"]
+        assert main(["train", "--quiet", *options, *SMALL]) == 130
+    assert read_tensors(tmp_path / "run" / CHECKPOINT)[1]["step"] > 0
+    resume = [sys.executable, "-m", "poecaps", "train", "--no-figures", "--resume", "run"]
+    seen = on_a_terminal(resume, tmp_path)
     assert "resumes at epoch" in seen
+    assert "\r\x1b[K" in seen
     assert "Traceback" not in seen
     assert json.loads((tmp_path / "run" / "run.json").read_text())["finished"]
 
