@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -24,6 +24,9 @@ from poecaps import CapsuleNetwork, TrainingError, squash
 from poecaps.data import DataError
 from poecaps.sklearn import RESERVOIR_SIZE, CapsuleExpertsTransformer
 from poecaps.training import PRESETS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 Array = np.ndarray[Any, Any]
 
@@ -62,8 +65,10 @@ class TestScikitLearn:
         program = """if True:
             from sklearn.utils.estimator_checks import check_estimator
             from poecaps.sklearn import CapsuleExpertsTransformer as Transformer
-            other = Transformer(3, 2, capsule_dim=3, winners=None, normalize="inputs")
-            for each in (Transformer(), other):
+            other = Transformer(
+                3, 2, capsule_dim=3, n_iter=2, winners=None, normalize="inputs"
+            )
+            for each in (Transformer(n_iter=2), other):
                 results = check_estimator(each, on_skip=None)
                 assert len(results) > 40
                 assert all(result["status"] == "passed" for result in results), results
@@ -258,7 +263,7 @@ class TestImages:
             0,
         ]  # red above, in many shades
         images[:, 9:] = random.integers(150, 256, (64, 1, 1, 3)) * [0, 0, 1]  # blue below
-        made = small(autoencoder_iter=60, decoder_iter=10, pixel_decoder_iter=30).fit(images)
+        made = small(autoencoder_iter=20, decoder_iter=10, pixel_decoder_iter=30).fit(images)
         back = made.inverse_transform(made.transform(images)).mean((0, 2))
         assert back[:8, 0].min() > 0.5 > back[:8, 1:].max()
         assert back[10:, 2].min() > 0.5 > back[10:, :2].max()
@@ -296,12 +301,23 @@ class TestImages:
 
 
 @pytest.fixture(scope="module")
-def dense(digits: Array) -> CapsuleExpertsTransformer:
+def few_chains() -> Iterator[None]:
+    """Let the preset estimate log Z by fewer and shorter chains."""
+    preset = PRESETS["energy"]()
+    stage = replace(preset.density, chains=64, partition_chains=16, partition_steps=50)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(PRESETS, "energy", lambda: replace(preset, density=stage))
+        yield
+
+
+@pytest.fixture(scope="module")
+def dense(digits: Array, few_chains: None) -> CapsuleExpertsTransformer:
     """Trained on the first 150 digits, with a density of their features."""
     made = small(image_shape=(8, 8), density_experts=(4, 3), density_iter=2, kernel_size=3)
     return made.fit(digits[:150])
 
 
+@pytest.mark.usefixtures("few_chains")
 class TestDensity:
     def test_scores_are_log_probabilities_in_nats(
         self, dense: CapsuleExpertsTransformer, digits: Array
