@@ -39,11 +39,11 @@ from benchmarks.study import STUDY
 from poecaps import applications, evaluation, export, plotting, sklearn, training
 from poecaps.cli.main import main
 from poecaps.data import datasets
-from poecaps.data.idx import PREFIX
 from poecaps.explorer import server
 from poecaps.explorer.render import ExplorerModel
 from poecaps.training import PRESETS, Config
 from tests.explorer.conftest import serving
+from tests.samples import some_of_the_bundled
 from tools.check_site import faults
 
 if TYPE_CHECKING:
@@ -159,22 +159,6 @@ def bundled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         language: some_of_the_bundled(tmp_path_factory.mktemp(language), count)
         for language, count in IMAGES.items()
     }
-
-
-def some_of_the_bundled(folder: Path, counts: dict[str, int]) -> Path:
-    for name in datasets.PUBLIC_DATASETS:
-        (folder / name).mkdir()
-        for split, count in counts.items():
-            data = poecaps.data.load(f"{name}-sample", split=split)  # type: ignore[arg-type]
-            assert data.labels is not None
-            for kind, array in (
-                ("images-idx3", data.images[:count, :, :, 0]),
-                ("labels-idx1", data.labels[:count]),
-            ):
-                head = np.array([0x800 + array.ndim, *array.shape], ">u4").tobytes()
-                file = folder / name / f"{PREFIX[split]}-{kind}-ubyte"  # type: ignore[index]
-                file.write_bytes(head + array.astype(np.uint8).tobytes())
-    return folder
 
 
 @pytest.fixture
