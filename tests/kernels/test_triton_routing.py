@@ -1,25 +1,17 @@
-"""The Triton backend for routing, in Triton's interpreter if there is no GPU."""
+"""The choice of the Triton backend for routing, and the launch of its kernels."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from poecaps.kernels.triton import support
 from poecaps.kernels.triton.launch import padded, split_k
-from tests.kernels.facts import assert_facts, needs_triton
-
-FACTS = Path(__file__).with_name("triton_routing_facts.py")
-
-
-@needs_triton
-def test_the_kernels_in_a_process_of_their_own() -> None:
-    assert_facts(FACTS)
+from tests.kernels.problems import needs_triton
 
 
 @needs_triton

@@ -1,6 +1,6 @@
 """The Triton backend computes the same as the reference.
 
-On a GPU, or else in Triton's interpreter, which `test_triton_routing` starts.
+On a GPU, or else in Triton's interpreter, which `test_triton_facts` starts.
 """
 
 from __future__ import annotations
