@@ -40,8 +40,8 @@ def test_a_trained_network_beats_the_mean_image(data: Path, tmp_path: Path) -> N
     longer = replace(
         tiny,
         model=model,
-        autoencoder=Stage(epochs=60, learning_rate=5e-3),
-        encoder=EncoderStage(epochs=20, learning_rate=0.05),
+        autoencoder=Stage(epochs=30, learning_rate=5e-3),
+        encoder=EncoderStage(epochs=10, learning_rate=0.05),
         decoder=DecoderStage(epochs=30, learning_rate=0.03),
     )
     network = train(longer, tmp_path / "run")
