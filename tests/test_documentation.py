@@ -39,11 +39,11 @@ from benchmarks.study import STUDY
 from poecaps import applications, evaluation, export, plotting, sklearn, training
 from poecaps.cli.main import main
 from poecaps.data import datasets
-from poecaps.data.idx import PREFIX
 from poecaps.explorer import server
 from poecaps.explorer.render import ExplorerModel
 from poecaps.training import PRESETS, Config
 from tests.explorer.conftest import serving
+from tests.samples import some_of_the_bundled
 from tools.check_site import faults
 
 if TYPE_CHECKING:
@@ -159,22 +159,6 @@ def bundled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         language: some_of_the_bundled(tmp_path_factory.mktemp(language), count)
         for language, count in IMAGES.items()
     }
-
-
-def some_of_the_bundled(folder: Path, counts: dict[str, int]) -> Path:
-    for name in datasets.PUBLIC_DATASETS:
-        (folder / name).mkdir()
-        for split, count in counts.items():
-            data = poecaps.data.load(f"{name}-sample", split=split)  # type: ignore[arg-type]
-            assert data.labels is not None
-            for kind, array in (
-                ("images-idx3", data.images[:count, :, :, 0]),
-                ("labels-idx1", data.labels[:count]),
-            ):
-                head = np.array([0x800 + array.ndim, *array.shape], ">u4").tobytes()
-                file = folder / name / f"{PREFIX[split]}-{kind}-ubyte"  # type: ignore[index]
-                file.write_bytes(head + array.astype(np.uint8).tobytes())
-    return folder
 
 
 @pytest.fixture
@@ -565,28 +549,39 @@ def test_parameters_that_share_a_description_have_separate_types(site: Path) -> 
     assert re.search(r"sharpness\s+\(\s*float, default:\s+1\.0", text)
 
 
+@pytest.fixture
+def two_pages(project: Path, tmp_path: Path) -> Path:
+    """A site with the options of the documentation, but with two pages only."""
+    text = (project / "zensical.toml").read_text(encoding="utf-8")
+    pages = 'nav = [{ "Start" = "index.md" }, { "Other" = "other.md" }]'
+    text, count = re.subn(r"^nav = \[$.*?^\]$", pages, text, flags=re.M | re.S)
+    assert count == 1
+    (tmp_path / "zensical.toml").write_text(text, encoding="utf-8")
+    for name in ("src", "tools"):
+        (tmp_path / name).symlink_to(project / name)
+    (tmp_path / "docs").mkdir()
+    shutil.copy(project / "docs" / "site.css", tmp_path / "docs")
+    (tmp_path / "docs" / "other.md").write_text("# Other\n\n::: poecaps.squash\n")
+    return tmp_path
+
+
 @pytest.mark.parametrize(
     ("faulty", "found"),
     [
+        ("[a](other.md#other) [b][poecaps.squash]", ()),
         (
-            "[a](gone.md) [b](mathematics.md#gone) [c][poecaps.gone]",
+            "[a](gone.md) [b](other.md#gone) [c][poecaps.gone]",
             ("page does not exist", "anchor does not exist", "unresolved autoref"),
         ),
         ("::: poecaps.gone", ("poecaps.gone",)),
     ],
-    ids=["links", "names"],
+    ids=["none", "links", "names"],
 )
-def test_faults_stop_the_build(
-    site: Path, project: Path, faulty: str, found: tuple[str, ...]
-) -> None:
-    page = project / "docs" / "results.md"
-    whole = page.read_text(encoding="utf-8")
-    page.write_text(f"{whole}\n\n{faulty}\n", encoding="utf-8")
-    try:
-        result = build(project)
-    finally:
-        page.write_text(whole, encoding="utf-8")
-    assert result.returncode != 0
+def test_faults_stop_the_build(two_pages: Path, faulty: str, found: tuple[str, ...]) -> None:
+    page = two_pages / "docs" / "index.md"
+    page.write_text(f"# Start\n\n{faulty}\n", encoding="utf-8")
+    result = build(two_pages)
+    assert (result.returncode != 0) == bool(found), result.stdout + result.stderr
     for each in found:
         assert each in result.stdout + result.stderr
 

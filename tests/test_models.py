@@ -21,6 +21,7 @@ from poecaps.cli.main import main
 from poecaps.code_density import DOMAINS
 from poecaps.data import datasets
 from poecaps.training import PRESETS, record, train
+from tests.samples import some_of_the_bundled
 from tools.ship_model import main as ship_model
 from tools.ship_model import ship
 
@@ -39,7 +40,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     usual = PRESETS["default"]()
     short = {
         name: replace(getattr(usual, name), epochs=1)
-        for name in ("autoencoder", "encoder", "decoder")
+        for name in ("autoencoder", "encoder", "decoder", "pixel_decoder")
     }
     config = replace(
         usual, data=str(root / "few.npy"), batch_size=16, device="cpu", seed=7, **short
@@ -304,8 +305,15 @@ def test_the_card_states_the_origin_of_the_model(shipped: Path) -> None:
 
 
 def test_the_card_has_the_numbers_of_the_evaluation(
-    shipped: Path, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    shipped: Path,
+    run: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    (tmp_path / "bundled").mkdir()
+    few = some_of_the_bundled(tmp_path / "bundled", {"train": 300, "test": 100})
+    monkeypatch.setattr(datasets, "BUNDLED", few)
     copy = tmp_path / "copy"
     shutil.copytree(run, copy)
     out = ["--out", str(copy / "evaluation.json")]
@@ -329,7 +337,7 @@ def test_the_card_has_the_numbers_of_the_evaluation(
     assert str(shipped / "mnist" / "model.safetensors") in capsys.readouterr().out
     measured = json.loads((copy / "evaluation.json").read_text())
     card = (shipped / "mnist" / "README.md").read_text(encoding="utf-8")
-    assert "on mnist-sample (test), 2,000 images,\nwith 20 draws" in card
+    assert "on mnist-sample (test), 100 images,\nwith 20 draws" in card
     assert (
         f"| linear probe on codes, test accuracy | {measured['probe']['test_accuracy']:.2%} |"
         in card

@@ -86,7 +86,7 @@ class CapsuleExpertsTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixi
         decoder.
     density_experts : tuple of int, optional
         Number and dimension of the experts of a density over the features of images, which gives
-        `score_samples` a unit; (60, 8) in the preset ``energy``, whose other options it has, with
+        `score_samples` a unit; (600, 8) in the preset ``energy``, whose other options it has, with
         at most one principal component of the base measure for every two images. None: no density.
     density_iter : int
         Epochs of the density; at least 1 if there is one.

@@ -44,6 +44,8 @@ SMALL: dict[str, Any] = {
     "density__epochs": 1,
     "density__chains": 16,
     "density__lifetime": 6,
+    "density__partition_chains": 32,
+    "density__partition_steps": 50,
     "encoder__epochs": 0,
     "decoder__epochs": 0,
     "pixel_decoder__epochs": 0,

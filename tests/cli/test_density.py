@@ -240,18 +240,27 @@ def measured(
     return json.loads((copy / "likelihood.json").read_text()), "\n".join(lines)
 
 
+@pytest.fixture
+def network(dense: Path) -> poecaps.CapsuleNetwork:
+    return poecaps.load(dense)
+
+
+@pytest.fixture(scope="module")
+def images(noise: Path) -> Tensor:
+    """The images of `measured`."""
+    return poecaps.data.load(str(noise), split="test").batch(range(9))
+
+
 def test_the_likelihood_is_the_mean_under_the_estimated_partition_function(
-    measured: tuple[dict[str, Any], str], dense: Path, noise: Path
+    measured: tuple[dict[str, Any], str], network: poecaps.CapsuleNetwork, images: Tensor
 ) -> None:
     result, _ = measured
-    network = poecaps.load(dense)
     density = network.require_density()
     generator = torch.Generator().manual_seed(0)
     estimate = likelihoods.estimate_log_partition(density, chains=16, steps=40, generator=generator)
     for name in ("forward", "reverse", "forward_error", "reverse_error", "effective_sample_size"):
         assert result[name] == pytest.approx(getattr(estimate, name), rel=1e-5), name
     assert (result["chains"], result["steps"], result["images"]) == (16, 40, 9)
-    images = poecaps.data.load(str(noise), split="test").batch(range(9))
     stored = network.log_prob(images)  # with the log Z of the file
     likelihoods.fit_log_partition(density, estimate)
     value = network.log_prob(images)
@@ -263,13 +272,11 @@ def test_the_likelihood_is_the_mean_under_the_estimated_partition_function(
 
 
 def test_base_measure_and_experts_add_up_to_the_likelihood(
-    measured: tuple[dict[str, Any], str], dense: Path, noise: Path
+    measured: tuple[dict[str, Any], str], network: poecaps.CapsuleNetwork, images: Tensor
 ) -> None:
     """With all experts off, what is left of the likelihood is the share of the base measure."""
     result, _ = measured
-    network = poecaps.load(dense)
     density = network.require_density()
-    images = poecaps.data.load(str(noise), split="test").batch(range(9))
     experts = -density.free_energy(network.whitened(images)).mean().item()
     log_z = (result["forward"] + result["reverse"]) / 2
     assert result["base"] + experts - log_z == pytest.approx(result["log_likelihood"], abs=1e-3)

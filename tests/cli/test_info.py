@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import json
-import os
 import shutil
-import subprocess
 import sys
 from typing import TYPE_CHECKING
 
+import pytest
 import torch
 
 from poecaps import models
-from poecaps.cli.main import main
+from poecaps.cli.main import main, run_program
 from poecaps.training import record
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    import pytest
 
 
 def test_info_describes_a_run(run: Path, source: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -53,11 +51,17 @@ def test_info_has_the_command_that_resumes_a_run(
     )
 
 
-def test_output_in_an_encoding_without_some_characters(run: Path) -> None:
-    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
-    arguments = [sys.executable, "-m", "poecaps", "info", str(run)]
-    done = subprocess.run(arguments, env=environment, capture_output=True, text=True, check=True)
-    assert "28?28, grey" in done.stdout
+def test_output_in_an_encoding_without_some_characters(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = io.BytesIO()
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, io.TextIOWrapper(written, encoding="ascii"))
+    monkeypatch.setattr(sys, "argv", ["poecaps", "info", str(run)])
+    with pytest.raises(SystemExit, match="0"):
+        run_program()
+    sys.stdout.flush()
+    assert b"28?28, grey" in written.getvalue()
 
 
 def test_a_record_that_is_older_than_an_option_is_read(

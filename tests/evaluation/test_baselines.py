@@ -107,7 +107,7 @@ class TestGaussianRBM:
     def test_training_reduces_the_reconstruction_error(self, digits: ImageSet) -> None:
         images = digits.batch(slice(None))
         errors = []
-        for epochs in (0, 25):
+        for epochs in (0, 8):
             trained = GaussianRBM(digits, budget(epochs))
             errors.append(
                 reconstruction([(images, trained.reconstruct(images))], images.mean(0)).relative
@@ -202,14 +202,13 @@ def test_several_seeds_give_mean_and_standard_deviation(
         "--device",
         "cpu",
         "--seeds",
-        "0,1,5",
+        "0,5",
     ]
     main([*size, "--only", "pixels,vae", "--json", str(tmp_path / "all.json")])
     results = json.loads((tmp_path / "all.json").read_text())
     assert [(each["name"], each["seed"]) for each in results] == [
         ("pixels", 0),
         ("vae", 0),
-        ("vae", 1),
         ("vae", 5),
     ]
     distances = [each["domains"]["joint"]["frechet"]["distance"] for each in results[1:]]

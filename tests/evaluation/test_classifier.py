@@ -73,7 +73,7 @@ def test_the_script_trains_saves_and_is_repeatable(tmp_path: Path) -> None:
         "--data",
         str(tmp_path / "x.npz"),
         "--epochs",
-        "6",
+        "3",
         "--batch-size",
         "20",
         "--device",

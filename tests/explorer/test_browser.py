@@ -532,6 +532,7 @@ def test_chains_walk_step_by_step(walking: Page, walks: ExplorerModel) -> None:
 
 
 def test_playing_moves_the_pictures_until_the_pause(walking: Page) -> None:
+    walking.get_by_label("Steps at a time").select_option("5")
     after(walking, walking.get_by_role("button", name="Play").click, "#chains-grid canvas >> nth=0")
     wait_for_step(walking, 30)
     assert walking.locator("#chains-plot polyline").count() == chains.MAX_CHAINS
@@ -564,16 +565,16 @@ def test_pictures_change_less_often_with_reduced_motion(
     expect(count).to_have_text("step 2")
 
 
-def test_the_past_is_thinned_out_when_it_is_full(walking: Page) -> None:
-    walking.get_by_label("Steps at a time").select_option("10")
-    walking.get_by_role("button", name="Play").click()
-    wait_for_step(walking, 320)
-    walking.get_by_role("button", name="Pause").click()
-    expect(walking.locator("#chains-past")).to_have_text(
-        "Chain 0 every 50 steps, from left to right"
-    )
-    expect(walking.get_by_role("img", name="Chain 0 after 300 steps")).to_be_visible()
-    expect(walking.locator("#chains-t")).to_have_text("t = 1.00")
+def test_the_past_is_thinned_out_when_it_is_full(opened: Callable[..., Page]) -> None:
+    page = opened()
+    show_chains(page)
+    page.get_by_label("Steps at a time").select_option("10")
+    page.get_by_role("button", name="Play").click()
+    wait_for_step(page, 320)
+    page.get_by_role("button", name="Pause").click()
+    expect(page.locator("#chains-past")).to_have_text("Chain 0 every 50 steps, from left to right")
+    expect(page.get_by_role("img", name="Chain 0 after 300 steps")).to_be_visible()
+    expect(page.locator("#chains-t")).to_have_text("t = 1.00")
 
 
 def test_chains_start_again_from_the_same_or_another_seed(
@@ -653,7 +654,8 @@ def test_the_panel_of_chains_fits_and_has_names(walking: Page) -> None:
     expect(walking.locator("#chains-grid button").nth(0)).to_be_visible()
 
 
-def test_without_a_density_there_are_no_chains(page: Page) -> None:
+def test_without_a_density_there_are_no_chains(opened: Callable[..., Page]) -> None:
+    page = opened()
     expect(page.locator("#chains-panel")).to_be_hidden()
     sent: list[str] = []
     page.on("request", lambda request: sent.append(request.url))

@@ -68,6 +68,20 @@ def test_the_images_are_those_of_the_density(model: ExplorerModel) -> None:
         assert np.array_equal(after.images, as_pixels(model.network.decode_whitened(x)))
 
 
+def test_directions_that_no_expert_reads_stay_as_they_were_drawn(walks: ExplorerModel) -> None:
+    """Six experts of four numbers read 24 of 288 directions: those of the gradients of F."""
+    density = walks.network.require_density()
+    u = torch.randn(60, 288, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    (gradient,) = torch.autograd.grad(density.free_energy(density.base.from_white(u)).sum(), u)
+    _, size, directions = torch.linalg.svd(gradient)
+    assert size[23] > 1e3 * size[24]
+    begin = start(walks, 4, seed=1)
+    after = advance(walks, begin.state, 10)
+    before, now = (torch.from_numpy(each.state.position) @ directions.T for each in (begin, after))
+    torch.testing.assert_close(now[:, 24:], before[:, 24:], rtol=0, atol=1e-4)
+    assert not torch.allclose(now[:, :24], before[:, :24], rtol=0, atol=1e-2)
+
+
 def test_the_same_seed_gives_the_same_chains(model: ExplorerModel) -> None:
     first, again, other = (
         advance(model, start(model, 3, seed).state, 4, 2.0) for seed in (7, 7, 8)

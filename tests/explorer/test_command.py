@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-import os
 import re
 import signal
 import socket
@@ -125,16 +124,3 @@ def test_a_port_that_is_taken_is_an_error(
         assert main(["explore", digits.source, "--no-browser", "--port", port]) == 1
         assert "choose another port" in capsys.readouterr().err
     assert main(["explore", digits.source, "--no-browser", "--port", "70000"]) == 2
-
-
-def test_the_core_does_not_need_fastapi() -> None:
-    program = (
-        "import sys, poecaps.cli.main;"
-        "sys.exit(any(name in sys.modules for name in ('fastapi', 'uvicorn', 'pydantic')))"
-    )
-    assert (
-        subprocess.run(
-            [sys.executable, "-c", program], env=dict(os.environ), timeout=120
-        ).returncode
-        == 0
-    )

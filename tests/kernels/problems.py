@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,10 @@ OPTIONS = [
     for axis in dispatch.IMPLEMENTED_AXES
     for agreement in dispatch.IMPLEMENTED_AGREEMENTS
 ]
+
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="Triton is not installed"
+)
 
 needs_simd = pytest.mark.skipif(
     cpu.why_not_compiled() is not None, reason=f"no simd backend: {cpu.why_not_compiled()}"

@@ -130,20 +130,20 @@ def test_contrastive_divergence(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("views", [3, 7])
+@pytest.mark.parametrize(("count", "views"), [(60, 3), (60, 7), (3, 150)])
 @pytest.mark.parametrize("chained", [False, True])
 def test_views_of_an_image_win_together_in_any_block(
-    backend: RoutingBackend, views: int, chained: bool, generator: torch.Generator
+    backend: RoutingBackend, count: int, views: int, chained: bool, generator: torch.Generator
 ) -> None:
-    """A block has 128 images, which is no multiple of the views."""
-    x, weight = problem((60 * views, 5, 8, 4, 6), generator)
+    """A block has 128 images, which is no multiple of the views, or is fewer than one image has."""
+    x, weight = problem((count * views, 5, 8, 4, 6), generator)
     chain = squash(torch.randn(9, 5, 8, generator=generator)) if chained else None
     given = {"winners": 1, "balance": torch.randn(4, generator=generator), "views": views}
     routing = options(3, "outputs", "cosine")
     assert_learned(backend, x, weight, routing, chain=chain, **given)
     on = learned(backend, x, weight, routing, chain=chain, **given).on
     assert on is not None
-    images = on.view(60, views, 4)
+    images = on.view(count, views, 4)
     assert torch.equal(images, images[:, :1].expand_as(images))
     alone = learned(backend, x, weight, routing, chain=chain, **given | {"views": 1}).on
     assert not torch.equal(alone, on)  # type: ignore[arg-type]

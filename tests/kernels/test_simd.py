@@ -607,7 +607,7 @@ def test_a_compiler_that_hangs_is_called_once(
         ),
         ("exit 3", "failed: exit status 3"),
         ("test $1 = --version && exit; exit 0", "the C source cannot be compiled"),
-        ('test $1 = --version && exit; exec c++ "$@"', "lacks the functions of routing.c"),
+        ('test $1 = --version && exit; exec c++ "$@" -O0', "lacks the functions of routing.c"),
     ],
 )
 def test_a_broken_compiler(
@@ -644,17 +644,21 @@ def test_libraries_are_cached(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 
 
 @needs_simd
-def test_a_damaged_library_is_compiled_again(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("fresh")
+def test_a_damaged_library_is_compiled_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Loading a truncated library would end the process."""
-    for share in (0.9, 0.5, 0.01):
-        done = run(
-            "from poecaps.kernels import cpu; assert cpu.why_not_compiled(3, 2) is None",
-            XDG_CACHE_HOME=str(tmp_path),
-        )
-        assert done.returncode == 0, done.stderr
-        (cached,) = (tmp_path / "poecaps" / "simd").iterdir()
-        assert cached.stat().st_size > 1000
-        cached.write_bytes(cached.read_bytes()[: int(share * cached.stat().st_size)])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cpu.why_not_compiled(3, 2) is None
+    (cached,) = (tmp_path / "poecaps" / "simd").iterdir()
+    whole = cached.read_bytes()
+    for share in (0.9, 0.01):
+        cached.unlink()  # this process has mapped it
+        cached.write_bytes(whole[: int(share * len(whole))])
+        build._library.cache_clear()
+        assert cpu.why_not_compiled(3, 2) is None
+        assert cached.read_bytes() == whole
 
 
 @needs_simd
@@ -686,9 +690,9 @@ def test_a_cache_that_cannot_be_used(
 @needs_simd
 def test_processes_that_compile_the_same(tmp_path: Path) -> None:
     script = "from poecaps.kernels import cpu; assert cpu.why_not_compiled(2, 2) is None"
-    with ThreadPoolExecutor(3) as starters:
-        done = list(starters.map(lambda _: run(script, XDG_CACHE_HOME=str(tmp_path)), range(3)))
-    assert [each.returncode for each in done] == [0, 0, 0], done
+    with ThreadPoolExecutor(2) as starters:
+        done = list(starters.map(lambda _: run(script, XDG_CACHE_HOME=str(tmp_path)), range(2)))
+    assert [each.returncode for each in done] == [0, 0], done
     assert len(list((tmp_path / "poecaps" / "simd").iterdir())) == 1
 
 

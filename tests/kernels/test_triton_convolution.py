@@ -1,10 +1,9 @@
-"""The Triton convolutions in the ordinary test run, and the choice between them and PyTorch."""
+"""The choice between the Triton convolutions and those of PyTorch."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,14 +11,6 @@ import torch
 from poecaps.autoencoder import ConvAutoencoder
 from poecaps.kernels import convolution
 from poecaps.kernels.triton import support
-from tests.kernels.facts import assert_facts, needs_triton
-
-FACTS = Path(__file__).with_name("triton_convolution_facts.py")
-
-
-@needs_triton
-def test_the_kernels_in_a_process_of_their_own() -> None:
-    assert_facts(FACTS)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels can run here")

@@ -1,33 +1,17 @@
-"""The Triton backend for routing, in Triton's interpreter if there is no GPU."""
+"""The choice of the Triton backend for routing, and the launch of its kernels."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from poecaps.kernels.triton import support
 from poecaps.kernels.triton.launch import padded, split_k
-from tests.kernels.facts import assert_facts, needs_triton
-
-FACTS = Path(__file__).with_name("triton_routing_facts.py")
-
-
-@needs_triton
-def test_the_kernels_in_a_process_of_their_own() -> None:
-    assert_facts(FACTS)
-
-
-@pytest.mark.parametrize(
-    "modules", ["poecaps", "poecaps.kernels.triton.support", "poecaps.kernels.triton.launch"]
-)
-def test_triton_is_imported_only_when_it_is_used(modules: str) -> None:
-    code = f"import sys, {modules}; sys.exit('triton' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+from tests.kernels.problems import needs_triton
 
 
 @needs_triton

@@ -1,11 +1,10 @@
 """The Triton backend computes the same as the reference.
 
-On a GPU, or else in Triton's interpreter, which `test_triton_routing` starts.
+On a GPU, or else in Triton's interpreter, which `test_triton_facts` starts.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ODD = (2, 7, 3, 5, 4)
+SMALL = (2, 3, 2, 3, 2)  # the interpreter is slow
 SIZES = [(1, 1, 1, 1, 1), (18, 3, 3, 6, 9), (3, 9, 8, 3, 16), (4, 3, 6, 11, 2), (2, 3, 33, 2, 40)]
 
 
@@ -86,12 +86,18 @@ def assert_same_routing(x: Tensor, weight: Tensor, routing: F.RoutingOptions) ->
 # Routing
 
 
-@pytest.mark.parametrize("iterations", [1, 2, 3, 8])
-@pytest.mark.parametrize(("normalize", "agreement"), OPTIONS)
+@pytest.mark.parametrize(
+    ("normalize", "agreement", "iterations"),
+    [
+        *((*each, iterations) for each in OPTIONS for iterations in (1, 3)),
+        ("inputs", "inner", 2),
+        ("outputs", "cosine", 8),
+    ],
+)
 def test_routing_and_its_gradient(
     normalize: F.Axis, agreement: F.Agreement, iterations: int, generator: torch.Generator
 ) -> None:
-    sizes = ODD if iterations < 8 else (2, 3, 2, 3, 2)  # the interpreter is slow
+    sizes = ODD if iterations < 8 else SMALL
     options = routing_options(normalize, agreement, iterations)
     assert_same_routing(*problem(sizes, generator), options)
 
@@ -223,23 +229,31 @@ def test_encode_and_its_gradient(winners: int | None, generator: torch.Generator
 # Learning
 
 
-@pytest.mark.parametrize("way", ["logits kept", "logits recomputed", "in blocks"])
+# A step with `block` is also taken where more images than this do not fit into the cache.
+STEPS: list[tuple[F.Axis, F.Agreement, dict[str, Any]]] = [
+    ("inputs", "cosine", {"block": 1}),
+    ("inputs", "cosine", {"block": 5, "sizes": (18, 3, 5, 4, 3)}),  # more experts than inputs
+    ("outputs", "cosine", {"block": 1, "sizes": (2, 20, 3, 2, 18)}),
+    ("inputs", "inner", {"chained": True}),
+    ("outputs", "cosine", {"winners": 2, "chained": True, "mixing": "bernoulli"}),
+    ("outputs", "inner", {"block": 1, "winners": 1, "k": 2}),
+    ("inputs", "cosine", {"block": 1, "iterations": 1, "mixing": "bernoulli"}),
+    ("inputs", "cosine", {"mixing": "bernoulli", "k": 2, "sizes": (40, 3, 3, 5, 4)}),
+    ("inputs", "cosine", {"block": 14, "sizes": (40, 5, 3, 4, 4)}),
+    ("inputs", "cosine", {"block": 1, "winners": 3, "balanced": True}),
+    ("outputs", "cosine", {"winners": 2, "balanced": True, "chained": True, "k": 2}),
+    ("outputs", "cosine", {"block": 5, "winners": 1, "views": 3, "sizes": (18, 5, 3, 4, 4)}),
+    ("inputs", "cosine", {"winners": 1, "views": 2, "chained": True}),
+]
+
+
 @pytest.mark.parametrize(
-    ("normalize", "agreement", "options"),
+    ("normalize", "agreement", "options", "way"),
     [
-        ("inputs", "cosine", {}),
-        ("inputs", "cosine", {"sizes": (18, 3, 5, 4, 3)}),  # more experts than inputs
-        ("outputs", "cosine", {"sizes": (2, 20, 3, 2, 18)}),
-        ("inputs", "inner", {"chained": True}),
-        ("outputs", "cosine", {"winners": 2, "chained": True, "mixing": "bernoulli"}),
-        ("outputs", "inner", {"winners": 1, "k": 2}),
-        ("inputs", "cosine", {"iterations": 1, "mixing": "bernoulli"}),
-        ("inputs", "cosine", {"mixing": "bernoulli", "k": 2, "sizes": (40, 3, 3, 5, 4)}),
-        ("inputs", "cosine", {"sizes": (40, 5, 3, 4, 4)}),
-        ("inputs", "cosine", {"winners": 3, "balanced": True}),
-        ("outputs", "cosine", {"winners": 2, "balanced": True, "chained": True, "k": 2}),
-        ("outputs", "cosine", {"winners": 1, "views": 3, "sizes": (18, 5, 3, 4, 4)}),
-        ("inputs", "cosine", {"winners": 1, "views": 2, "chained": True}),
+        (*step, way)
+        for step in STEPS
+        for way in ("logits kept", "logits recomputed", "in blocks")
+        if way != "in blocks" or "block" in step[2]
     ],
 )
 def test_contrastive_divergence(
@@ -255,7 +269,7 @@ def test_contrastive_divergence(
         monkeypatch.setattr(routing_forward, "KEEP_LOGITS_BYTES", 0)
     if way == "in blocks":
         monkeypatch.setattr(learning, "MIN_BLOCK_IMAGES", 1)
-        monkeypatch.setattr(learning, "BLOCK_LOGITS_BYTES", 4 * math.prod(sizes[1::2]))
+        monkeypatch.setattr(learning, "BLOCK_LOGITS_BYTES", options["block"] * 4 * i * j)
     x, weight = problem(sizes, generator)
     start, _ = problem((3, i, dim, j, d), generator)
     chain = start if "chained" in options else None
@@ -314,8 +328,8 @@ def test_bernoulli_draws_by_torch_where_none_are_given(
 def test_no_gradient_is_computed_unless_one_is_required(
     chained: bool, generator: torch.Generator
 ) -> None:
-    x, weight = problem(ODD, generator)
-    y = squash(torch.randn(2, 5, 4, generator=generator)).to(DEVICE)
+    x, weight = problem(SMALL, generator)
+    y = squash(torch.randn(2, 3, 2, generator=generator)).to(DEVICE)
     options: dict[str, Any] = {"chain": x.clone() if chained else None, "winners": 2}
     routing = F.RoutingOptions()
     rules: list[Callable[[], F.LearningStep]] = [
@@ -368,7 +382,7 @@ def test_the_rule_of_the_decoder(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision(dtype: torch.dtype, generator: torch.Generator) -> None:
-    x, weight = (value.to(dtype) for value in problem((3, 20, 8, 3, 16), generator))
+    x, weight = (value.to(dtype) for value in problem((3, 7, 8, 3, 16), generator))
     y = squash(torch.randn(3, 3, 16, generator=generator)).to(DEVICE, dtype)
     routing = F.RoutingOptions(sharpness=4.0)
     options = asdict(routing)
@@ -427,8 +441,8 @@ def test_no_votes_and_no_coefficients_are_computed(
     monkeypatch.setattr(F, "votes", never)
     monkeypatch.setattr(Coefficients, "tensor", never)
     monkeypatch.setattr(routing_forward, "KEEP_LOGITS_BYTES", 0)
-    x, weight = problem(ODD, generator)
-    y = squash(torch.randn(2, 5, 4, generator=generator)).to(DEVICE)
+    x, weight = problem(SMALL, generator)
+    y = squash(torch.randn(2, 3, 2, generator=generator)).to(DEVICE)
     weight.requires_grad_()
     routing = F.RoutingOptions()
     backend.contrastive_divergence(x, weight, routing, mixing="bernoulli", chain=x.clone())

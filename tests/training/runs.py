@@ -34,17 +34,16 @@ def config_for(data: Path, **changes: Any) -> Config:
     tiny = Config(
         data=str(data),
         model=model,
-        autoencoder=Stage(epochs=6, learning_rate=5e-3),
+        autoencoder=Stage(epochs=4, learning_rate=5e-3),
         encoder=EncoderStage(
-            epochs=4, learning_rate=0.05, mixing="bernoulli", winners=2, target_firing=0.5
+            epochs=3, learning_rate=0.05, mixing="bernoulli", winners=2, target_firing=0.5
         ),
-        decoder=DecoderStage(epochs=6, learning_rate=0.03, single_expert_share=0.5),
+        decoder=DecoderStage(epochs=3, learning_rate=0.03, single_expert_share=0.5),
         pixel_decoder=PixelDecoderStage(
-            epochs=3, optimizer="sgd", learning_rate=0.1, single_expert_share=0.5
+            epochs=2, optimizer="sgd", learning_rate=0.1, single_expert_share=0.5
         ),
         batch_size=16,
         device="cpu",
-        checkpoint_every=0,
     )
     return replace(tiny, **changes)
 
@@ -68,10 +67,10 @@ OPTIONS = (
     shlex.split("""
     --preset default --model.features 8 --model.capsule-dim 4 --model.experts 4 5 3 4
     --model.joint-components 4 --model.equalized-components 2 --model.normalize inputs
-    --model.sharpness 5 --model.scale 0.4 --autoencoder.epochs 6 --autoencoder.learning-rate 5e-3
-    --encoder.epochs 4 --encoder.learning-rate 0.05 --encoder.mixing bernoulli --encoder.winners 2
-    --decoder.epochs 6 --decoder.learning-rate 0.03 --decoder.single-expert-share 0.5
-    --pixel-decoder.epochs 3 --pixel-decoder.optimizer sgd --pixel-decoder.learning-rate 0.1
+    --model.sharpness 5 --model.scale 0.4 --autoencoder.epochs 4 --autoencoder.learning-rate 5e-3
+    --encoder.epochs 3 --encoder.learning-rate 0.05 --encoder.mixing bernoulli --encoder.winners 2
+    --decoder.epochs 3 --decoder.learning-rate 0.03 --decoder.single-expert-share 0.5
+    --pixel-decoder.epochs 2 --pixel-decoder.optimizer sgd --pixel-decoder.learning-rate 0.1
     --pixel-decoder.single-expert-share 0.5 --batch-size 16 --device cpu --checkpoint-every 0""")
 )  # the same as config_for
 

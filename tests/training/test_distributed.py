@@ -10,17 +10,24 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from poecaps.data import ImageSet
 from poecaps.serialization import read_tensors
 from poecaps.training import train
 from poecaps.training.checkpoint import CHECKPOINT
 from poecaps.training.distributed import Distributed, RandomNumbers
+from poecaps.training.interrupts import Interrupts
+from poecaps.training.trainer import Trainer
 from tests.training.runs import OPTIONS, assert_same_weights, config_for, metrics, weights
+from tests.training.test_density import density_config
+from tests.training.test_views import config_with
 
 EXACT = ["--precision", "float32"]  # because bfloat16 rounds each share by itself
 
@@ -73,7 +80,7 @@ def pair(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two processes that each see 8 of the 16 images of a batch."""
     folder = tmp_path_factory.mktemp("pair") / "run"
     err = finish(torchrun(data, folder, *EXACT))
-    assert err.count("epoch 6.0/6") == 3  # only the first process prints progress
+    assert err.count("epoch 3.0/3") == 4  # only the first process prints progress
     return folder
 
 
@@ -88,6 +95,34 @@ def test_two_processes_learn_what_one_learns(data: Path, pair: Path, tmp_path: P
         line["stage"] for line in metrics(tmp_path / "one")
     ]
     assert json.loads((pair / "run.json").read_text())["starts"][0]["processes"] == 2
+
+
+def test_two_processes_share_chains_and_views(data: Path, tmp_path: Path) -> None:
+    """Chains, images, views and random numbers are divided; the decoders have no steps."""
+    arguments = """
+        --autoencoder.epochs 1 --encoder.epochs 2 --decoder.epochs 0 --pixel-decoder.epochs 0
+        --model.density.experts 3 4 --model.density.linear-dims 2 --model.density.strength 2
+        --model.density.base-components 4 --density.epochs 2 --density.chains 16
+        --density.lifetime 6 --density.leapfrog-steps 2 --density.partition-chains 4
+        --density.partition-steps 3 --encoder.winners 1 --encoder.target-firing 0.5
+        --encoder.views.count 3 --encoder.views.rotation 30 --encoder.views.mirror"""
+    finish(torchrun(data, tmp_path / "two", *EXACT, *arguments.split()))
+    encoder = config_with(data).encoder
+    train(replace(density_config(data), encoder=encoder, precision="float32"), tmp_path / "one")
+    ours, theirs = weights(tmp_path / "two"), weights(tmp_path / "one")
+    parts = ("density.", "whitening.", "encoders.")
+    names = [name for name in theirs if name.startswith(parts)]
+    assert {"density.weight", "density.partition", "whitening.matrix"} < set(names)
+    assert {"encoders.0.weight", "encoders.1.weight"} < set(names)
+    for name in names:
+        error = (ours[name] - theirs[name]).norm()
+        assert error <= 1e-3 * theirs[name].norm() + 1e-4, (name, error)
+    last, expected = (
+        [line for line in metrics(tmp_path / name) if line["stage"] == "density"][-1]
+        for name in ("two", "one")
+    )
+    assert last["held_out_free_energy"] == pytest.approx(expected["held_out_free_energy"], rel=1e-3)
+    assert last["acceptance"] == pytest.approx(expected["acceptance"], abs=1e-6)
 
 
 def children(process: subprocess.Popen[str]) -> list[int]:
@@ -158,10 +193,17 @@ def test_a_restart_does_not_go_on_with_the_run_of_another(
 
 
 def test_a_batch_that_cannot_be_divided_is_an_error(data: Path, tmp_path: Path) -> None:
-    process = torchrun(data, tmp_path / "run", "--batch-size", "15")
-    _, err = process.communicate(timeout=300)
-    assert process.returncode != 0
-    assert "batch_size must be a multiple of the number of processes, 2, but is 15" in err
+    with pytest.raises(
+        ValueError, match="batch_size must be a multiple of the number of processes, 2, but is 15"
+    ):
+        Trainer(
+            config_for(data, batch_size=15),
+            ImageSet(np.load(data)),
+            tmp_path,
+            device=torch.device("cpu"),
+            distributed=Distributed(0, 2),
+            interrupts=Interrupts(),
+        )
 
 
 def test_the_shards_of_all_processes_are_the_whole_batch(generator: torch.Generator) -> None:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.kernels.facts import assert_facts, needs_triton
 from tests.training.fused_adam_facts import assert_steps_of_torch
 
 if TYPE_CHECKING:
     import torch
-
-FACTS = Path(__file__).with_name("fused_adam_facts.py")
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
@@ -22,8 +18,3 @@ def test_it_takes_the_steps_of_torch(
     weight_decay: float, size: float, generator: torch.Generator
 ) -> None:
     assert_steps_of_torch("cpu", weight_decay, size, generator)
-
-
-@needs_triton
-def test_the_kernel_in_a_process_of_its_own() -> None:
-    assert_facts(FACTS)

@@ -118,7 +118,7 @@ def test_data_that_have_changed_are_an_error(data: Path, tmp_path: Path) -> None
             raise Stop
 
     with pytest.raises(Stop):
-        train(config_for(mine), tmp_path / "run", report=stop)
+        train(config_for(mine, checkpoint_every=0), tmp_path / "run", report=stop)
     np.save(mine, 255 - np.load(data))
     with pytest.raises(DataError, match=r"differ from those with which the run in .* was started"):
         resume(tmp_path / "run")
@@ -144,7 +144,7 @@ def test_a_run_can_be_resumed_from_another_folder_and_with_damaged_metrics(
 
     monkeypatch.chdir(data.parent)
     with pytest.raises(Stop):
-        train(config_for(Path(data.name)), tmp_path / "run", report=stop)
+        train(config_for(Path(data.name), checkpoint_every=0), tmp_path / "run", report=stop)
     monkeypatch.chdir(tmp_path)
     with (tmp_path / "run" / METRICS).open("ab") as file:
         file.write(b'\xff\xfe{"stage": "encoder 1", "st')
@@ -174,7 +174,7 @@ def test_images_in_memory_give_the_result_of_a_file(
     data: Path, finished: Path, tmp_path: Path
 ) -> None:
     images = ImageSet(np.load(data))
-    config = config_for(Path("not looked at"))
+    config = config_for(Path("not looked at"), checkpoint_every=0)
 
     def interrupt(progress: Progress) -> None:
         if progress.total_step == 20:

@@ -93,11 +93,11 @@ def generate(
         name = domain if expert is None else f"{domain}-{expert}"
         path = out or default_output(run, FIGURES, f"{name}.png")
         require_png(path)  # before the chains run
-        options: dict[str, Any] = {"steps": steps, "temper": temper, "tied": tied}
+        options = density_options(network, seed, steps=steps, temper=temper, tied=tied)
         if domain == "model":
-            say(draw_density(network, expert, rows, seed, path, **options))
+            say(draw_density(network, expert, rows, path, options))
         else:
-            say(draw_density_experts(network, rows, seed, path, **options))
+            say(draw_density_experts(network, rows, path, options))
         return
     if steps is not None or temper is not None or tied:
         raise ValueError(
@@ -143,66 +143,16 @@ def draw_domain(
     )
 
 
-def draw_density(
+def density_options(
     network: CapsuleNetwork,
-    expert: int | None,
-    rows: int,
     seed: int,
-    path: Path,
     *,
     steps: int | None = None,
     temper: int | None = None,
     tied: bool = False,
-    quiet: bool = False,
-) -> Path:
-    """Draw images from the density of a network, by chains that start from noise."""
-    title = "draws from the energy, by chains from noise"
-    if expert is not None:
-        title = f"draws from the energy with only expert {expert} on"
-    options = _density_options(network, seed, steps, temper, tied=tied, quiet=quiet)
-    images = network.generate_from_density(rows * COLUMNS, expert=expert, **options)
-    return plotting.image_grid(images, path, columns=COLUMNS, title=title)
-
-
-def draw_density_experts(
-    network: CapsuleNetwork,
-    rows: int,
-    seed: int,
-    path: Path,
-    *,
-    steps: int | None = None,
-    temper: int | None = None,
-    tied: bool = False,
-) -> Path:
-    """Draw images from the density of a network with one expert on: one column per expert.
-
-    All chains run together. Of more than 20 experts, those with the largest strengths are drawn, in
-    the order of their numbers.
-    """
-    density = network.require_density()
-    experts = density.strongest_experts(COLUMNS).sort().values
-    options = _density_options(network, seed, steps, temper, tied=tied)
-    images = network.generate_from_density(
-        rows * len(experts), expert=experts.repeat(rows), **options
-    )
-    title = f"draws from {DOMAIN_INFO['model-experts'].description}, one column per expert"
-    if len(experts) < density.out_capsules:
-        title = f"{title}: the {len(experts)} strongest of {density.out_capsules}"
-    return plotting.expert_grid(
-        images.unflatten(0, (rows, len(experts))), path, experts=experts.tolist(), title=title
-    )
-
-
-def _density_options(
-    network: CapsuleNetwork,
-    seed: int,
-    steps: int | None,
-    temper: int | None,
-    *,
-    tied: bool,
     quiet: bool = False,
 ) -> dict[str, Any]:
-    """Return the options of `CapsuleNetwork.generate_from_density` that the domains share."""
+    """Return the options of `CapsuleNetwork.generate_from_density` for those of a command."""
     return {
         "steps": DENSITY_STEPS if steps is None else steps,
         "ladder": temperatures(temper),
@@ -218,6 +168,38 @@ def temperatures(temper: int | None) -> tuple[float, ...] | None:
         return None
     checks.require_int("temper", temper, 2)
     return geometric_ladder(temper)
+
+
+def draw_density(
+    network: CapsuleNetwork, expert: int | None, rows: int, path: Path, options: dict[str, Any]
+) -> Path:
+    """Draw images from the density of a network, by chains from noise with `density_options`."""
+    title = "draws from the energy, by chains from noise"
+    if expert is not None:
+        title = f"draws from the energy with only expert {expert} on"
+    images = network.generate_from_density(rows * COLUMNS, expert=expert, **options)
+    return plotting.image_grid(images, path, columns=COLUMNS, title=title)
+
+
+def draw_density_experts(
+    network: CapsuleNetwork, rows: int, path: Path, options: dict[str, Any]
+) -> Path:
+    """Draw images from the density of a network with one expert on: one column per expert.
+
+    All chains run together. Of more than 20 experts, those with the largest strengths are drawn, in
+    the order of their numbers.
+    """
+    density = network.require_density()
+    experts = density.strongest_experts(COLUMNS).sort().values
+    images = network.generate_from_density(
+        rows * len(experts), expert=experts.repeat(rows), **options
+    )
+    title = f"draws from {DOMAIN_INFO['model-experts'].description}, one column per expert"
+    if len(experts) < density.out_capsules:
+        title = f"{title}: the {len(experts)} strongest of {density.out_capsules}"
+    return plotting.expert_grid(
+        images.unflatten(0, (rows, len(experts))), path, experts=experts.tolist(), title=title
+    )
 
 
 def reconstruct(

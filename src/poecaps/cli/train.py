@@ -15,6 +15,7 @@ import tyro
 from poecaps import plotting
 from poecaps.cli.generate import (
     ROWS,
+    density_options,
     describe_draws,
     draw_density,
     draw_domain,
@@ -240,7 +241,8 @@ def _draw_figures(result: TrainingResult, *, quiet: bool) -> Iterator[str]:
         path = draw_domain(network, domain, None, ROWS, 0, folder / f"{domain}.png")
         yield f"{describe_draws(domain)}: {path}"
     if network.density is not None:
-        path = draw_density(network, None, ROWS, 0, folder / "model.png", quiet=quiet)
+        options = density_options(network, 0, quiet=quiet)
+        path = draw_density(network, None, ROWS, folder / "model.png", options)
         yield f"draws from the energy, by chains from noise: {path}"
     if not result.metrics:  # no stage had an epoch
         return
