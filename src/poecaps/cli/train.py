@@ -7,6 +7,7 @@ import sys
 import time
 from contextlib import closing
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -35,6 +36,7 @@ from poecaps.training import (
 from poecaps.training.checkpoint import CHECKPOINT
 from poecaps.training.config import Preset  # noqa: TC001 (tyro reads the annotations)
 from poecaps.training.distributed import Distributed
+from poecaps.training.errors import SavedInterrupt
 from poecaps.training.metrics import METRICS
 from poecaps.training.progress import TensorBoard, display
 
@@ -87,11 +89,11 @@ def train_command(preset_given: str) -> Callable[..., None]:
             Draw figures after training.
         """
         if resume is not None and (
-            out is not None or replace(config, device="auto") != PRESETS["default"]()
+            out is not None or _without_machine_options(config) != PRESETS["default"]()
         ):
             raise ValueError(
                 "--resume uses the options of the run; leave out all others except --device, "
-                "--quiet, --tensorboard and --figures"
+                "--process-timeout, --quiet, --tensorboard and --figures"
             )
         folder = (resume or out or _unused_folder(config.data)).expanduser()
         config.validate()
@@ -156,15 +158,24 @@ def _train(
     try:
         with closing(reporter):
             if resume:
-                device = None if config.device == "auto" else config.device
+                usual = PRESETS["default"]().process_timeout
                 result = resume_training(
-                    folder, device=device, report=reporter.report, found=reporter.found
+                    folder,
+                    device=None if config.device == "auto" else config.device,
+                    process_timeout=None
+                    if config.process_timeout == usual
+                    else config.process_timeout,
+                    report=reporter.report,
+                    found=reporter.found,
                 )
             else:
                 result = run_training(config, folder, report=reporter.report, found=reporter.found)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         if first and (folder / CHECKPOINT).is_file():
-            print(f"checkpoint saved; resume with: {_resume_command(folder)}", file=sys.stderr)
+            saved = isinstance(interrupt, SavedInterrupt)
+            print(
+                f"{_describe_checkpoint(folder, saved)} {_resume_command(folder)}", file=sys.stderr
+            )
         raise
     except FileExistsError as error:
         if not (folder / CHECKPOINT).is_file():
@@ -177,6 +188,20 @@ def _train(
         print(f"{status}; the model is in {folder}", flush=True)
         _warn_of_failure(result)
     return result
+
+
+def _without_machine_options(config: Config) -> Config:
+    """Return options without those that may change when a run is resumed."""
+    usual = PRESETS["default"]()
+    return replace(config, device=usual.device, process_timeout=usual.process_timeout)
+
+
+def _describe_checkpoint(folder: Path, saved: bool) -> str:
+    """Return how an interrupted run can be resumed, before the command."""
+    if saved:
+        return "checkpoint saved; resume with:"
+    written = datetime.fromtimestamp((folder / CHECKPOINT).stat().st_mtime).astimezone()
+    return f"not saved; resume from the checkpoint of {written:%H:%M:%S} with:"
 
 
 def _resume_command(folder: Path) -> str:

@@ -111,6 +111,7 @@ def resume(
     folder: str | os.PathLike[str],
     *,
     device: str | None = None,
+    process_timeout: float | None = None,
     data: ImageSet | None = None,
     report: Report | None = None,
     found: Found | None = None,
@@ -126,6 +127,9 @@ def resume(
         Folder of the run.
     device
         Device to continue on; by default the one in the options of the run.
+    process_timeout
+        Seconds for which several processes wait for one of them; by default as in the options of
+        the run.
     data
         The training images, if the run was started with images in memory.
     report
@@ -144,7 +148,14 @@ def resume(
     poecaps.data.DataError
         If the images differ from those with which the run was started.
     """
-    return resume_training(folder, device=device, data=data, report=report, found=found).network
+    return resume_training(
+        folder,
+        device=device,
+        process_timeout=process_timeout,
+        data=data,
+        report=report,
+        found=found,
+    ).network
 
 
 def run_training(
@@ -172,6 +183,7 @@ def resume_training(
     folder: str | os.PathLike[str],
     *,
     device: str | None = None,
+    process_timeout: float | None = None,
     data: ImageSet | None = None,
     report: Report | None = None,
     found: Found | None = None,
@@ -179,8 +191,10 @@ def resume_training(
     """Continue a run as `resume` does, and return more than the network."""
     started, folder = time.perf_counter(), Path(folder)
     checkpoint = read_checkpoint(folder)
-    if device is not None:
-        checkpoint = replace(checkpoint, config=replace(checkpoint.config, device=device))
+    given = {"device": device, "process_timeout": process_timeout}
+    changes: dict[str, Any] = {name: each for name, each in given.items() if each is not None}
+    if changes:
+        checkpoint = replace(checkpoint, config=replace(checkpoint.config, **changes))
         checkpoint.config.validate()
     if not is_finished(folder):
         return _run(checkpoint, folder, data, report, found)
@@ -216,7 +230,7 @@ def _run(
     """Train from a checkpoint on."""
     started, config, interrupts = time.perf_counter(), checkpoint.config, Interrupts()
     device = find_device(config.device)
-    with interrupts.installed(), process_group(device) as distributed:
+    with interrupts.installed(), process_group(device, config.process_timeout) as distributed:
         if is_new and distributed.any(distributed.is_main and not _is_empty(folder), device):
             remedy = "choose a new folder"
             if (folder / CHECKPOINT).is_file():
