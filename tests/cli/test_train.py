@@ -185,7 +185,7 @@ def test_only_an_interrupt_that_saved_says_so(
 
     def interrupt(_: TrainingReporter, progress: Progress) -> None:
         if progress.step == 2:
-            for _ in range(signals):
+            for _number in range(signals):
                 os.kill(os.getpid(), signal.SIGINT)
 
     monkeypatch.setattr(TrainingReporter, "report", interrupt)

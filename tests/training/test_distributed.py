@@ -25,10 +25,9 @@ from tests.training.runs import OPTIONS, assert_same_weights, config_for, metric
 
 # torchrun, but a stopped process is killed after one second instead of thirty.
 TORCHRUN = """
-import signal
 from torch.distributed import run
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-LocalElasticAgent._shutdown.__defaults__ = (signal.SIGTERM, 1)
+from torch.distributed.elastic.multiprocessing.api import PContext
+PContext.close.__defaults__ = (None, 1)
 run.main()
 """
 EXACT = ["--precision", "float32"]  # because bfloat16 rounds each share by itself
