@@ -1,9 +1,12 @@
 # make install   create a virtual environment in .venv with the exact versions of constraints.txt
 # make test      install missing packages and run the tests; those of the explorer need Chromium
+# make test-neon install a cross compiler and QEMU (Debian) and test the C code on an emulated ARM CPU
+# make faults    let a small training fail at every call to the file system: about 5 minutes
+# make fuzz      alter valid files and use them, for SECONDS=600, from a random SEED that it prints
 # make demo      train on the bundled digits and generate new ones, in runs/demo: about 3 minutes on two cores
 # make demo-energy  train a density on the bundled digits and draw from its energy, in runs/energy
 # make docs      build the documentation site in site/; a broken link is an error
-# make bench     time a learning step against einsum on this CPU, in docs/: about 5 minutes on an idle machine
+# make bench     time a layer against einsum on this CPU, in docs/: about 10 minutes on an idle machine
 # make report    regenerate the tables and plots of README.md and docs/ from the numbers in docs/results
 # make attack    move sliders of the explorer while 1,000 connections send half of a request: 1 minute
 # make soak      train in two processes that are killed, stopped and cut off at random: 10 minutes
@@ -23,7 +26,7 @@ export PIP_BUILD_CONSTRAINT := $(PIP_CONSTRAINT)
 DEMO        := runs/demo
 DEMO_ENERGY := runs/energy
 
-.PHONY: install demo demo-energy docs browser test attack soak bench report build check format clean
+.PHONY: install demo demo-energy docs browser test test-neon faults fuzz attack soak bench report build check format clean
 
 install: $(VENV)/.installed
 
@@ -64,6 +67,21 @@ browser:
 test: install browser
 	$(BIN)/python -m pytest -q
 
+test-neon: install
+	@command -v aarch64-linux-gnu-gcc >/dev/null && command -v qemu-aarch64-static >/dev/null || \
+	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
+	      gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user-static >/dev/null; \
+	  else echo "install aarch64-linux-gnu-gcc and qemu-aarch64-static" >&2; fi
+	POECAPS_NEON=required $(BIN)/python -m pytest -q tests/kernels/test_neon.py
+
+faults: install
+	$(BIN)/python -m tests.faults --steps 3
+
+# Inputs that fail are written to tests/corpus, whose inputs the tests use again.
+fuzz: install
+	$(BIN)/python -m tests.fuzz --seconds $(or $(SECONDS),600) $(if $(SEED),--seed $(SEED))
+
 attack: install
 	$(BIN)/python -m benchmarks.explorer_attack mnist
 
@@ -72,6 +90,7 @@ soak: install
 
 bench: install
 	$(BIN)/python -m benchmarks --device cpu --json docs/results/routing-cpu.json
+	$(BIN)/python -m benchmarks.passes --json docs/results/passes-cpu.json
 	$(MAKE) report
 
 # Only reads the numbers, so that measurements of other machines are included.

@@ -17,17 +17,19 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from benchmarks import machine
-from benchmarks.internals import CAPTURE_STEPS, WARM_UP_STEPS, AutoencoderSteps, find_device
+from benchmarks.internals import CAPTURE_STEPS, WARM_UP_STEPS, StageSteps, find_device
 from poecaps.data import load
+from poecaps.training import PRESETS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    import torch
 
     from benchmarks.machine import Step
     from poecaps import Architecture
@@ -52,22 +54,14 @@ def flops(architecture: Architecture) -> float:
 
 def make_step(data: ImageSet, batch_size: int, device: torch.device) -> tuple[Step, dict[str, Any]]:
     """Return a function that takes the next step of the first stage, and facts about the step."""
-    steps = AutoencoderSteps(data, batch_size, device)
-    order = torch.randperm(len(data), generator=torch.Generator().manual_seed(0)).to(device)
-    batches = order[: len(data) // batch_size * batch_size].split(batch_size)
-    taken = 0
-
-    def step() -> Any:
-        nonlocal taken
-        taken += 1
-        return steps.take(batches[taken % len(batches)], seed=taken)
-
+    config = replace(PRESETS["default"](), batch_size=batch_size, device=str(device))
+    steps = StageSteps(config, "autoencoder", data, device)
     facts = {
         "precision": steps.precision,
         "cuda_graph": steps.cuda_graph,
         "flop_per_image": flops(steps.architecture),
     }
-    return step, facts
+    return steps, facts
 
 
 def measure(

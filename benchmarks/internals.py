@@ -2,41 +2,50 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import os
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
+from unittest import mock
 
 import torch
 
 from poecaps._devices import find_device, use_bfloat16
 from poecaps.cli.arguments import command_for
 from poecaps.kernels import cpu, dispatch
+from poecaps.kernels.cpu import build
 from poecaps.network import CapsuleNetwork
 from poecaps.options import Architecture
-from poecaps.training import PRESETS
 from poecaps.training.config import changed_options
 from poecaps.training.distributed import Distributed
 from poecaps.training.features import FeatureCache
 from poecaps.training.optim import make_optimizer, set_learning_rate
-from poecaps.training.stages import AutoencoderTrainer
+from poecaps.training.stages import EncoderTrainer, make_stages
 from poecaps.training.steps import MIN_REPLAYS, WARMUP_STEPS, GraphedStep, TrainingStep
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
     from torch import Tensor
 
+    from poecaps import CapsuleExperts
     from poecaps.data import ImageSet
+    from poecaps.training import Config
 
 __all__ = [
     "CAPTURE_STEPS",
     "WARM_UP_STEPS",
-    "AutoencoderSteps",
+    "StageSteps",
     "backend_name",
     "changed_options",
     "command_for",
     "compiler",
     "describe_backend",
     "find_device",
+    "instruction_set",
+    "instruction_sets",
     "release_buffers",
     "simd_available",
+    "starts_observed",
 ]
 
 # --------------------------------------------------------------------------------------------------
@@ -51,6 +60,25 @@ def simd_available() -> bool:
 def compiler() -> str | None:
     """Return the C compiler of the compiled CPU backend, or None if there is none."""
     return cpu.compiler_version()
+
+
+def instruction_sets() -> list[str]:
+    """Return the instruction sets that the compiled CPU backend can use, the best one first."""
+    return [target.name for target in build.targets()] if simd_available() else []
+
+
+@contextmanager
+def instruction_set(name: str) -> Iterator[None]:
+    """Let the compiled CPU backend use this instruction set."""
+    before = os.environ.get(build.VARIABLE)
+    os.environ[build.VARIABLE] = name
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[build.VARIABLE]
+        else:
+            os.environ[build.VARIABLE] = before
 
 
 def describe_backend(device: torch.device) -> str:
@@ -78,18 +106,50 @@ WARM_UP_STEPS = WARMUP_STEPS + 1  # steps after which libraries are initialised
 CAPTURE_STEPS = WARMUP_STEPS + MIN_REPLAYS  # steps of a stage from which one is captured
 
 
-class AutoencoderSteps:
-    """Learning steps of the first stage of the preset `default`, as `poecaps train` takes them."""
+@contextmanager
+def starts_observed(
+    observe: Callable[[CapsuleNetwork, Sequence[CapsuleExperts]], None],
+) -> Iterator[None]:
+    """Call a function with the encoders of every stage that keeps the best of several.
 
-    def __init__(self, data: ImageSet, batch_size: int, device: torch.device) -> None:
-        config = replace(PRESETS["default"](), batch_size=batch_size, device=str(device))
+    It is called with the network and the trained encoders, under the competition of the training,
+    before one of them is kept.
+    """
+    keep = EncoderTrainer._keep_best
+
+    def observed(stage: EncoderTrainer) -> None:
+        observe(stage.cache.network, stage.starts)
+        keep(stage)
+
+    with mock.patch.object(EncoderTrainer, "_keep_best", observed):
+        yield
+
+
+class StageSteps:
+    """Learning steps of one stage of a run, as `poecaps train` takes them.
+
+    The stages before it are not trained: their weights are random.
+
+    Parameters
+    ----------
+    config
+        Options of the run.
+    name
+        Name of the stage, such as ``"encoder 1"``.
+    data
+        Training images.
+    device
+        Device of the network.
+    """
+
+    def __init__(self, config: Config, name: str, data: ImageSet, device: torch.device) -> None:
         self.architecture = Architecture.of(config.model, data.shape)
         generator = torch.Generator().manual_seed(0)
         network = CapsuleNetwork(self.architecture, generator=generator).to(device)
         network.autoencoder.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         bfloat16, distributed = use_bfloat16(config.precision, device), Distributed()
         cache = FeatureCache(data, network, device, distributed, bfloat16=bfloat16)
-        stage = AutoencoderTrainer(config.autoencoder, cache)
+        (stage,) = (each for each in make_stages(config, cache) if each.name == name)
         stage.prepare(True, torch.Generator().manual_seed(0))
         self.precision = "bfloat16" if bfloat16 else "float32"
         self.cuda_graph = device.type == "cuda" and stage.data_on_device()
@@ -102,9 +162,14 @@ class AutoencoderSteps:
         stage.module.train()
         step = TrainingStep(stage, self.optimizer, distributed, self.generator)
         self.step = GraphedStep(step, self.generator) if self.cuda_graph else step
+        order = torch.randperm(len(data), generator=torch.Generator().manual_seed(0)).to(device)
+        size = config.batch_size
+        self.batches = order[: len(data) // size * size].split(size)
+        self.taken = 0
 
-    def take(self, indices: Tensor, seed: int) -> Tensor:
-        """Take one step on the images with these indices; the seed is that of the dropout."""
+    def __call__(self) -> Tensor:
+        """Take the next step, on the next batch of images."""
         set_learning_rate(self.optimizer, self.options.learning_rate_at(0))
-        self.generator.manual_seed(seed)
-        return self.step(indices)
+        self.taken += 1
+        self.generator.manual_seed(self.taken)
+        return self.step(self.batches[self.taken % len(self.batches)])

@@ -307,6 +307,35 @@ def speed_targets() -> Iterator[SpeedTarget]:
         "× poecaps",
     )
     yield SpeedTarget("the same, against plain PyTorch", 8, _plain_torch_ratio(256), "× poecaps")
+    for threads, cores in (("1", "one CPU core"), ("2", "two CPU cores")):
+        for mode, target in (("eager", 10), ("compiled", 5)):
+            yield SpeedTarget(
+                f"{mode} einsum, {cores}, B 128, forward and backward",
+                target,
+                _pass_ratio(threads, "forward and backward", f"einsum, {mode}"),
+                "× poecaps",
+            )
+    for version in ("autocast to bfloat16", "bfloat16", "float16", "torch.compile"):
+        yield SpeedTarget(
+            f"forward, one CPU core, B 128: {version}",
+            1.5,
+            _pass_ratio("1", "forward", f"poecaps, {version}"),
+            "× float32",
+            maximum=True,
+        )
+    yield SpeedTarget(
+        "eager einsum, one CPU core, B 128, learning step, against AVX2",
+        9,
+        _pass_ratio("1", "learning step", "einsum, eager", "poecaps, AVX2"),
+        "× poecaps",
+    )
+    yield SpeedTarget(
+        "AVX2, one CPU core, B 128, learning step",
+        2.2,
+        _pass_ratio("1", "learning step", "poecaps, AVX2"),
+        "× AVX-512",
+        maximum=True,
+    )
     for batch in (256, 1024):
         for mode, target in (("eager", 10), ("compiled", 6)):
             for label, graph in (("both launched", ""), ("both CUDA graphs", ", CUDA graph")):
@@ -339,6 +368,17 @@ def speed_targets() -> Iterator[SpeedTarget]:
 def measured(kind: str, device: str) -> Any:
     """Read docs/results/KIND-DEVICE.json; None if the file does not exist."""
     return numbers(kind, device) if (NUMBERS / f"{kind}-{device}.json").is_file() else None
+
+
+def _pass_ratio(
+    threads: str, name: str, version: str, base: str = "poecaps, AVX-512"
+) -> float | None:
+    """Return how many times as long as another version one version of a pass takes on a CPU."""
+    report = measured("passes", "cpu")
+    versions = {} if report is None else report["threads"].get(threads, {}).get(name, {})
+    if version not in versions or base not in versions:
+        return None
+    return float(versions[version]["median_s"] / versions[base]["median_s"])
 
 
 def _plain_torch_ratio(batch: int) -> float | None:
@@ -442,6 +482,21 @@ def encoder_steps(device: str) -> str:
             cells = [_percent(share(result, ceilings, *rates)) for rates in shares.values()]
             rows.append([batch, f"{name}{order}", *_times(result), _megabytes(result), *cells])
     return markdown_table([*STEP_HEAD, *shares], rows, 2)
+
+
+def passes(device: str) -> str:
+    """Compare the versions of each pass of a layer, for each number of threads."""
+    report = measured("passes", device)
+    if report is None:
+        return ""
+    rows = []
+    for threads, results in report["threads"].items():
+        for name, versions in results.items():
+            for version, result in versions.items():
+                order = f" ({result['order']})" if result["order"] else ""
+                rows.append([threads, name, f"{version}{order}", *_times(result)])
+    head = ["threads", "pass", "version", "median ms", "min–max", "× poecaps"]
+    return markdown_table(head, rows, 3)
 
 
 def contraction_orders(device: str) -> str:
@@ -670,6 +725,7 @@ TABLES: dict[str, Callable[..., str]] = {  # name in the comment of a page: tabl
     "pace": speed_target_table,
     "machine": machine_description,
     "speed": encoder_steps,
+    "passes": passes,
     "orders": contraction_orders,
     "decoder": decoder_steps,
     "growth": growth,

@@ -11,8 +11,8 @@ The einsum versions are as fast as einsum allows: every contraction has two oper
 is the closed form of Algorithm 1 instead of autograd, intermediate tensors are freed as soon as
 possible, and the order of contractions is the fastest of three on the device, determined in each
 run for every batch size, separately for eager and compiled einsum (`ORDERS`). `reference` is
-`poecaps.functional` under autograd; `poecaps, plain PyTorch` is the version for CPUs without
-AVX-512 or without a C compiler.
+`poecaps.functional` under autograd; `poecaps, plain PyTorch` is the version for machines
+without a C compiler.
 """
 
 from __future__ import annotations
@@ -606,6 +606,16 @@ def _votes_once(x: Tensor, weight: Tensor, sizes: Sizes) -> Tensor:
 
 def _no_votes(x: Tensor, weight: Tensor, sizes: Sizes) -> Tensor:
     """Weight the inputs before every product with W; norms of votes from WᵀW, no votes."""
+    return _weight_gradient(x, weight, *route_without_votes(x, weight, sizes))
+
+
+def route_with_votes(x: Tensor, weight: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor]:
+    """Route by cosine agreement, with votes: → c (B, I, J) and z (B, J, D)."""
+    return _route(torch.einsum("bik,ijdk->bijd", x, weight), sizes)
+
+
+def route_without_votes(x: Tensor, weight: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor]:
+    """Route by cosine agreement, without votes: → c (B, I, J) and z (B, J, D)."""
     axis = 1 if sizes.normalize == "inputs" else 2
     gram = torch.einsum("ijdk,ijdl->ijkl", weight, weight)
     square = torch.einsum("bijk,bik->bij", torch.einsum("bil,ijkl->bijk", x, gram), x)
@@ -619,7 +629,7 @@ def _no_votes(x: Tensor, weight: Tensor, sizes: Sizes) -> Tensor:
         del projected
         c = torch.softmax(b, axis)
         z = _preactivation(c, x, weight)
-    return _weight_gradient(x, weight, c, z)
+    return c, z
 
 
 def _route(u: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor]:

@@ -6,6 +6,12 @@ each; `--jobs` sets the number of networks trained at the same time. `--only def
 trains the preset three times. Variants that FILE already contains are skipped. `--table FILE`
 prints FILE as a table.
 
+`--held-out 10000` leaves the last 10,000 training images out of the training and evaluates on them.
+
+`--classes` does the same for a second list: what views, routing, equalized components and
+competition each contribute to experts that stand for classes, with 10 and with 20 experts. Its
+table has the measures of clusterings, and its rows belong into a file of their own.
+
 A variant is a preset with some options changed; its row contains the equivalent `poecaps train`
 command.
 """
@@ -20,7 +26,6 @@ from typing import TYPE_CHECKING, Any
 from benchmarks import variants
 from benchmarks.variants import Job, Variant, preset_with
 from poecaps._modules import device_of
-from poecaps.data import load
 from poecaps.evaluation import CLASSIFIERS, evaluate, load_classifier
 
 if TYPE_CHECKING:
@@ -150,6 +155,40 @@ STUDY: dict[str, Variant] = {
     ),
 }
 
+# What makes experts into classes. A small view is rotated by at most 8°, and shifted and scaled
+# less: transformations for clothes rather than digits.
+_SIZES: dict[str, dict[str, Any]] = {
+    "10 experts of 32": {"model__experts": ((10, 32),)},
+    "20 experts of 16": {},
+}
+_VIEWS: dict[str, Any] = {"encoder__views__count": 4}
+_SMALL_VIEWS: dict[str, Any] = {
+    "encoder__views__rotation": 8.0,
+    "encoder__views__shift": 0.05,
+    "encoder__views__scale": 0.08,
+}
+_WITHOUT: dict[str, dict[str, Any]] = {
+    "": {},
+    ", no routing": {"model__iterations": 1},
+    ", no equalized components": {"model__equalized_components": 0},
+    ", no competition": {"encoder__winners": None},
+}
+_MORE: dict[str, dict[str, Any]] = {
+    ", 4 views, 5 restarts": {**_VIEWS, "encoder__restarts": 5},
+    ", 4 small views": {**_SMALL_VIEWS, **_VIEWS},
+    ", 2 small views": {**_SMALL_VIEWS, "encoder__views__count": 2},
+}
+
+CLASSES: dict[str, Variant] = {
+    size + change: default_with(**experts, **options)
+    for size, experts in _SIZES.items()
+    for change, options in (
+        *_WITHOUT.items(),
+        *((f", 4 views{name}", _VIEWS | options) for name, options in _WITHOUT.items()),
+        *_MORE.items(),
+    )
+}
+
 COLUMNS = {  # heading: path of the number in a row, format
     "linear probe": ("evaluation.probe.test_accuracy", ".4f"),
     "NMI": ("evaluation.specialisation.normalised", ".3f"),
@@ -162,6 +201,17 @@ COLUMNS = {  # heading: path of the number in a row, format
     "variety": ("evaluation.experts.variety.mean", ".1%"),
     "negatives": ("evaluation.domains.restricted.negatives.share", ".1%"),
 }
+CLASS_COLUMNS = {
+    "accuracy": ("evaluation.specialisation.accuracy", ".3f"),
+    "NMI": ("evaluation.specialisation.normalised", ".3f"),
+    "adjusted Rand index": ("evaluation.specialisation.adjusted_rand", ".3f"),
+    "purity": ("evaluation.specialisation.purity", ".3f"),
+    "linear probe": ("evaluation.probe.test_accuracy", ".4f"),
+    "effective rank": ("evaluation.effective_rank", ".1f"),
+    "recognisable, one expert": ("evaluation.experts.recognisability.share", ".1%"),
+    "Fréchet distance": ("evaluation.domains.joint.frechet.distance", ".1f"),
+    "training, s": ("training_seconds", ".0f"),
+}
 ROW_NAMES = {  # the rows of unchanged presets; any other row has the name of its variant
     "default": "default (preset, unchanged)",
     "paper": "paper (preset, unchanged)",
@@ -170,13 +220,15 @@ ROW_NAMES = {  # the rows of unchanged presets; any other row has the name of it
 
 def run(job: Job) -> dict[str, Any]:
     """Train and evaluate, and return the row."""
-    config, o = job.config(STUDY), job.options
+    config, o = job.config({**STUDY, **CLASSES}), job.options
+    training, test = variants.load_images(o)
     with job.folder() as folder:
-        network, trained = variants.train_and_time(config, folder)
-        row = job.row(config) | trained
+        network, trained = variants.train_and_time(config, folder, training)
+        row = job.row(config) | trained | ({"held_out": o.held_out} if o.held_out else {})
         if network is None:
             return row
-        training, test = (load(o.data, split=split, path=o.path) for split in ("train", "test"))
+        if selection := variants.read_selections(folder):
+            row["selection"] = selection
         has_classifier = o.data.removesuffix("-sample") in CLASSIFIERS
         classifier = load_classifier(o.data) if has_classifier else None
         start = time.perf_counter()
@@ -195,10 +247,22 @@ def table(rows: Sequence[Mapping[str, Any]], heading: str = "variant") -> str:
     return variants.table(rows, names, COLUMNS, heading)
 
 
+def class_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Format rows of `CLASSES` as a Markdown table; see `benchmarks.variants.table`."""
+    return variants.table(rows, {name: name for name in CLASSES}, CLASS_COLUMNS, "experts")
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train and evaluate the requested variants, or print a file as a table."""
     parser = variants.make_parser(__doc__, samples=10_000)
-    variants.run_study(parser, arguments, STUDY, run, table)
+    parser.add_argument(
+        "--classes", action="store_true", help="what makes experts into classes (see above)"
+    )
+    variants.add_held_out(parser)
+    if parser.parse_args(arguments).classes:
+        variants.run_study(parser, arguments, CLASSES, run, class_table)
+    else:
+        variants.run_study(parser, arguments, STUDY, run, table)
 
 
 if __name__ == "__main__":

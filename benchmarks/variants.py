@@ -1,6 +1,6 @@
 """Variants of a preset, trained and measured one after the other or several at a time.
 
-Shared by the studies `benchmarks.study` and `benchmarks.density`.
+Shared by the studies `benchmarks.study`, `benchmarks.density` and `benchmarks.transformations`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import re
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -24,6 +24,7 @@ import torch
 
 from benchmarks import machine
 from benchmarks.internals import command_for
+from poecaps.data import load
 from poecaps.training import PRESETS, Config, Progress, TrainingError, train
 
 if TYPE_CHECKING:
@@ -95,6 +96,35 @@ class Job:
         return f"{re.sub('[,:]', '', self.name).replace(' ', '-')}-{self.seed}"
 
 
+def load_images(options: argparse.Namespace) -> tuple[ImageSet, ImageSet]:
+    """Return the images to train on and those to measure on.
+
+    With ``--held-out N``, the last N training images (at most half of them) are left out of the
+    training and measured on: options are chosen there, and not on test images.
+    """
+    training = load(options.data, path=options.path)
+    if not options.held_out:
+        return training, load(options.data, split="test", path=options.path)
+    held_out = min(options.held_out, len(training) // 2)
+    return _part(training, slice(None, -held_out)), _part(training, slice(-held_out, None))
+
+
+def _part(data: ImageSet, part: slice) -> ImageSet:
+    labels = None if data.labels is None else data.labels[part]
+    return replace(data, images=data.images[part], labels=labels)
+
+
+def add_held_out(parser: argparse.ArgumentParser, default: int = 0) -> None:
+    """Add the option of `load_images`."""
+    parser.add_argument(
+        "--held-out",
+        type=int,
+        default=default,
+        help="last training images, to measure on instead of test images; 0: none "
+        f"(default: {default})",
+    )
+
+
 def train_and_time(
     config: Config, folder: Path, data: ImageSet | None = None
 ) -> tuple[CapsuleNetwork | None, Row]:
@@ -122,6 +152,12 @@ def train_and_time(
     }
     total = round(time.perf_counter() - start, 2)
     return network, {"seconds": seconds, "training_seconds": total}
+
+
+def read_selections(folder: Path) -> Row:
+    """Return which of several encoders the run in a folder has kept, by the names of the stages."""
+    found: Row = json.loads((folder / "run.json").read_text()).get("selection", {})
+    return found
 
 
 # --------------------------------------------------------------------------------------------------
@@ -190,7 +226,7 @@ def cell(values: Sequence[float | None], form: str) -> str:
 # Command line
 
 
-def make_parser(description: str | None, *, samples: int) -> argparse.ArgumentParser:
+def make_parser(description: str | None, *, samples: int | None = None) -> argparse.ArgumentParser:
     """Return a parser of the options that all studies have.
 
     Parameters
@@ -198,7 +234,7 @@ def make_parser(description: str | None, *, samples: int) -> argparse.ArgumentPa
     description
         Text of the help.
     samples
-        Default number of samples.
+        Default number of samples; None: there is no such option.
     """
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -212,9 +248,10 @@ def make_parser(description: str | None, *, samples: int) -> argparse.ArgumentPa
     parser.add_argument("--only", help="variants, separated by semicolons (default: all)")
     parser.add_argument("--seeds", default="0", help="seeds, comma-separated (default: 0)")
     parser.add_argument("--device", default="auto", help="(default: a GPU if available)")
-    parser.add_argument(
-        "--samples", type=int, default=samples, help=f"samples (default: {samples})"
-    )
+    if samples is not None:
+        parser.add_argument(
+            "--samples", type=int, default=samples, help=f"samples (default: {samples})"
+        )
     parser.add_argument(
         "--jobs", type=int, default=1, help="networks trained at the same time (default: 1)"
     )
@@ -227,7 +264,7 @@ def make_parser(description: str | None, *, samples: int) -> argparse.ArgumentPa
 def run_study(
     parser: argparse.ArgumentParser,
     arguments: Sequence[str] | None,
-    study: Mapping[str, Variant],
+    study: Collection[str],
     run: Callable[[Job], Row],
     to_table: Callable[[Sequence[Row]], str],
 ) -> None:
@@ -240,7 +277,7 @@ def run_study(
     arguments
         Of the command line.
     study
-        Variants by name.
+        Names of all variants, in order.
     run
         Trains and measures a variant, and returns its row; in a process of its own.
     to_table

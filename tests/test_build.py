@@ -53,6 +53,8 @@ def test_a_wheel_holds_every_file_of_the_package(
         "py.typed",
         "explorer/static/index.html",
         "kernels/cpu/routing.c",
+        "kernels/cpu/backward.h",
+        "kernels/cpu/lanes.h",
     ],
 )
 def test_a_wheel_that_lacks_a_file_raises_an_error(part: str, tmp_path: Path) -> None:

@@ -201,7 +201,7 @@ def test_training_by_replays_gives_what_plain_steps_give(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """All stages, with dropout, chains, views and Bernoulli draws: those of each step.
+    """All stages, with dropout, chains, views, restarts and Bernoulli draws: those of each step.
 
     Twelve steps each: convolutions add up in any order, and in longer training the difference
     grows by itself.
@@ -230,6 +230,7 @@ def test_training_by_replays_gives_what_plain_steps_give(
             winners=winners,
             target_firing=0.5,
             views=ViewOptions(count=views),
+            restarts=views,
         ),
         decoder=DecoderStage(epochs=1, learning_rate=1e-3, single_expert_share=0.5),
         pixel_decoder=PixelDecoderStage(epochs=1, single_expert_share=0.5),

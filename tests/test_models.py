@@ -201,7 +201,7 @@ def test_a_shipped_model_takes_its_own_set_if_it_is_there(
     shutil.copytree(
         datasets.BUNDLED / "fashion-mnist", tmp_path / "mnist"
     )  # images that can be told apart
-    monkeypatch.setattr(datasets, "_require_own_labels", lambda *_: None)
+    monkeypatch.setattr(datasets, "_require_published", lambda *_: None)
     assert main(["reconstruct", "mnist", "--count", "5", "--out", "a.png"]) == 0
     assert capsys.readouterr().err == ""
     assert main(["info"]) == 0

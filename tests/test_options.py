@@ -15,7 +15,7 @@ from poecaps.options import Architecture, ModelOptions
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"features": 0}, "model.features must be a whole number of at least 1, but is 0"),
+        ({"features": 0}, "model.features must be a whole number from 1 to 1048576, but is 0"),
         ({"capsule_dim": 3}, "model.features must be a multiple of capsule_dim, but 128 is not"),
         ({"experts": ()}, "model.experts must be one or more pairs"),
         ({"experts": ((3,),)}, "model.experts must be one or more pairs"),

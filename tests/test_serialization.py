@@ -19,6 +19,7 @@ from poecaps.code_density import DOMAINS
 from poecaps.serialization import (
     FORMAT,
     VERSION,
+    _tensor_digest,
     load_state,
     read_metadata,
     read_tensors,
@@ -172,23 +173,81 @@ def test_a_missing_or_truncated_file_raises_one_error(saved: Path, name: str) ->
         (saved / name).write_bytes(content[:length])
         with pytest.raises(ModelError, match=name):
             CapsuleNetwork.load(saved)
-    (saved / name).unlink()
-    with pytest.raises(FileNotFoundError, match=f"does not contain a trained model: {name}"):
+
+
+def test_weights_are_needed_and_have_everything(saved: Path, network: CapsuleNetwork) -> None:
+    (saved / "config.json").unlink()
+    assert CapsuleNetwork.load(saved).architecture == network.architecture
+    (saved / "model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match=r"a trained model: model\.safetensors is missing"):
         CapsuleNetwork.load(saved)
 
 
+def as_version_2(path: Path) -> None:
+    """Write a file again as format version 2 had it: only its tensors have a checksum."""
+    import safetensors.torch
+
+    tensors, about = read_tensors(path)
+    about = {name: value for name, value in about.items() if name != "architecture"}
+    metadata = {"about": json.dumps(about | {"version": 2}), "sha256": _tensor_digest(tensors)}
+    path.write_bytes(safetensors.torch.save(tensors, metadata))
+
+
+def test_a_model_of_format_version_2_is_read(saved: Path, network: CapsuleNetwork) -> None:
+    config = json.loads((saved / "config.json").read_text())
+    (saved / "config.json").write_text(json.dumps(config | {"version": 2}))
+    as_version_2(saved / "model.safetensors")
+    loaded = CapsuleNetwork.load(saved)
+    assert loaded.architecture == network.architecture
+    assert all(
+        torch.equal(value, loaded.state_dict()[name])
+        for name, value in network.state_dict().items()
+    )
+    flip(saved / "model.safetensors", -5)
+    with pytest.raises(ModelError, match="does not match its checksum"):
+        CapsuleNetwork.load(saved)
+
+
+@pytest.mark.parametrize("checksum", [None, 3, "", "0" * 64, "\u00e9"])
+def test_a_file_without_a_valid_checksum_raises_an_error(saved: Path, checksum: Any) -> None:
+    """Both in the form of this version and in that of version 2."""
+    path = saved / "model.safetensors"
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    for name in ("digest", "sha256"):
+        about = {"about": header["__metadata__"]["about"], name: checksum}
+        text = json.dumps(header | {"__metadata__": about}, separators=(",", ":")).encode()
+        path.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
+        with pytest.raises(ModelError, match=r"model\.safetensors is damaged"):
+            CapsuleNetwork.load(saved)
+
+
+def test_config_and_weights_must_agree(saved: Path) -> None:
+    config = json.loads((saved / "config.json").read_text())
+    config["architecture"]["iterations"] = 2
+    (saved / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=r"config\.json differs from the architecture in model\."):
+        CapsuleNetwork.load(saved)
+
+
+def flip(path: Path, byte: int) -> None:
+    """Change a bit of a file."""
+    content = bytearray(path.read_bytes())
+    content[byte] ^= 1
+    path.write_bytes(content)
+
+
 def test_an_altered_weight_is_detected(saved: Path) -> None:
-    content = bytearray((saved / "model.safetensors").read_bytes())
-    content[-5] ^= 1
-    (saved / "model.safetensors").write_bytes(content)
-    with pytest.raises(ModelError, match="do not match their checksum"):
+    flip(saved / "model.safetensors", -5)
+    with pytest.raises(ModelError, match="does not match its checksum"):
         CapsuleNetwork.load(saved)
 
 
 def test_files_of_other_programs_and_later_versions_raise_an_error(saved: Path) -> None:
     tensors, about = read_tensors(saved / "model.safetensors")
     write_tensors(saved / "model.safetensors", tensors, about | {"version": 99})
-    with pytest.raises(ModelError, match=r"\(format version 99\), .* version 2; upgrade poecaps"):
+    with pytest.raises(ModelError, match=r"\(format version 99\), .* version 3; upgrade poecaps"):
         CapsuleNetwork.load(saved)
     write_tensors(saved / "model.safetensors", tensors, {"format": "other"})
     with pytest.raises(ModelError, match="was not written by poecaps"):
@@ -206,10 +265,11 @@ EARLIER = (
 
 
 def test_a_model_of_format_version_1_raises_one_clear_error(saved: Path) -> None:
+    as_version_2(saved / "model.safetensors")
     config = json.loads((saved / "config.json").read_text())
     old = config | {"version": 1, "architecture": {"components": 4, "painter": True}}
     (saved / "config.json").write_text(json.dumps(old))
-    with pytest.raises(ModelError, match=EARLIER.format(re.escape(str(saved)))):
+    with pytest.raises(ModelError, match=EARLIER.format(re.escape(str(saved / "config.json")))):
         CapsuleNetwork.load(saved)
 
 
@@ -237,9 +297,7 @@ def test_metadata_are_read_without_the_tensors(network: CapsuleNetwork, tmp_path
         path = tmp_path / "model.safetensors"
         assert read_metadata(path) == read_tensors(path)[1]
         assert read_metadata(path).get("half", False) is half
-        content = bytearray(path.read_bytes())
-        content[-5] ^= 1
-        path.write_bytes(content)
+        flip(path, -5)
         assert read_metadata(path).get("half", False) is half  # no checksum is computed
 
 
@@ -263,7 +321,7 @@ def test_a_file_without_valid_metadata_raises_an_error(saved: Path, about: str) 
     tensors = safetensors.torch.load(content)
     metadata = header["__metadata__"] | {"about": about}
     (saved / "model.safetensors").write_bytes(safetensors.torch.save(tensors, metadata))
-    with pytest.raises(ModelError, match="was not written by poecaps"):
+    with pytest.raises(ModelError, match=r"was not written by poecaps|is damaged"):
         CapsuleNetwork.load(saved)
 
 
@@ -298,9 +356,10 @@ def test_invalid_weights_raise_an_error(saved: Path) -> None:
 def test_an_invalid_config_raises_an_error_before_memory_is_allocated(
     saved: Path, changes: dict[str, Any], message: str
 ) -> None:
-    config = json.loads((saved / "config.json").read_text())
-    config["architecture"] |= changes
-    (saved / "config.json").write_text(json.dumps(config))
+    tensors, about = read_tensors(saved / "model.safetensors")
+    about["architecture"] |= changes
+    write_tensors(saved / "model.safetensors", tensors, about)
+    (saved / "config.json").unlink()
     with pytest.raises(ModelError, match=message):
         CapsuleNetwork.load(saved)
 

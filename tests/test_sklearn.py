@@ -14,6 +14,7 @@ import pytest
 import torch
 from sklearn.base import clone
 from sklearn.datasets import load_digits, load_iris, load_wine
+from sklearn.exceptions import NotFittedError
 from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import GridSearchCV
 from sklearn.pipeline import make_pipeline
@@ -212,7 +213,7 @@ class TestTable:
 
     def test_divergence_raises_an_error(self, wine: Array) -> None:
         with pytest.raises(TrainingError, match="lower learning_rate"):
-            table(learning_rate=1e300).fit(wine)
+            table(learning_rate=1e30).fit(wine)
 
 
 class TestImages:
@@ -411,3 +412,29 @@ def test_missing_scikit_learn_is_named() -> None:
         "ModuleNotFoundError: poecaps.sklearn needs scikit-learn; pip install 'poecaps[sklearn]'"
     )
     assert result.stderr.splitlines()[-1] == message
+
+
+@pytest.mark.parametrize("method", ["fit", "partial_fit"])
+def test_a_failed_training_leaves_no_model(
+    method: str, digits: Array, wine: Array, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the failed one nor that of an earlier call, for tables as well as images."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise TrainingError("diverged")
+
+    for estimator, rows, part in (
+        (table(n_iter=1), wine, "poecaps._table.TabularModel.train_one_epoch"),
+        (small(image_shape=(8, 8), kernel_size=2), digits, "poecaps.sklearn.train"),
+    ):
+        if method == "fit":
+            estimator.fit(rows)
+        with monkeypatch.context() as patched:
+            patched.setattr(part, fail)
+            with pytest.raises(TrainingError):
+                getattr(estimator, method)(rows)
+        for use in (estimator.transform, estimator.score_samples, estimator.inverse_transform):
+            with pytest.raises(NotFittedError):
+                use(rows)
+        getattr(estimator, method)(rows)
+        assert estimator.transform(rows).shape == (len(rows), 24)

@@ -154,7 +154,7 @@ def test_every_image_is_followed_by_its_views(generator: torch.Generator) -> Non
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"count": 0}, "views.count must be a whole number of at least 1, but is 0"),
+        ({"count": 0}, "views.count must be a whole number from 1 to 1000, but is 0"),
         ({"rotation": -1.0}, "views.rotation must be .*, but is -1"),
         ({"rotation": 200.0}, "views.rotation must be at most 180, but is 200"),
         ({"shift": 1.5}, "views.shift must be at most 1, but is 1.5"),

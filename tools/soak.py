@@ -39,6 +39,7 @@ import torch
 import tyro
 
 from poecaps import CapsuleNetwork
+from poecaps.training.checkpoint import newest_checkpoint
 from poecaps.training.metrics import METRICS
 
 PROCESS_TIMEOUT = 5  # seconds for which a process waits for the other one
@@ -84,7 +85,7 @@ class Soak:
 
     def start(self, folder: Path, log: Path, *, restarts: int) -> subprocess.Popen[bytes]:
         """Start a run, or continue it."""
-        begun = (folder / "checkpoint.safetensors").exists()
+        begun = newest_checkpoint(folder) is not None
         start = ["--data", str(self.data), "--out", str(folder), *OPTIONS]
         resume = ["--resume", str(folder), "--no-figures", "--quiet"]
         command = [
@@ -200,9 +201,10 @@ def _is_finished(folder: Path) -> bool:
 
 def _progress(folder: Path) -> int:
     """Return a number that changes while a run makes progress."""
+    newest = newest_checkpoint(folder)
     try:
-        return (folder / "checkpoint.safetensors").stat().st_mtime_ns
-    except FileNotFoundError:
+        return 0 if newest is None else newest.stat().st_mtime_ns
+    except FileNotFoundError:  # replaced meanwhile
         return 0
 
 

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 is_wrapped = getattr(torch._C._functorch, "is_functorch_wrapped_tensor", lambda _: False)
 
 PIXEL_TOLERANCE = 1e-3  # distance of a pixel from 0…1 that rounding or resizing may cause
+# Of an option, so that simple arithmetic with it does not exceed float32, which ends at 3e38.
+MAX_NUMBER = 1e30
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -111,7 +113,7 @@ def require_int(name: str, value: Any, low: int, high: int | None = None) -> Non
 
 
 def require_nonnegative(name: str, value: Any) -> None:
-    """Raise TypeError or ValueError unless `value` is a finite number of at least 0."""
+    """Raise TypeError or ValueError unless `value` is a number from 0 to `MAX_NUMBER`."""
     if type(value) not in (int, float) and (
         isinstance(value, bool) or not isinstance(value, numbers.Real)
     ):
@@ -120,6 +122,8 @@ def require_nonnegative(name: str, value: Any) -> None:
         )
     if not 0 <= value < math.inf:
         raise ValueError(f"{name} must be a finite number of at least 0, but is {value}")
+    if value > MAX_NUMBER:
+        raise ValueError(f"{name} must be at most {MAX_NUMBER:g}, but is {value}")
 
 
 def require_positive(name: str, value: Any) -> None:

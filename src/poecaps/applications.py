@@ -13,6 +13,7 @@ import torch
 from poecaps import _checks as checks
 from poecaps import functional as F
 from poecaps._modules import in_batches
+from poecaps.metrics import margins
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -75,10 +76,10 @@ def cluster(network: CapsuleNetwork, images: Tensor) -> Clusters:
     images of an expert show one kind.
     """
     firing = encode(network, images).norm(dim=-1)
-    best = firing.topk(min(2, firing.shape[1]), dim=1)
+    best = firing.max(dim=1)
     # ‖squash(z)‖ = ‖z‖²/(1+‖z‖²), so that log‖z‖² is its logit.
-    logits = torch.logit(best.values.double(), eps=torch.finfo(firing.dtype).tiny)
-    return Clusters(best.indices[:, 0], best.values[:, 0], (logits[:, 0] - logits[:, -1]).float())
+    log_odds = torch.logit(firing.double(), eps=torch.finfo(firing.dtype).tiny)
+    return Clusters(best.indices, best.values, margins(log_odds).float())
 
 
 @torch.no_grad()

@@ -85,6 +85,11 @@ class GaussianMixtures(nn.Module):
         self.register_buffer("means", torch.zeros(mixtures, components, dim))
         self.register_buffer("factors", torch.zeros(mixtures, components, dim, min(rank, dim)))
 
+    def check_weights(self) -> None:
+        """Raise ValueError if the weights of a mixture are negative or sum to 0."""
+        if bool((self.weights < 0).any() | (self.weights.sum(1) <= 0).any()):
+            raise ValueError("the weights of a mixture must be at least 0, and some above 0")
+
     @torch.no_grad()
     def fit(self, index: int, points: Tensor, generator: torch.Generator | None) -> None:
         """Fit one of the mixtures by k-means, with one Gaussian for each cluster.

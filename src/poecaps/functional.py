@@ -53,6 +53,7 @@ __all__ = [
     "g",
     "g_of_squashed",
     "held_preactivation",
+    "log_odds",
     "preactivation",
     "reconstruct",
     "reconstruction",
@@ -389,6 +390,21 @@ def firing_probability(z: Tensor, strength: Tensor | None = None) -> Tensor:
     return _firing(_polar(z, -1)[0]).squeeze(-1).to(z.dtype)
 
 
+def log_odds(z: Tensor) -> Tensor:
+    """Compute log P(a_j = 1) / P(a_j = 0) = log‖z_j‖², the logit of the firing probability.
+
+    Parameters
+    ----------
+    z : (..., D)
+
+    Returns
+    -------
+    (...)
+        At least float32.
+    """
+    return z.to(_at_least_float32(z.dtype)).square().sum(-1).log()
+
+
 def forward_side(z: Tensor, linear_dims: int, origin: Tensor | None = None) -> Tensor:
     """Rectify the linear coordinates of capsules on S^m × R^n × (0,1).
 
@@ -446,7 +462,7 @@ def winning_experts(
     if winners is None:
         return None
     with torch.no_grad():
-        score = z.to(_at_least_float32(z.dtype)).square().sum(-1).log()
+        score = log_odds(z)
         if views > 1:
             mean = score.view(-1, views, score.shape[-1]).mean(1)
             score = mean.repeat_interleave(views, dim=0)

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from poecaps.kernels.protocol import RoutingBackend
+
 
 class CapsuleRouting(nn.Module):
     """Base of the capsule layers: routing by agreement between two sets of capsules.
@@ -36,10 +38,11 @@ class CapsuleRouting(nn.Module):
         Options of `poecaps.routing_by_agreement`.
     backend
         Implementation to run: ``"triton"`` (GPU kernels), ``"simd"`` (compiled C for the CPU),
-        ``"torch"`` (vote-free PyTorch, any device) or ``"reference"`` (`poecaps.functional`, the
-        only one that can be differentiated twice). None chooses the fastest one that supports the
-        call. If a backend is named here and does not support a call, the call raises `ValueError`.
-        The attribute can be changed at any time.
+        ``"torch"`` (vote-free PyTorch, any device) or ``"reference"`` (`poecaps.functional`). All
+        of them are differentiable, and all but ``"triton"`` can be differentiated again; second
+        derivatives are always those of the reference. None chooses the fastest one that supports
+        the call. If a backend is named here and does not support a call, the call raises
+        `ValueError`. The attribute can be changed at any time.
     generator
         Source of the initial weights.
     device, dtype
@@ -136,7 +139,7 @@ class CapsuleRouting(nn.Module):
         backend = self._backend_for(x, routing)
         return backend.routing_by_agreement(x, self.weight, **asdict(routing))
 
-    def _backend_for(self, x: Tensor, routing: F.RoutingOptions) -> dispatch.RoutingBackend:
+    def _backend_for(self, x: Tensor, routing: F.RoutingOptions) -> RoutingBackend:
         """Return the backend for a call that autograd may have to differentiate."""
         return dispatch.select(
             x,

@@ -1,4 +1,8 @@
-"""Metrics that training and evaluation share."""
+"""Metrics that training and evaluation share.
+
+`margin`, `agreement`, `reconstruction` and `energy` compare encoders without labels, and the more,
+the better: with `encoder.restarts`, one of them chooses the encoder that is kept.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,16 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+__all__ = [
+    "agreement",
+    "effective_rank",
+    "energy",
+    "lost_share",
+    "margin",
+    "margins",
+    "reconstruction",
+]
 
 
 def effective_rank(codes: Tensor) -> float:
@@ -27,3 +41,90 @@ def effective_rank(codes: Tensor) -> float:
     covariance = centred.T @ centred
     total = covariance.trace()  # Σλ; Σλ² is the sum of the squared entries
     return (total.square() / covariance.square().sum()).item() if total > 0 else 0.0
+
+
+def margins(log_odds: Tensor) -> Tensor:
+    """Compute how far the most active expert of each image is ahead of the second.
+
+    With the log-odds ℓ_j = log P(a_j = 1)/P(a_j = 0) and the most active expert m::
+
+        ℓ_m − max_{j≠m} ℓ_j
+
+    Parameters
+    ----------
+    log_odds : (N, J)
+        Logits of the firing probabilities. With a single expert, all margins are 0.
+
+    Returns
+    -------
+    (N,)
+    """
+    best = log_odds.topk(min(2, log_odds.shape[1]), dim=1).values
+    return best[:, 0] - best[:, -1]
+
+
+def margin(log_odds: Tensor) -> float:
+    """Compute the mean over images of ℓ_m − max_{j≠m} ℓ_j; see `margins`.
+
+    Experts that divide the images among themselves clearly have a large margin. One factor for all
+    weights does not change it.
+
+    Parameters
+    ----------
+    log_odds : (N, J)
+    """
+    return margins(log_odds).double().mean().item()
+
+
+def agreement(log_odds: Tensor) -> float:
+    """Compute the share of transformed copies whose most active expert is that of the image.
+
+    With the most active expert m_nt of view t of image n, of which t = 0 is the image itself::
+
+        1/(N(T−1)) · Σ_n Σ_{t≥1} [m_nt = m_n0]
+
+    Parameters
+    ----------
+    log_odds : (N, T, J)
+        Logits of the firing probabilities of all T ≥ 2 views.
+
+    Returns
+    -------
+    float
+        From 0 to 1.
+    """
+    expert = log_odds.argmax(-1)
+    return (expert[:, 1:] == expert[:, :1]).double().mean().item()
+
+
+def lost_share(x: Tensor, reconstructed: Tensor) -> float:
+    """Compute the share of the square norm of capsules that is lost: Σ‖x̃ − x‖² / Σ‖x‖².
+
+    Parameters
+    ----------
+    x, reconstructed : (N, I, K)
+    """
+    return ((reconstructed - x).square().sum() / x.square().sum()).item()
+
+
+def reconstruction(x: Tensor, reconstructed: Tensor) -> float:
+    """Compute −Σ‖x̃ − x‖² / Σ‖x‖² of capsules x and their reconstructions x̃; at most 0.
+
+    Parameters
+    ----------
+    x, reconstructed : (N, I, K)
+    """
+    return -lost_share(x, reconstructed)
+
+
+def energy(free_energy: Tensor) -> float:
+    """Compute −mean F(x) = mean log(Z P(x)).
+
+    The partition functions Z of two encoders differ, and are not known: encoders with larger
+    weights have lower energies everywhere.
+
+    Parameters
+    ----------
+    free_energy : (N,)
+    """
+    return -free_energy.double().mean().item()

@@ -479,7 +479,12 @@ class CapsuleNetwork(nn.Module):
             with torch.device("meta"):  # no memory is allocated before the sizes are compared
                 network = cls(architecture)
         except (TypeError, ValueError, RuntimeError) as error:
-            config = folder / serialization.CONFIG
-            raise ModelError(f"{config} describes an invalid architecture ({error})") from error
-        serialization.load_state(network, tensors, folder / serialization.WEIGHTS)
+            raise ModelError(f"{folder} describes an invalid architecture ({error})") from error
+        weights = folder / serialization.WEIGHTS
+        serialization.load_state(network, tensors, weights)
+        try:
+            for mixtures in (network.code_density.per_expert, network.code_density.joint.mixture):
+                mixtures.check_weights()
+        except ValueError as error:
+            raise ModelError(f"{weights} has an invalid code density: {error}") from error
         return network.to(device).eval().requires_grad_(False)

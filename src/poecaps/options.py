@@ -14,6 +14,13 @@ from poecaps import functional as F
 Base = Literal["gaussian", "ball"]
 BASES: tuple[Base, ...] = get_args(Base)
 
+# Upper bounds, far above what is useful, so that a file from elsewhere cannot ask for a computation
+# without an end: a batch is computed in one call, which an interrupt does not end.
+MAX_ITERATIONS = 100  # of a loop within one call
+MAX_SIZE = 2**20  # of an axis
+MAX_SIDE = 2**14  # pixels
+MAX_LAYERS = 100
+
 
 @dataclass(frozen=True)
 class DensityOptions:
@@ -48,15 +55,15 @@ class DensityOptions:
                     f"{prefix}experts must be a number and a dimension, but is {self.experts!r}"
                 )
             for number in self.experts:
-                checks.require_int(f"every number of {prefix}experts", number, 1)
+                checks.require_int(f"every number of {prefix}experts", number, 1, MAX_SIZE)
             checks.require_int(f"{prefix}linear_dims", self.linear_dims, 0, self.experts[1])
         checks.require_int(f"{prefix}linear_dims", self.linear_dims, 0)
         checks.require_positive(f"{prefix}strength", self.strength)
         checks.require_choice(f"{prefix}base", self.base, BASES)
-        checks.require_int(f"{prefix}base_components", self.base_components, 0)
+        checks.require_int(f"{prefix}base_components", self.base_components, 0, MAX_SIZE)
         if self.base_max_variance is not None:
             checks.require_positive(f"{prefix}base_max_variance", self.base_max_variance)
-        checks.require_int(f"{prefix}iterations", self.iterations, 1)
+        checks.require_int(f"{prefix}iterations", self.iterations, 1, MAX_ITERATIONS)
         checks.require_nonnegative(f"{prefix}sharpness", self.sharpness)
         checks.require_choice(f"{prefix}normalize", self.normalize, get_args(F.Axis))
         checks.require_choice(f"{prefix}agreement", self.agreement, get_args(F.Agreement))
@@ -119,23 +126,23 @@ class ModelOptions:
             "features",
             "kernel_size",
             "capsule_dim",
-            "iterations",
             "joint_components",
             "expert_components",
         ):
-            checks.require_int(prefix + name, getattr(self, name), 1)
+            checks.require_int(prefix + name, getattr(self, name), 1, MAX_SIZE)
+        checks.require_int(f"{prefix}iterations", self.iterations, 1, MAX_ITERATIONS)
         layers = self.experts
         if (
             not isinstance(layers, tuple)
-            or not layers
+            or not 1 <= len(layers) <= MAX_LAYERS
             or not all(isinstance(layer, tuple) and len(layer) == 2 for layer in layers)
         ):
             raise ValueError(
-                f"{prefix}experts must be one or more pairs of a number and a dimension, "
-                f"but is {layers!r}"
+                f"{prefix}experts must be one or more pairs of a number and a dimension, at most "
+                f"{MAX_LAYERS}, but is {str(layers)[:200]}"
             )
         for number in (number for layer in layers for number in layer):
-            checks.require_int(f"every number of {prefix}experts", number, 1)
+            checks.require_int(f"every number of {prefix}experts", number, 1, MAX_SIZE)
         if self.features % self.capsule_dim:
             raise ValueError(
                 f"{prefix}features must be a multiple of capsule_dim, "
@@ -150,7 +157,7 @@ class ModelOptions:
                 raise ValueError(f"{prefix}scale must be above 0, or None for no scaling")
         checks.require_nonnegative(f"{prefix}decoder_sharpness", self.decoder_sharpness)
         checks.require_nonnegative(f"{prefix}sharpness", self.sharpness)
-        checks.require_int(f"{prefix}equalized_components", self.equalized_components, 0)
+        checks.require_int(f"{prefix}equalized_components", self.equalized_components, 0, MAX_SIZE)
         checks.require_choice(f"{prefix}normalize", self.normalize, get_args(F.Axis))
         checks.require_choice(f"{prefix}agreement", self.agreement, get_args(F.Agreement))
         if not isinstance(self.density, DensityOptions):
@@ -180,4 +187,4 @@ class Architecture(ModelOptions):
         if not isinstance(self.image_shape, tuple) or len(self.image_shape) != 3:
             raise ValueError(f"{prefix}image_shape must be (C, H, W), but is {self.image_shape!r}")
         for number in self.image_shape:
-            checks.require_int(f"every number of {prefix}image_shape", number, 1)
+            checks.require_int(f"every number of {prefix}image_shape", number, 1, MAX_SIDE)

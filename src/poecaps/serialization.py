@@ -1,8 +1,9 @@
 """Saved models: safetensors files with a checksum, half precision and format versions.
 
-A folder with a model has two files: `config.json` with the architecture, and `model.safetensors`
-with the weights. Checkpoints and classifiers are safetensors files of the same form. Every file
-states its format version, and no file is a pickle.
+A folder with a model has two files: `model.safetensors` with the weights and the architecture, and
+`config.json` with the architecture for people and other programs. Checkpoints and classifiers are
+safetensors files of the same form. One checksum covers every byte of such a file. Every file states
+its format version, and no file is a pickle.
 """
 
 from __future__ import annotations
@@ -15,7 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from poecaps._files import ModelError, atomic_write, read_json, write_json
+from poecaps._files import (
+    DamagedError,
+    ModelError,
+    atomic_write,
+    open_regular,
+    read_bytes,
+    read_json,
+    write_json,
+)
 from poecaps._json import dataclass_from_json
 from poecaps.options import Architecture
 
@@ -26,8 +35,11 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 FORMAT = "poecaps"
-VERSION = 2  # of models and checkpoints; in version 1 options and tensors had other names
+# Of models and checkpoints. In version 1 options and tensors had other names. In version 2, which
+# is read as well, only tensors had a checksum, and only config.json had the architecture.
+VERSION, OLDEST_VERSION = 3, 2
 CLASSIFIER_VERSION = 1  # of the classifiers of `poecaps.evaluation`
+MAX_HEADER = 100_000_000  # bytes of the header of a safetensors file, as in safetensors itself
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 # A tensor is rounded to float16 if that changes it by at most this share of its norm; 2e-4 is
 # usual. The share is exceeded if its numbers are so small that float16 has few digits for them.
@@ -54,9 +66,9 @@ def write_model(
         Whether `tensors` come from `half_precision`.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    write_tensors(folder / WEIGHTS, tensors, {"half": True} if half else {})
-    header = {"format": FORMAT, "version": VERSION}
-    write_json(folder / CONFIG, header | {"architecture": asdict(architecture)})
+    about = {"architecture": asdict(architecture)}
+    write_tensors(folder / WEIGHTS, tensors, about | ({"half": True} if half else {}))
+    write_json(folder / CONFIG, {"format": FORMAT, "version": VERSION} | about)
 
 
 def read_model(folder: Path) -> tuple[Architecture, dict[str, Tensor]]:
@@ -65,17 +77,30 @@ def read_model(folder: Path) -> tuple[Architecture, dict[str, Tensor]]:
     Raises
     ------
     FileNotFoundError
-        If a file is missing.
+        If a file is missing; `config.json` is needed for format version 2 only.
     ModelError
-        If a file is damaged, not written by poecaps, or of another format version.
+        If a file is damaged, not written by poecaps, or of another format version, or if the files
+        do not belong together.
     """
-    for name in (CONFIG, WEIGHTS):
-        if not (folder / name).is_file():
-            raise FileNotFoundError(f"{folder} does not contain a trained model: {name} is missing")
-    config = read_json(folder / CONFIG)
-    check_version(config, folder)
-    architecture = _architecture_from_json(config.get("architecture"), folder / CONFIG)
-    tensors, about = read_tensors(folder / WEIGHTS)
+    path, config = folder / WEIGHTS, folder / CONFIG
+    if not path.is_file():
+        raise FileNotFoundError(f"{folder} does not contain a trained model: {WEIGHTS} is missing")
+    tensors, about = read_tensors(path)
+    is_old = about["version"] == OLDEST_VERSION
+    values, source = about.get("architecture"), path
+    if is_old and not config.is_file():
+        raise FileNotFoundError(f"{folder} does not contain a trained model: {CONFIG} is missing")
+    if config.is_file():
+        stated = read_json(config)
+        check_version(stated, config)
+        if is_old:
+            values, source = stated.get("architecture"), config
+        elif stated.get("architecture") != values:
+            raise ModelError(
+                f"{config} differs from the architecture in {WEIGHTS}; delete {CONFIG}, or use "
+                "another copy of the model"
+            )
+    architecture = _architecture_from_json(values, source)
     if about.get("half") is True:
         tensors = {
             name: tensor.float() if tensor.dtype == torch.float16 else tensor
@@ -89,9 +114,11 @@ def _architecture_from_json(values: Any, source: Path) -> Architecture:
         raise ModelError(f"{source} is damaged: it does not describe an architecture")
     try:
         # A file that does not mention an option is older than the option, and has its default.
-        return dataclass_from_json(Architecture, values, defaults=True)
-    except ValueError as error:
-        raise ModelError(f"{source} is damaged: {error}") from error
+        architecture = dataclass_from_json(Architecture, values, defaults=True)
+        architecture.validate()
+    except (TypeError, ValueError) as error:
+        raise ModelError(f"{source} describes an invalid architecture ({error})") from error
+    return architecture
 
 
 def half_precision(module: nn.Module) -> dict[str, Tensor]:
@@ -152,15 +179,15 @@ def _describe(tensor: Tensor) -> str:
 
 def check_version(about: Mapping[str, Any], source: Path, version: int = VERSION) -> None:
     """Raise ModelError if a file was not written by poecaps, or has another format version."""
-    found = about.get("version")
-    if about.get("format") != FORMAT or not isinstance(found, int):
+    found, oldest = about.get("version"), OLDEST_VERSION if version == VERSION else version
+    if about.get("format") != FORMAT or type(found) is not int:
         raise ModelError(f"{source} was not written by poecaps")
     if found > version:
         raise ModelError(
             f"{source} was written by a later version of poecaps (format version {found}), but "
             f"this version reads format version {version}; upgrade poecaps"
         )
-    if found < version:
+    if found < oldest:
         raise ModelError(
             f"{source} was written by an earlier version of poecaps (format version {found}), "
             "which this version cannot read; train it again"
@@ -168,9 +195,14 @@ def check_version(about: Mapping[str, Any], source: Path, version: int = VERSION
 
 
 def write_tensors(
-    path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any], *, version: int = VERSION
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    about: Mapping[str, Any],
+    *,
+    version: int = VERSION,
+    previous: Path | None = None,
 ) -> None:
-    """Write tensors with their format version, a checksum and a JSON object, atomically.
+    """Write tensors with their format version, a JSON object and a checksum of all, atomically.
 
     Parameters
     ----------
@@ -182,14 +214,19 @@ def write_tensors(
         Added to the format and the version of the file.
     version
         Format version of this kind of file.
+    previous
+        File that keeps the old content of `path`.
     """
     import safetensors.torch
 
     whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    header = {"format": FORMAT, "version": version, **about}
-    metadata = {"about": json.dumps(header, ensure_ascii=False), "sha256": _digest(whole)}
-    with atomic_write(path) as file:
-        file.write(safetensors.torch.save(whole, metadata))
+    values = {"format": FORMAT, "version": version, **about}
+    metadata = {"about": json.dumps(values, ensure_ascii=False), "digest": NO_DIGEST}
+    header, data = _split(safetensors.torch.save(whole, metadata), path)
+    digest = _file_digest(header, data, NO_DIGEST)
+    with atomic_write(path, previous=previous) as file:
+        file.write(header.replace(_entry(NO_DIGEST), _entry(digest)))
+        file.write(data)
 
 
 def read_tensors(path: Path, *, version: int = VERSION) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -202,58 +239,94 @@ def read_tensors(path: Path, *, version: int = VERSION) -> tuple[dict[str, Tenso
     """
     import safetensors.torch
 
-    content = path.read_bytes()  # in one call: the file may be replaced by a newer one meanwhile
+    content = read_bytes(path)
+    header, data = _split(content, path)
+    about, metadata = _parse_header(header[8:], path)
+    digest = metadata.get("digest")
+    if digest is not None and _file_digest(header, data, digest) != digest:
+        raise DamagedError(CHECKSUM_ERROR.format(path))
+    check_version(about, path, version)
     try:
         tensors = safetensors.torch.load(content)
     except safetensors.SafetensorError as error:
-        raise ModelError(f"{path} is damaged, or not a safetensors file ({error})") from error
-    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-    about, checksum = _parse_header(header, path)
-    check_version(about, path, version)
-    if _digest(tensors) != checksum:
-        raise ModelError(
-            f"{path} is damaged: its weights do not match their checksum; use another copy"
-        )
+        raise DamagedError(DAMAGED.format(path, error)) from error
+    if digest is None and metadata.get("sha256") != _tensor_digest(tensors):
+        raise DamagedError(CHECKSUM_ERROR.format(path))
     return tensors, about
 
 
 def read_metadata(path: Path, *, version: int = VERSION) -> dict[str, Any]:
-    """Read the JSON object of a file of `write_tensors`, without its tensors and their checksum.
+    """Read the JSON object of a file of `write_tensors`, without its tensors and its checksum.
 
     Raises
     ------
     ModelError
         If the header is damaged, not written by poecaps, or of another format version.
     """
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        try:
-            if length > path.stat().st_size:
-                raise ValueError("the file is too short")
-            header = json.loads(file.read(length))
-        except (ValueError, RecursionError) as error:
-            raise ModelError(f"{path} is damaged, or not a safetensors file ({error})") from error
-    about, _ = _parse_header(header, path)
+    with open_regular(path) as file:
+        length = _header_length(file.read(8), path.stat().st_size, path)
+        about, _ = _parse_header(file.read(length - 8), path)
     check_version(about, path, version)
     return about
 
 
-def _parse_header(header: Any, path: Path) -> tuple[dict[str, Any], str]:
-    """Return the JSON object and the checksum in the header of a safetensors file."""
-    try:
-        metadata = header["__metadata__"]
-        about, checksum = json.loads(metadata["about"]), metadata["sha256"]
-    except (KeyError, TypeError, ValueError, RecursionError):
-        about = None
-    if not isinstance(about, dict):
-        raise ModelError(f"{path} is a safetensors file that was not written by poecaps")
-    return about, checksum
+# Checksums. The digest of a file is the SHA-256 of all its bytes, except that the digest in them is
+# replaced by zeros.
+NO_DIGEST = "0" * 64
 
 
-def _digest(tensors: Mapping[str, Tensor]) -> str:
-    """Return the SHA-256 of names, dtypes, shapes and numbers."""
+def _entry(digest: str) -> bytes:
+    """Return the digest as it is in a header; in the texts of a header, quotes are escaped."""
+    return f'"digest":"{digest}"'.encode()
+
+
+def _file_digest(header: bytes, data: memoryview, digest: str) -> str:
+    """Return the digest of a file whose header has the entry `digest`."""
+    if not isinstance(digest, str) or header.count(_entry(digest)) != 1:
+        return ""
+    found = hashlib.sha256(header.replace(_entry(digest), _entry(NO_DIGEST)))
+    found.update(data)
+    return found.hexdigest()
+
+
+def _tensor_digest(tensors: Mapping[str, Tensor]) -> str:
+    """Return the checksum of format version 2: names, dtypes, shapes and numbers of tensors."""
     digest = hashlib.sha256()
     for name in sorted(tensors):
         digest.update(f"{name} {tensors[name].dtype} {tuple(tensors[name].shape)}".encode())
         digest.update(tensors[name].reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+# Headers of safetensors files
+
+DAMAGED = "{} is damaged, or not a safetensors file ({})"
+CHECKSUM_ERROR = "{} is damaged: it does not match its checksum; use another copy"
+
+
+def _header_length(start: bytes, size: int, path: Path) -> int:
+    """Return the bytes before the tensors of a file, from its first 8 bytes and its size."""
+    length = 8 + int.from_bytes(start, "little")
+    if len(start) < 8 or length > min(size, MAX_HEADER):
+        raise DamagedError(DAMAGED.format(path, "its header is incomplete"))
+    return length
+
+
+def _split(content: bytes, path: Path) -> tuple[bytes, memoryview]:
+    """Return what is before the tensors of a file, and the tensors."""
+    length = _header_length(content[:8], len(content), path)
+    return content[:length], memoryview(content)[length:]
+
+
+def _parse_header(header: bytes, path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the JSON object in the header of a safetensors file, and all metadata."""
+    try:
+        metadata = json.loads(header)["__metadata__"]
+        about = json.loads(metadata["about"])
+    except (KeyError, TypeError):
+        metadata, about = None, None
+    except (ValueError, RecursionError) as error:
+        raise DamagedError(DAMAGED.format(path, error)) from error
+    if not isinstance(about, dict) or not isinstance(metadata, dict):
+        raise DamagedError(f"{path} is a safetensors file that was not written by poecaps")
+    return about, metadata

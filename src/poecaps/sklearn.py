@@ -218,7 +218,7 @@ class CapsuleExpertsTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixi
         y
             Not used.
         """
-        first = not hasattr(self, "model_")
+        first = not self.__sklearn_is_fitted__()
         if first:
             rows = self._begin(X)
         else:
@@ -347,11 +347,18 @@ class CapsuleExpertsTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixi
         tags.input_tags.three_d_array = True
         return tags
 
+    def __sklearn_is_fitted__(self) -> bool:
+        """Return whether a training has ended; a failed one leaves no model."""
+        return hasattr(self, "experts_")
+
     # Validation of X and of the parameters
 
     def _begin(self, X: Any, min_samples: int = 1) -> Array:
         """Validate all parameters and X, and reset the fitted attributes."""
         self._validate_parameters()
+        for name in ("model_", "experts_", "_optimizer"):
+            if hasattr(self, name):
+                delattr(self, name)
         given = np.asarray(X).shape[1:] if _ndim(X) in (3, 4) else None
         shape = given if self.image_shape is None else tuple(self.image_shape)
         self.image_shape_ = None if shape is None else (*shape, 1)[:3]

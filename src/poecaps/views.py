@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["NUMBERS", "ViewOptions", "make_views", "transform"]
 
+MAX_VIEWS = 1000
 NUMBERS = 7  # random numbers that determine a transformation
 
 
@@ -47,7 +48,7 @@ class ViewOptions:
 
     def validate(self, prefix: str = "") -> None:
         """Raise ValueError or TypeError if an option is invalid; its name begins with `prefix`."""
-        checks.require_int(f"{prefix}count", self.count, 1)
+        checks.require_int(f"{prefix}count", self.count, 1, MAX_VIEWS)
         for name in ("rotation", "shift", "scale", "aspect", "shear"):
             checks.require_nonnegative(f"{prefix}{name}", getattr(self, name))
         if self.rotation > 180:

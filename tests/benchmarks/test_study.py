@@ -7,13 +7,12 @@ import re
 from argparse import Namespace
 from typing import TYPE_CHECKING
 
-import numpy as np
 import pytest
 import torch
 
 from benchmarks import study, variants
 from benchmarks.internals import changed_options, command_for
-from benchmarks.study import STUDY, default_with, main, table
+from benchmarks.study import CLASSES, STUDY, default_with, main, table
 from benchmarks.variants import Job, Variant
 from poecaps.training import PRESETS, TrainingError
 
@@ -21,9 +20,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-@pytest.mark.parametrize("name", STUDY)
+@pytest.mark.parametrize("name", [*STUDY, *CLASSES])
 def test_a_variant_is_valid_and_changes_only_its_options(name: str) -> None:
-    variant = STUDY[name]
+    variant = {**STUDY, **CLASSES}[name]
     config = variant.config(data="mnist", seed=3)
     config.validate()
     assert changed_options(config, variant.preset) == {
@@ -33,9 +32,16 @@ def test_a_variant_is_valid_and_changes_only_its_options(name: str) -> None:
     }
 
 
-def test_no_two_variants_are_the_same() -> None:
-    commands = [command_for(variant.config()) for variant in STUDY.values()]
+@pytest.mark.parametrize("variants_of", [STUDY, CLASSES])
+def test_no_two_variants_are_the_same(variants_of: dict[str, Variant]) -> None:
+    commands = [command_for(variant.config()) for variant in variants_of.values()]
     assert len(set(commands)) == len(commands)
+
+
+def test_no_two_lists_have_a_name_in_common() -> None:
+    """Except for a variant that is the same in both."""
+    for name in STUDY.keys() & CLASSES.keys():
+        assert STUDY[name] == CLASSES[name]
 
 
 @pytest.mark.usefixtures("same_process")
@@ -81,15 +87,12 @@ def test_a_variant_is_trained_and_evaluated_once(
     assert "| small | 2 |" in capsys.readouterr().out
 
 
-def job(tmp_path: Path) -> Job:
-    data = str(tmp_path / "bars.npy")
-    options = Namespace(data=data, path=None, device="cpu", samples=20, keep=None)
+def job(bars: Path) -> Job:
+    options = Namespace(data=str(bars), path=None, device="cpu", samples=20, keep=None, held_out=0)
     return Job("small", 0, options)
 
 
-def test_diverged_training_is_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    images = np.random.default_rng(0).integers(0, 256, (32, 20, 19), dtype=np.uint8)
-    np.save(tmp_path / "bars.npy", images)
+def test_diverged_training_is_a_result(bars: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = {
         "model__features": 8,
         "model__capsule_dim": 4,
@@ -99,7 +102,7 @@ def test_diverged_training_is_a_result(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setitem(
         STUDY, "small", default_with(**small, autoencoder__learning_rate=1e30, batch_size=16)
     )
-    row = study.run(job(tmp_path))
+    row = study.run(job(bars))
     assert re.fullmatch(
         r"autoencoder diverged at step \d+ with a learning rate of \S+", row["failed"]
     )
@@ -117,7 +120,7 @@ def test_diverged_training_is_a_result(tmp_path: Path, monkeypatch: pytest.Monke
     ids=str,
 )
 def test_other_errors_are_raised(
-    error: RuntimeError, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    error: RuntimeError, bars: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object, **__: object) -> None:
         raise error
@@ -125,7 +128,34 @@ def test_other_errors_are_raised(
     monkeypatch.setitem(STUDY, "small", Variant())
     monkeypatch.setattr(variants, "train", fail)
     with pytest.raises(type(error), match=re.escape(str(error))):
-        study.run(job(tmp_path))
+        study.run(job(bars))
+
+
+@pytest.mark.usefixtures("same_process")
+def test_rows_of_classes_have_measures_of_clusterings(
+    bars: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = {
+        "model__features": 8,
+        "model__capsule_dim": 4,
+        "model__experts": ((3, 5),),
+        "encoder__views__count": 2,
+        "encoder__restarts": 2,
+    }
+    few = {
+        f"{stage}__epochs": 1 for stage in ("autoencoder", "encoder", "decoder", "pixel_decoder")
+    }
+    monkeypatch.setitem(CLASSES, "small", default_with(**small, **few, batch_size=16))
+    rows = tmp_path / "rows.json"
+    data = ["--data", str(bars), "--device", "cpu", "--samples", "20"]
+    main([*data, "--classes", "--only", "small", "--json", str(rows)])
+    (row,) = json.loads(rows.read_text())
+    accuracy = row["evaluation"]["specialisation"]["accuracy"]
+    assert 0 < accuracy <= 1
+    assert len(row["selection"]["encoder 1"]["scores"]["agreement"]) == 2
+    assert f"| small | 1 | {accuracy:.3f} |" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main([*data, "--only", "small"])  # it is not in the list of the recipe
 
 
 def test_a_table_has_mean_and_standard_deviation(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from poecaps import models
 from poecaps.cli.main import main
+from poecaps.training import record
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -42,8 +43,7 @@ def test_info_has_the_command_that_resumes_a_run(
 ) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(run, copy)
-    about = json.loads((copy / "run.json").read_text())
-    (copy / "run.json").write_text(json.dumps(about | {"finished": None}))
+    record.write(copy, record.read(copy) | {"finished": None})
     (copy / "model.safetensors").unlink()
     assert main(["info", str(copy)]) == 0
     assert f"not yet; resume with: poecaps train --resume {copy}" in capsys.readouterr().out
@@ -63,7 +63,7 @@ def test_output_in_an_encoding_without_some_characters(run: Path) -> None:
 def test_a_record_that_is_older_than_an_option_is_read(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    record = json.loads((models.find("mnist") / "run.json").read_text(encoding="utf-8"))
-    assert "density" not in record["config"]  # the bundled models are older
+    about = json.loads((models.find("mnist") / "run.json").read_text(encoding="utf-8"))
+    assert "density" not in about["config"]  # the bundled models are older
     assert main(["info", "mnist"]) == 0
     assert "poecaps train" in capsys.readouterr().out

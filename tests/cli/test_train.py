@@ -200,7 +200,7 @@ def test_only_an_interrupt_that_saved_says_so(
     saved = read_tensors(tmp_path / "run" / CHECKPOINT)[1]["step"]
     assert saved == (2 if signals == 1 else 0)
     assert ("checkpoint saved; resume with: poecaps" in said) == (signals == 1)
-    assert ("not saved; resume from the checkpoint of" in said) == (signals == 2)
+    assert ("the last checkpoint is" in said) == (signals == 2)
     assert f"with: poecaps train --resume {tmp_path / 'run'}" in said
 
 
@@ -351,6 +351,22 @@ def test_a_full_disk_while_drawing_says_that_the_model_is_safe(
     assert "reconstructions.png" in err
     assert main(["encode", str(tmp_path / "run")]) == 1
     assert "codes-train.npz" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("restarts", [2, 3])
+def test_the_encoder_that_is_kept_is_reported(
+    restarts: int, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = ["--out", str(tmp_path / "run"), "--no-figures", "--encoder.restarts", str(restarts)]
+    assert main(["train", "--data", str(source), *SMALL, *out]) == 0
+    number = r"\d+(\.\d+)?"
+    others = f"the other {number}" if restarts == 2 else f"others {number} to {number}"
+    shown = capsys.readouterr().out
+    assert re.search(
+        rf"^encoder 1: start [1-{restarts}] of {restarts} kept, margin {number} \({others}\)$",
+        shown,
+        re.M,
+    ), shown
 
 
 def test_quiet_is_quiet(source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
+import os
 import pickle
+import zipfile
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,10 +32,15 @@ def is_mapped(array: Array | None) -> bool:
 
 
 @pytest.mark.parametrize("order", ["C", "F"])
-def test_npy_is_memory_mapped(digits: Array, order: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("large", [False, True])
+def test_npy_is_memory_mapped_if_it_is_large(
+    digits: Array, order: Any, large: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     np.save(tmp_path / "x.npy", np.asarray(digits, order=order))
+    if large:
+        monkeypatch.setattr(buffers, "MAX_IN_MEMORY", 10)
     found = load(tmp_path / "x.npy")
-    assert is_mapped(found.images)
+    assert is_mapped(found.images) == large
     np.testing.assert_array_equal(found.images[..., 0], digits)
     (tmp_path / "x.npy").rename(tmp_path / "X.NPY")
     assert len(load(tmp_path / "X.NPY")) == 6
@@ -40,15 +48,23 @@ def test_npy_is_memory_mapped(digits: Array, order: Any, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("order", ["C", "F"])
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
-def test_npz_is_read_and_mapped_where_it_is_not_compressed(
-    digits: Array, save: Callable[..., None], order: Any, tmp_path: Path
+@pytest.mark.parametrize("large", [False, True])
+def test_npz_is_read_and_mapped_if_it_is_large(
+    digits: Array,
+    save: Callable[..., None],
+    order: Any,
+    large: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     save(tmp_path / "x.npz", labels=np.arange(6), images=np.asarray(digits, order=order))
+    if large:
+        monkeypatch.setattr(buffers, "MAX_IN_MEMORY", 10)
     found = load(tmp_path / "x.npz")
     np.testing.assert_array_equal(found.images[..., 0], digits)
     assert found.labels is not None
     assert found.labels.tolist() == [0, 1, 2, 3, 4, 5]
-    assert is_mapped(found.images) == (save is np.savez)
+    assert is_mapped(found.images) == large
 
 
 def test_a_large_compressed_member_is_unpacked_to_disk(
@@ -161,3 +177,39 @@ def test_cut_or_changed_files_are_refused_or_hold_an_array_of_the_promised_size(
         assert array is not None
         assert array.nbytes == 60
         np.array(array)
+
+
+def test_a_header_cannot_reserve_more_than_the_file_can_hold(tmp_path: Path) -> None:
+    """201 bytes that announce 7.84 GB."""
+    header = io.BytesIO()
+    about = {"descr": "|u1", "fortran_order": False, "shape": (10_000_000, 28, 28)}
+    np.lib.format.write_array_header_1_0(header, about)
+    with zipfile.ZipFile(tmp_path / "x.npz", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("images.npy", header.getvalue() + bytes(100))
+    with pytest.raises(DataError, match=r"announces 7840000000 bytes of data, more than \d+ comp"):
+        load(tmp_path / "x.npz")
+    with zipfile.ZipFile(tmp_path / "x.npz", "w", zipfile.ZIP_LZMA) as archive:
+        archive.writestr("images.npy", header.getvalue())
+    with pytest.raises(DataError, match="unknown compression"):
+        load(tmp_path / "x.npz")
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_a_file_that_is_cut_while_in_use_kills_nobody(
+    large: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mapped pages beyond the end of a file would end the process by SIGBUS."""
+    images = np.random.default_rng(0).integers(0, 256, (20, 100, 100), dtype=np.uint8)
+    np.save(tmp_path / "x.npy", images)
+    if large:
+        monkeypatch.setattr(buffers, "MAX_IN_MEMORY", 10)
+    found = load(tmp_path / "x.npy")
+    os.truncate(tmp_path / "x.npy", 200)
+    if large:
+        with pytest.raises(DataError, match=r"was cut while it was in use: it had 200128 bytes"):
+            found.batch([19])
+    else:
+        assert (
+            found.batch([19]).mul(255).byte().numpy().ravel().tolist()
+            == images[19].ravel().tolist()
+        )

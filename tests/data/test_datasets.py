@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import hashlib
 import threading
+from contextlib import suppress
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,6 +61,7 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
     monkeypatch.setattr(datasets, "SYSTEM_FOLDER", tmp_path / "system")
     monkeypatch.setattr(datasets, "cache_folder", lambda: tmp_path / "cache")
     monkeypatch.setattr(datasets, "download_split", no_network)
+    monkeypatch.setattr(datasets, "_require_published", lambda *_: None)
     return {name: tmp_path / name for name in ("given", "cache", "system")}
 
 
@@ -130,20 +133,34 @@ def test_a_torchvision_root_will_do(
 
 
 def test_another_set_in_the_place_of_this_one_is_refused(
-    places: dict[str, Path], files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+    mirror: Mirror, files: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    labels = files["train-labels-idx1-ubyte"]
-    fashion = datasets.PublicDataset(
-        "", (), {"train-labels-idx1-ubyte": hashlib.sha256(labels).hexdigest()}, ()
-    )
-    monkeypatch.setattr(
-        datasets,
-        "PUBLIC_DATASETS",
-        {"mnist": datasets.PUBLIC_DATASETS["mnist"], "fashion-mnist": fashion},
-    )
-    put(places["given"] / "mnist", files)
-    with pytest.raises(DataError, match=r"contains the labels of fashion-mnist, not of mnist"):
+    mnist = datasets.PUBLIC_DATASETS["mnist"]
+    other = replace(mnist, sha256=dict.fromkeys(mnist.sha256, "0" * 64))
+    monkeypatch.setattr(datasets, "PUBLIC_DATASETS", {"mnist": other, "fashion-mnist": mnist})
+    put(tmp_path / "given", files)
+    message = "is a file of fashion-mnist, not train-labels-idx1-ubyte of mnist"
+    with pytest.raises(DataError, match=message):
+        load("mnist", path=tmp_path / "given")
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("kind", ["images-idx3", "labels-idx1"])
+def test_an_altered_file_is_not_a_published_one(
+    mirror: Mirror, files: dict[str, bytes], kind: str, packed: bool, tmp_path: Path
+) -> None:
+    """Wherever it is; the remedy for one in the cache is to delete it."""
+    name = f"train-{kind}-ubyte"
+    altered = files | {name: files[name][:-3] + bytes(3)}
+    if packed:
+        altered = {f"{each}.gz": gzip.compress(content) for each, content in altered.items()}
+    put(tmp_path / "poecaps" / "mnist", altered)
+    with pytest.raises(DataError, match=rf"not the published {name} of mnist; delete it"):
         load("mnist")
+    put(tmp_path / "given", altered)
+    with pytest.raises(DataError, match=rf"not the published {name} of mnist; give .*given as"):
+        load("mnist", path=tmp_path / "given")
+    assert len(load(tmp_path / "given")) == 6
 
 
 def test_a_folder_of_idx_files_needs_no_labels_and_names_a_missing_split(
@@ -235,6 +252,7 @@ class Mirror(ThreadingHTTPServer):
 
     answers: dict[str, list[tuple[int, bytes]]]
     asked: list[str]
+    is_over: threading.Event
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -242,6 +260,16 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.server.asked.append(self.path)
+        if self.path.startswith("/dribble/"):
+            with suppress(OSError):
+                while not self.server.is_over.wait(0.01):  # a byte now and then, for ever
+                    self.wfile.write(b"H")
+            return
+        if self.path.startswith("/away/"):
+            self.send_response(302)
+            self.send_header("Location", "https://127.0.0.1:9/")
+            self.end_headers()
+            return
         answers = self.server.answers.get(self.path, [(404, b"")])
         status, body = answers.pop(0) if len(answers) > 1 else answers[0]
         self.send_response(status)
@@ -259,7 +287,7 @@ def mirror(
 ) -> Iterator[Mirror]:
     """Two mirrors instead of the public ones: an empty one, and one with the tiny set."""
     server = Mirror(("127.0.0.1", 0), Handler)
-    server.asked = []
+    server.asked, server.is_over = [], threading.Event()
     server.answers = {
         f"/good/{name}.gz": [(200, gzip.compress(content))] for name, content in files.items()
     }
@@ -276,8 +304,10 @@ def mirror(
     monkeypatch.setattr("sys.platform", "linux")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("time.sleep", lambda _: None)
+    monkeypatch.setattr(datasets, "SCHEMES", ("http",))
     monkeypatch.setenv("no_proxy", "*")
     yield server
+    server.is_over.set()
     server.shutdown()
     thread.join()
     server.server_close()
@@ -288,12 +318,11 @@ def cached(tmp_path: Path) -> list[str]:
     return sorted(file.name for file in folder.iterdir()) if folder.exists() else []
 
 
-def test_a_set_is_downloaded_once_unpacked_and_memory_mapped(
+def test_a_set_is_downloaded_once_and_unpacked(
     mirror: Mirror, digits: Array, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = load("mnist")
     np.testing.assert_array_equal(data.images[..., 0], digits)
-    assert isinstance(data.images.base, np.memmap)
     assert cached(tmp_path) == ["train-images-idx3-ubyte", "train-labels-idx1-ubyte"]
     assert "/good/train-images-idx3-ubyte.gz" in capsys.readouterr().err
     asked = len(mirror.asked)
@@ -348,6 +377,52 @@ def test_a_wrong_file_is_never_kept(
         load("mnist")
     assert "/bad/train-labels-idx1-ubyte.gz: HTTP Error 404" in str(caught.value)
     assert cached(tmp_path) == ["train-images-idx3-ubyte"]
+
+
+def from_mirror(mirror: Mirror, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the dataset be downloaded from one folder of the mirror only."""
+    mnist = datasets.PUBLIC_DATASETS["mnist"]
+    address = f"http://127.0.0.1:{mirror.server_address[1]}/{folder}/"
+    monkeypatch.setattr(
+        datasets, "PUBLIC_DATASETS", {"mnist": replace(mnist, mirrors=(address, address))}
+    )
+
+
+def test_a_bomb_is_not_unpacked(
+    mirror: Mirror, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(datasets, "MAX_FILE", 10_000)
+    mirror.answers["/good/train-images-idx3-ubyte.gz"] = [(200, gzip.compress(bytes(10**6)))]
+    with pytest.raises(DatasetNotFoundError, match="the file has more than 10,000 bytes"):
+        load("mnist")
+    assert cached(tmp_path) == []
+
+
+def test_a_download_has_a_deadline(
+    mirror: Mirror, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mirror that sends a byte now and then is always alive, and never done."""
+    from_mirror(mirror, "dribble", monkeypatch)
+    monkeypatch.setattr(datasets, "DEADLINE", 0.3)
+    with pytest.raises(DatasetNotFoundError, match="the download took longer than 0 s"):
+        load("mnist")
+    assert cached(tmp_path) == []
+
+
+def test_only_encrypted_connections_are_used(
+    mirror: Mirror, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from_mirror(mirror, "away", monkeypatch)
+    with pytest.raises(
+        DatasetNotFoundError, match=r"https://127\.0\.0\.1:9/ is not an address of http"
+    ):
+        load("mnist")
+    monkeypatch.undo()
+    for dataset in datasets.PUBLIC_DATASETS.values():
+        for url in dataset.mirrors:
+            assert url.startswith("https://")
+    with pytest.raises(DataError, match=r"http://127\.0\.0\.1:9/ is not an address of https"):
+        next(datasets._received("http://127.0.0.1:9/", 1e9))
 
 
 def test_a_cache_that_cannot_be_written_is_named(mirror: Mirror, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from PIL import Image
 
 from poecaps.data import DataError, buffers, load, read_folder
+from poecaps.data.folder import SkippedFilesWarning, _decode, suppress_skipped_warnings
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -333,3 +335,29 @@ def test_options_that_make_no_sense_are_refused(
     save(tmp_path / "a.png", digits[0])
     with pytest.raises(ValueError, match=message):
         load(tmp_path, **options)
+
+
+@pytest.mark.parametrize("kind", [".png", ".npy", ".npz", "-idx3-ubyte"])
+def test_no_fifo_is_opened(kind: str, digits: Array, tmp_path: Path) -> None:
+    """Reading a FIFO that nobody writes to would never return."""
+    save(tmp_path / "a.png", digits[0])
+    os.mkfifo(tmp_path / f"f{kind}")
+    (tmp_path / "zeros.png").symlink_to("/dev/zero")
+    with suppress_skipped_warnings():
+        data = load(tmp_path)
+    assert len(data) == 1
+    assert data.skipped[str(tmp_path / f"f{kind}")] == "not a regular file"
+    assert data.skipped[str(tmp_path / "zeros.png")] == "not a regular file"
+    with pytest.raises(DataError, match="neither a file nor a folder"):
+        load(tmp_path / f"f{kind}")
+    with pytest.raises((OSError, DataError), match="not a regular file"):
+        _decode(tmp_path / f"f{kind}", None, 1)
+
+
+def test_escape_sequences_in_names_are_not_printed(digits: Array, tmp_path: Path) -> None:
+    save(tmp_path / "a.png", digits[0])
+    (tmp_path / "\x1b]0;title\x07.txt").write_text("x")
+    with pytest.warns(SkippedFilesWarning) as caught:
+        load(tmp_path)
+    assert r"\x1b]0;title\x07.txt" in str(caught[0].message)
+    assert "\x1b" not in str(caught[0].message)

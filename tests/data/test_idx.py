@@ -154,11 +154,14 @@ def test_blank_images_compress_well_and_are_read(
     assert not read_idx(path).any()
 
 
-def test_a_plain_file_is_memory_mapped(
-    digits: Array, path: Path, idx_bytes: Callable[[Array], bytes]
+def test_a_large_plain_file_is_memory_mapped(
+    digits: Array, path: Path, idx_bytes: Callable[[Array], bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path.write_bytes(idx_bytes(digits))
+    assert not isinstance(read_idx(path), np.memmap)
+    monkeypatch.setattr(buffers, "MAX_IN_MEMORY", 10)
     assert isinstance(read_idx(path), np.memmap)
+    np.testing.assert_array_equal(read_idx(path), digits)
 
 
 def test_a_large_gzipped_file_is_unpacked_to_disk(

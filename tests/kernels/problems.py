@@ -14,7 +14,7 @@ from poecaps import squash
 from poecaps.kernels import cpu, dispatch, torch_routing
 
 if TYPE_CHECKING:
-    from poecaps.kernels.dispatch import RoutingBackend
+    from poecaps.kernels.protocol import RoutingBackend
 
 # Routing that the backends implement.
 OPTIONS = [
@@ -131,3 +131,46 @@ def assert_learned(
         assert ours.x_model is not None
         assert exact.x_model is not None
         assert relative_error(ours.x_model, exact.x_model) < 1e-5
+
+
+def gradients(
+    backend: RoutingBackend,
+    x: Tensor,
+    weight: Tensor,
+    routing: F.RoutingOptions,
+    grad_z: Tensor | None,
+    grad_c: Tensor | None,
+) -> list[Tensor]:
+    """Differentiate ⟨grad_z, z⟩ + ⟨grad_c, c⟩ in x and in the weight, in the dtype of x."""
+    x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
+    routed = backend.routing_by_agreement(x, weight, **asdict(routing))
+    pairs = [(routed.preactivation, grad_z), (routed.coefficients, grad_c)]
+    loss = sum((given.to(x.dtype) * value).sum() for value, given in pairs if given is not None)
+    assert isinstance(loss, Tensor)
+    found = torch.autograd.grad(loss, (x, weight), allow_unused=True, materialize_grads=True)
+    return list(found)
+
+
+def assert_gradients(
+    backend: RoutingBackend,
+    x: Tensor,
+    weight: Tensor,
+    routing: F.RoutingOptions,
+    generator: torch.Generator,
+    bound: float = 5e-5,
+) -> None:
+    """Compare the gradients of float32 tensors with those of the reference in float64."""
+    experts, out_dim = weight.shape[1:3]
+    grad_z = torch.randn(len(x), experts, out_dim, generator=generator)
+    grad_c = torch.randn(*x.shape[:2], experts, generator=generator)
+    given: list[tuple[Tensor | None, Tensor | None]] = [(grad_z, None), (grad_z, grad_c)]
+    if routing.iterations > 1:  # otherwise the coefficients are constant
+        given.append((None, grad_c))
+    for pair in given:
+        exact = gradients(F, x.double(), weight.double(), routing, *pair)
+        ours = gradients(backend, x, weight, routing, *pair)
+        for our, true in zip(ours, exact, strict=True):
+            assert our.shape == true.shape
+            assert our.dtype == x.dtype
+            # One expert has the coefficient 1, and one input as well: their gradient is 0.
+            assert relative_error(our, true) < bound or our.norm() < 1e-6

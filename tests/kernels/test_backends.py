@@ -23,7 +23,7 @@ from tests.kernels.problems import (
 )
 
 if TYPE_CHECKING:
-    from poecaps.kernels.dispatch import RoutingBackend
+    from poecaps.kernels.protocol import RoutingBackend
 
 # B, I, K, J, D: fewer experts than inputs, as many, and more.
 SIZES = [(18, 23, 5, 6, 17), (5, 7, 8, 7, 4), (20, 6, 16, 30, 8)]
@@ -39,12 +39,7 @@ def test_routing(
     agreement: F.Agreement,
     generator: torch.Generator,
 ) -> None:
-    x, weight = problem(sizes, generator)
-    weight.requires_grad_()
-    assert_routed(backend, x, weight, options(3, normalize, agreement))
-    result = routed(backend, x, weight, options(3, normalize, agreement))
-    assert not result.preactivation.requires_grad
-    assert not result.coefficients.requires_grad
+    assert_routed(backend, *problem(sizes, generator), options(3, normalize, agreement))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -89,11 +84,8 @@ def test_encode_and_reconstruct(
     routing = options(3, normalize, "cosine")
     exact = F.reconstruct(x.double(), weight.double(), routing, winners=winners, balance=balance)
     exact_code = F.encode(x.double(), weight.double(), routing, winners=winners, balance=balance)
-    weight.requires_grad_()
     ours = backend.reconstruct(x, weight, routing, winners=winners, balance=balance)
     code = backend.encode(x, weight, routing, winners=winners, balance=balance)
-    assert not ours.requires_grad
-    assert not code.requires_grad
     assert relative_error(ours, exact) < 1e-5
     assert relative_error(code, exact_code) < 1e-5
 

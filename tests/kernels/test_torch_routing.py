@@ -203,14 +203,11 @@ def test_no_votes_of_the_reference_are_computed(
 
 def test_calls_that_it_cannot_serve(generator: torch.Generator) -> None:
     x, weight = problem((2, 7, 3, 5, 4), generator)
-    assert torch_routing.why_not(x, weight, needs_grad=False) is None
-    assert torch_routing.why_not(x.double(), weight.double(), needs_grad=False) is None
+    for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
+        assert torch_routing.why_not(x.to(dtype), weight.to(dtype)) is None
     reasons = {
-        "no gradient through the routing": torch_routing.why_not(x, weight, needs_grad=True),
-        "torch.float16": torch_routing.why_not(x.half(), weight.half(), needs_grad=False),
-        "weight is torch.float64": torch_routing.why_not(x, weight.double(), needs_grad=False),
-        "'meta'": torch_routing.why_not(x.to("meta"), weight.to("meta"), needs_grad=False),
-        "weight on 'meta'": torch_routing.why_not(x, weight.to("meta"), needs_grad=False),
+        "'meta'": torch_routing.why_not(x.to("meta"), weight.to("meta")),
+        "weight on 'meta'": torch_routing.why_not(x, weight.to("meta")),
     }
     for part, reason in reasons.items():
         assert reason is not None

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"batch_size": 0}, "batch_size must be a whole number of at least 1, but is 0"),
+        ({"batch_size": 0}, "batch_size must be a whole number from 1 to 1048576, but is 0"),
         ({"seed": -1}, "seed must be a whole number from 0"),
         ({"checkpoint_every": -1.0}, "checkpoint_every must be"),
         ({"precision": "float16"}, "precision must be one of"),
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
         ),
         (
             {"model": ModelOptions(joint_components=0)},
-            r"model.joint_components must be a whole number of at least 1",
+            r"model.joint_components must be a whole number from 1 to 1048576",
         ),
         ({"model": ModelOptions(capsule_dim=0)}, r"model.capsule_dim must be"),
         ({"model": ModelOptions(experts=())}, r"model.experts must be one or more pairs"),

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import json
+import os
+import re
 import shutil
+import signal
+import socket
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +17,7 @@ import torch
 
 from poecaps import ModelError
 from poecaps.data import DataError, ImageSet
+from poecaps.serialization import read_tensors, write_tensors
 from poecaps.training import (
     Progress,
     TrainingError,
@@ -21,9 +28,17 @@ from poecaps.training import (
     train,
 )
 from poecaps.training import record as run_record
-from poecaps.training.checkpoint import CHECKPOINT
+from poecaps.training.checkpoint import CHECKPOINT, PREVIOUS, CheckpointWarning
 from poecaps.training.metrics import METRICS
-from tests.training.runs import Stop, assert_same_weights, config_for, metrics, weights
+from tests.test_serialization import as_version_2
+from tests.training.runs import (
+    Stop,
+    assert_same_weights,
+    config_for,
+    metrics,
+    weights,
+    without_epochs,
+)
 
 
 def assert_is_finished_run(result: TrainingResult, folder: Path) -> None:
@@ -142,8 +157,11 @@ def test_a_folder_with_the_remains_of_a_killed_start_counts_as_empty(
     data: Path, finished: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / f".{CHECKPOINT}-x7").write_bytes(b"half")
+    left = tmp_path / "run" / f".{CHECKPOINT}-0123456789abcdef.part"
+    left.write_bytes(b"half")
+    (tmp_path / "run" / ".lock").write_text("{}")  # of a process that is gone
     train(config_for(data), tmp_path / "run")
+    assert not left.exists()
     assert_same_weights(tmp_path / "run", finished)
 
 
@@ -168,3 +186,137 @@ def test_images_in_memory_give_the_result_of_a_file(
         resume(tmp_path / "run")
     resume(tmp_path / "run", data=images)
     assert_same_weights(tmp_path / "run", finished)
+
+
+# --------------------------------------------------------------------------------------------------
+# One run, one owner
+
+
+def test_a_second_process_is_told_who_owns_the_folder(data: Path, tmp_path: Path) -> None:
+    """Both to start and to resume; before the images are loaded, and nothing is written."""
+    folder, told = tmp_path / "run", []
+
+    def intrude(progress: Progress) -> None:
+        if progress.total_step == 5:
+            before = {file.name: file.read_bytes() for file in folder.iterdir()}
+            with pytest.raises(TrainingError) as caught:
+                train(config_for(Path("no such file")), folder)
+            told.append(str(caught.value))
+            with pytest.raises(TrainingError) as caught:
+                resume(folder)
+            told.append(str(caught.value))
+            assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+            raise Stop
+
+    with pytest.raises(Stop):
+        train(config_for(data), folder, report=intrude)
+    owner = rf"is in use by process {os.getpid()} on {socket.gethostname()}, since 20\d\d-.*; wait"
+    assert len(told) == 2
+    assert all(re.search(owner, message) for message in told)
+    assert not (folder / ".lock").exists()
+
+
+def test_a_killed_process_leaves_no_lock(data: Path, finished: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+
+    def kill(progress: Progress) -> None:
+        if progress.total_step == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    child = os.fork()
+    if child == 0:
+        train(config_for(data), folder, report=kill)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    assert (folder / ".lock").is_file()
+    resume(folder)
+    assert_same_weights(folder, finished)
+    assert not (folder / ".lock").exists()
+
+
+def test_a_failed_start_leaves_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        train(config_for(tmp_path / "no.npy"), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_file_system_without_locks_is_said(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(handle: int, how: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    with pytest.warns(RuntimeWarning, match="the file system has no locks"):
+        train(without_epochs(data), tmp_path / "run")
+
+
+# --------------------------------------------------------------------------------------------------
+# Two checkpoints
+
+
+def stop_at_10(progress: Progress) -> None:
+    if progress.step == 10:
+        raise Stop
+
+
+def test_a_damaged_checkpoint_falls_back_to_the_one_before(
+    data: Path, finished: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    with pytest.raises(Stop):
+        train(config_for(data), folder, report=stop_at_10)
+    steps = [read_tensors(folder / name)[1]["step"] for name in (CHECKPOINT, PREVIOUS)]
+    assert steps == [9, 8]
+    content = bytearray((folder / CHECKPOINT).read_bytes())
+    content[len(content) // 2] ^= 4
+    (folder / CHECKPOINT).write_bytes(content)
+    with pytest.warns(CheckpointWarning, match=rf"{CHECKPOINT} is damaged.*{PREVIOUS}$"):
+        resume(folder)
+    assert_same_weights(folder, finished)
+    assert metrics(folder) == metrics(finished)
+    for name in (CHECKPOINT, PREVIOUS):
+        (folder / name).write_bytes(content)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match=f"{PREVIOUS} is damaged"):
+        resume(folder)
+
+
+def test_a_checkpoint_of_a_later_version_is_not_passed_over(data: Path, tmp_path: Path) -> None:
+    with pytest.raises(Stop):
+        train(config_for(data), tmp_path / "run", report=stop_at_10)
+    tensors, about = read_tensors(tmp_path / "run" / CHECKPOINT)
+    write_tensors(tmp_path / "run" / CHECKPOINT, tensors, about | {"version": 99})
+    with pytest.raises(ModelError, match="upgrade poecaps"):
+        resume(tmp_path / "run")
+
+
+def test_a_checkpoint_must_be_from_the_run_of_the_record(data: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with pytest.raises(Stop):
+        train(config_for(data), folder, report=stop_at_10)
+    tensors, about = read_tensors(folder / CHECKPOINT)
+    about["config"]["encoder"]["learning_rate"] = 0.3
+    write_tensors(folder / CHECKPOINT, tensors, about)
+    with pytest.raises(ModelError, match=r"run\.json: they differ in .* encoder\.learning_rate"):
+        resume(folder)
+
+
+def test_a_run_of_format_version_2_is_resumed(data: Path, finished: Path, tmp_path: Path) -> None:
+    """One checkpoint whose tensors have a checksum, and a record without one."""
+    folder = tmp_path / "run"
+    with pytest.raises(Stop):
+        train(config_for(data), folder, report=stop_at_10)
+    as_version_2(folder / CHECKPOINT)
+    (folder / PREVIOUS).unlink()
+    (folder / "run.json").write_text(json.dumps(run_record.read(folder)))
+    resume(folder)
+    assert_same_weights(folder, finished)
+
+
+def test_an_altered_record_is_an_error(finished: Path, tmp_path: Path) -> None:
+    shutil.copytree(finished, tmp_path / "run")
+    path = tmp_path / "run" / "run.json"
+    path.write_text(path.read_text().replace('"learning_rate": 0.05', '"learning_rate": 0.04'))
+    with pytest.raises(ModelError, match=r"run\.json is damaged: it does not match its checksum"):
+        resume(tmp_path / "run")

@@ -78,7 +78,7 @@ def test_two_processes_with_views_learn_what_one_learns(data: Path, tmp_path: Pa
 
 def test_invalid_views_are_an_error(data: Path, tmp_path: Path) -> None:
     config = config_with(data, ViewOptions(count=0))
-    with pytest.raises(ValueError, match=r"encoder\.views\.count must be a whole number of at"):
+    with pytest.raises(ValueError, match=r"encoder\.views\.count must be a whole number from 1"):
         train(config, tmp_path / "run")
     broken = replace(config, encoder=replace(config.encoder, views=4))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"encoder\.views must be ViewOptions, but is 4"):

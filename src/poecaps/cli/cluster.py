@@ -17,7 +17,7 @@ from poecaps.applications import Clusters
 from poecaps.applications import cluster as cluster_images
 from poecaps.cli.loading import load_images, open_model
 from poecaps.cli.options import Data, DataPath, Device, Model, OptionalSplit, output
-from poecaps.cli.outputs import default_output
+from poecaps.cli.outputs import default_output, say
 
 if TYPE_CHECKING:
     from poecaps.data import ImageSet
@@ -63,9 +63,9 @@ def cluster(
             best = members[clusters.margin[members].argsort(descending=True)[:columns]]
             groups[f"{expert}: {count:,}"] = pixels[best.cpu()]
     sheet = plotting.contact_sheet(groups, out.with_suffix(".png"), title="Images by expert")
-    print(out)
-    print(sheet)
-    print(f"{len(groups)} of {network.architecture.experts[-1][0]} experts are the most active one")
+    say(out)
+    say(sheet)
+    say(f"{len(groups)} of {network.architecture.experts[-1][0]} experts are the most active one")
 
 
 def _table(images: ImageSet, clusters: Clusters) -> str:

@@ -18,7 +18,7 @@ from poecaps._modules import device_of, in_batches
 from poecaps.cli.generate import temperatures
 from poecaps.cli.loading import load_images, open_model
 from poecaps.cli.options import Data, DataPath, Device, Model, OptionalSplit, output
-from poecaps.cli.outputs import FIGURES, StepCounter, default_output, require_png
+from poecaps.cli.outputs import FIGURES, StepCounter, default_output, require_png, say
 from poecaps.network import DENSITY_STEPS, CapsuleNetwork
 
 if TYPE_CHECKING:
@@ -97,22 +97,20 @@ def sample(
         report=StepCounter("sampling"),
         **options,
     )
-    print(f"acceptance             {drawn.acceptance:.2f} (step size {drawn.step_size:.3f})")
-    print(f"free energy            {drawn.free_energy[-1].mean():.1f}")
-    print(
-        f"effective sample size  {drawn.effective_sample_size:.0f} of {drawn.free_energy.numel()}"
-    )
-    print(f"split R-hat            {drawn.split_rhat:.3f}")
+    say(f"acceptance             {drawn.acceptance:.2f} (step size {drawn.step_size:.3f})")
+    say(f"free energy            {drawn.free_energy[-1].mean():.1f}")
+    say(f"effective sample size  {drawn.effective_sample_size:.0f} of {drawn.free_energy.numel()}")
+    say(f"split R-hat            {drawn.split_rhat:.3f}")
     if drawn.swap_rates:
-        print("exchanges accepted    ", *(f"{rate:.2f}" for rate in drawn.swap_rates))
+        say("exchanges accepted    ", *(f"{rate:.2f}" for rate in drawn.swap_rates))
     pictures = _decode(network, drawn.capsules, tied)
-    print(plotting.image_grid(pictures, target, title="states of the chains after the last step"))
+    say(plotting.image_grid(pictures, target, title="states of the chains after the last step"))
     if show:
         strip = torch.stack([_decode(network, each[:STRIP_ROWS], tied) for each in drawn.strip])
         times = [every * index for index in range(len(strip))]
         path = target.with_name(f"{target.stem}-strip.png")
-        print(plotting.chain_strip(strip, path, steps=times, title="chains over time, in steps"))
-        print(plotting.animation(strip, target.with_name(f"{target.stem}-animation.png")))
+        say(plotting.chain_strip(strip, path, steps=times, title="chains over time, in steps"))
+        say(plotting.animation(strip, target.with_name(f"{target.stem}-animation.png")))
 
 
 def likelihood(
@@ -168,16 +166,14 @@ def likelihood(
     half = abs(estimate.bracket) / 2
     mean = value.mean().item()
     error = None if len(value) == 1 else value.std().item() / len(value) ** 0.5
-    print(f"log Z            {estimate.forward:.1f} forward, {estimate.reverse:.1f} in reverse")
-    print(f"effective chains {estimate.effective_sample_size:.0f} of {estimate.chains}")
-    print(
-        f"log-likelihood   {mean - half:.1f} to {mean + half:.1f} nats above independent capsules"
-    )
+    say(f"log Z            {estimate.forward:.1f} forward, {estimate.reverse:.1f} in reverse")
+    say(f"effective chains {estimate.effective_sample_size:.0f} of {estimate.chains}")
+    say(f"log-likelihood   {mean - half:.1f} to {mean + half:.1f} nats above independent capsules")
     if error is not None:
-        print(f"                 standard error over {len(value):,} images {error:.1f}")
-    print(f"of these         {base.mean():.1f} by the base measure, the others by the experts")
+        say(f"                 standard error over {len(value):,} images {error:.1f}")
+    say(f"of these         {base.mean():.1f} by the base measure, the others by the experts")
     for warning in caught:
-        print(f"warning: {warning.message}")
+        say(f"warning: {warning.message}")
     result = {
         **asdict(estimate),
         "images": len(value),
@@ -186,7 +182,7 @@ def likelihood(
         "base": base.mean().item(),
     }
     write_json(path, result)
-    print(f"written to {path}")
+    say(f"written to {path}")
 
 
 @torch.no_grad()

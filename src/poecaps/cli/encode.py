@@ -13,7 +13,7 @@ from poecaps._files import atomic_write
 from poecaps._modules import BATCH_SIZE, device_of, in_batches
 from poecaps.cli.loading import load_images, open_model
 from poecaps.cli.options import Data, DataPath, Device, Model, output
-from poecaps.cli.outputs import default_output
+from poecaps.cli.outputs import default_output, say
 from poecaps.data.idx import Split  # noqa: TC001 (tyro reads the annotations)
 
 
@@ -58,4 +58,4 @@ def encode(
             np.savez(file, **arrays)
     except OSError as error:  # the error of a full disk does not name the file
         raise OSError(error.errno, error.strerror, str(out)) from error
-    print(f"{out}: codes {codes.shape[0]:,}×{codes.shape[1]}×{codes.shape[2]} of {images.source}")
+    say(f"{out}: codes {codes.shape[0]:,}×{codes.shape[1]}×{codes.shape[2]} of {images.source}")

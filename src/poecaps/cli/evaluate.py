@@ -14,7 +14,7 @@ from poecaps._files import write_json
 from poecaps._modules import device_of
 from poecaps.cli.loading import SPLITS, load_images, open_model, training_source
 from poecaps.cli.options import Data, DataPath, Device, Model, output
-from poecaps.cli.outputs import default_output, write_card
+from poecaps.cli.outputs import default_output, say, write_card
 
 
 def evaluate(
@@ -55,9 +55,9 @@ def evaluate(
     result = evaluation.evaluate(
         network, train, test, classifier, seed=seed, samples=samples, device=device_of(network)
     )
-    print(result.table())
+    say(result.table())
     write_json(out, json.loads(result.to_json()))
-    print(f"written to {out}")
+    say(f"written to {out}")
     folder = models.find(run)
     if out.resolve() == (folder / card.MEASURED).resolve():
         write_card(network, folder, draw=not (folder / card.PICTURE).is_file())

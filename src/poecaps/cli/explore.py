@@ -15,6 +15,7 @@ from poecaps import _checks as checks
 from poecaps import models
 from poecaps.cli.loading import load_images, open_model
 from poecaps.cli.options import Model  # noqa: TC001 (tyro reads the annotations)
+from poecaps.cli.outputs import say
 from poecaps.data import DataError
 
 if TYPE_CHECKING:
@@ -86,12 +87,12 @@ def explore(
 
     def ready(url: str) -> None:
         if not security.is_loopback(host):
-            print(
+            say(
                 f"warning: at {host} everybody who has the address can use the explorer, and read "
                 "along, because it is not encrypted",
                 file=sys.stderr,
             )
-        print(f"the explorer is at {url} (stop it with Ctrl-C)", flush=True)
+        say(f"the explorer is at {url} (stop it with Ctrl-C)")
         if browser:
             webbrowser.open(url)
 
@@ -106,7 +107,7 @@ def _open(run: str, taken: Sequence[str]) -> ExplorerModel:
     try:
         images = load_images(network, run, None, None, None)
     except (DataError, OSError, ValueError) as error:
-        print(f"{run} is shown without test images: {error}", file=sys.stderr)
+        say(f"{run} is shown without test images: {error}", file=sys.stderr)
         images = None
     name = run if models.is_shipped(run) else Path(run).resolve().name or "model"
     names = (name if count == 1 else f"{name}-{count}" for count in itertools.count(1))

@@ -20,7 +20,7 @@ from poecaps.cli.options import (
     OptionalSplit,
     output,
 )
-from poecaps.cli.outputs import FIGURES, StepCounter, default_output, require_png
+from poecaps.cli.outputs import FIGURES, StepCounter, default_output, require_png, say
 from poecaps.code_density import DOMAIN_INFO, DOMAINS, Domain
 from poecaps.network import DENSITY_STEPS, TRAVERSAL_REACH, TRAVERSAL_STEPS, CapsuleNetwork
 from poecaps.sampling import geometric_ladder
@@ -95,9 +95,9 @@ def generate(
         require_png(path)  # before the chains run
         options: dict[str, Any] = {"steps": steps, "temper": temper, "tied": tied}
         if domain == "model":
-            print(draw_density(network, expert, rows, seed, path, **options))
+            say(draw_density(network, expert, rows, seed, path, **options))
         else:
-            print(draw_density_experts(network, rows, seed, path, **options))
+            say(draw_density_experts(network, rows, seed, path, **options))
         return
     if steps is not None or temper is not None or tied:
         raise ValueError(
@@ -116,7 +116,7 @@ def generate(
     for each in DOMAINS if domain == "all" else (domain,):
         name = each if expert is None else f"{each}-{expert}"
         path = out or default_output(run, FIGURES, f"{name}.png")
-        print(draw_domain(network, each, expert, rows, seed, path))
+        say(draw_domain(network, each, expert, rows, seed, path))
 
 
 def describe_draws(domain: Domain, expert: int | None = None) -> str:
@@ -243,7 +243,7 @@ def reconstruct(
     network = open_model(run, device)
     images = load_images(network, run, data, data_path, split)
     path = out or default_output(run, FIGURES, "reconstructions.png")
-    print(draw_reconstructions(network, images, path, count))
+    say(draw_reconstructions(network, images, path, count))
 
 
 @torch.no_grad()
@@ -307,4 +307,4 @@ def traverse(
         drawn = network.traverse(expert, offsets, start=start)
     path = out or default_output(run, FIGURES, f"{name}.png")
     title = f"{title}: one row per parameter, offsets in standard deviations"
-    print(plotting.traversal_grid(drawn, path, values=offsets, title=title))
+    say(plotting.traversal_grid(drawn, path, values=offsets, title=title))

@@ -9,16 +9,15 @@ from tyro.conf import Positional  # noqa: TC002 (tyro reads the annotations)
 
 from poecaps import models
 from poecaps._devices import find_device
-from poecaps._files import ModelError
-from poecaps._json import dataclass_from_json
 from poecaps.cli.arguments import command_for
 from poecaps.cli.loading import find_model, is_on_this_machine
 from poecaps.cli.options import OptionalModel  # noqa: TC001 (tyro reads the annotations)
+from poecaps.cli.outputs import say
 from poecaps.data import datasets
 from poecaps.kernels import convolution, dispatch
 from poecaps.network import CapsuleNetwork
 from poecaps.training import PRESETS, record
-from poecaps.training.config import Config, changed_options
+from poecaps.training.config import changed_options
 from poecaps.training.metrics import METRICS, last_values
 
 if TYPE_CHECKING:
@@ -31,7 +30,7 @@ def info(run: Positional[OptionalModel] = None) -> None:
     lines = list(_describe_installation() if run is None else _describe_run(run))
     width = max(len(name) for name, _ in lines)
     for name, value in lines:
-        print(f"{name:{width}}  {value}")
+        say(f"{name:{width}}  {value}")
 
 
 def _describe_installation() -> Iterator[tuple[str, str]]:
@@ -69,7 +68,7 @@ def _describe_run(run: str) -> Iterator[tuple[str, str]]:
     if about is None:
         return
     source = about["data"]
-    digest = source.get("sha256", "")[:12]
+    digest = str(source.get("sha256"))[:12]
     yield (
         "trained on",
         f"{source.get('source')} ({source.get('images'):,} images, sha256 {digest}…)",
@@ -81,12 +80,7 @@ def _describe_run(run: str) -> Iterator[tuple[str, str]]:
             stage,
             ", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in values.items()),
         )
-    try:
-        config = dataclass_from_json(Config, about["config"], defaults=True)
-    except (TypeError, ValueError) as error:
-        raise ModelError(
-            f"{folder / record.RECORD} has no valid configuration ({error})"
-        ) from error
+    config = record.options_of(folder, about)
     for start in about["starts"]:
         # A published record has no command; the options give an equivalent one.
         command = start.get("command") or command_for(config)

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 from poecaps import data, models
 from poecaps._devices import find_device
 from poecaps.autoencoder import minimum_image_size
+from poecaps.cli.outputs import say
 from poecaps.data import DataError, DatasetNotFoundError, datasets
 from poecaps.data.folder import suppress_skipped_warnings
 from poecaps.data.idx import Split, find_images
 from poecaps.network import CapsuleNetwork
 from poecaps.training import record
-from poecaps.training.checkpoint import CHECKPOINT
+from poecaps.training.checkpoint import newest_checkpoint
 
 if TYPE_CHECKING:
     from poecaps.data import ImageSet
@@ -26,7 +27,7 @@ SPLITS: tuple[Split, Split] = ("train", "test")
 def find_model(run: str) -> Path:
     """Return the folder of a model, with a note if the name of a package model is ambiguous."""
     if models.is_shipped(run) and (Path(run) / "model.safetensors").is_file():
-        print(
+        say(
             f"{run} is the model of the package; for the model in the folder here write ./{run}",
             file=sys.stderr,
         )
@@ -42,7 +43,7 @@ def open_model(run: str, device: str) -> CapsuleNetwork:
         If there is no model. For an unfinished run, the message has the command that resumes it.
     """
     torch_device, folder = find_device(device), find_model(run)
-    if not (folder / "model.safetensors").exists() and (folder / CHECKPOINT).is_file():
+    if not (folder / "model.safetensors").exists() and newest_checkpoint(folder) is not None:
         raise FileNotFoundError(
             f"{run} is not finished; resume it with: poecaps train --resume {shlex.quote(run)}"
         )
@@ -81,7 +82,7 @@ def load_images(
     else:
         images = _load(network, source, path, split)
     if images.skipped:
-        print(f"found {images.describe()}", file=sys.stderr, flush=True)
+        say(f"found {images.describe()}", file=sys.stderr)
     return _require_shape(network, images)
 
 
@@ -115,8 +116,8 @@ def training_source(run: str | Path, path: str | None) -> tuple[str, str | None]
     folder = models.find(run)
     if not (folder / record.RECORD).is_file():
         raise ValueError(f"the training data of {run} are unknown; give images with --data")
-    config = record.read(folder)["config"]
-    source, path = str(config.get("data")), path or config.get("data_path")
+    config = record.options_of(folder, record.read(folder))
+    source, path = config.data, path or config.data_path
     if (
         models.is_shipped(run)
         and path is None
@@ -124,7 +125,7 @@ def training_source(run: str | Path, path: str | None) -> tuple[str, str | None]
         and not is_on_this_machine(source)
     ):
         sample = f"{source}-sample"
-        print(
+        say(
             f"the full dataset {source} is not on this machine; using {sample} of the package",
             file=sys.stderr,
         )

@@ -11,6 +11,7 @@ import contextlib
 import io
 import os
 import sys
+import warnings
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
@@ -29,6 +30,7 @@ from poecaps.cli.explore import explore
 from poecaps.cli.generate import generate, reconstruct, traverse
 from poecaps.cli.info import info
 from poecaps.cli.options import registry
+from poecaps.cli.outputs import say
 from poecaps.cli.train import train_command
 from poecaps.data import DataError
 from poecaps.training import TrainingError
@@ -44,10 +46,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given == ["--version"]:
-        print(f"poecaps {__version__}")
+        say(f"poecaps {__version__}")
         return 0
     try:
-        _dispatch(given or ["--help"])
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning  # type: ignore[assignment]
+            _dispatch(given or ["--help"])
     except KeyboardInterrupt:
         return _report_error("interrupted", 130)
     except FAILURES as error:
@@ -126,6 +130,11 @@ def _dispatch(arguments: Sequence[str]) -> None:
     )
 
 
+def _show_warning(message: Warning | str, *_: object) -> None:
+    """Print a warning on one line, without the source code that Python would print."""
+    say(f"warning: {message}", file=sys.stderr)
+
+
 def _report_error(message: str, status: int) -> int:
-    print(f"poecaps: {message}", file=sys.stderr)
+    say(f"poecaps: {message}", file=sys.stderr)
     return status

@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from poecaps import card, models
+from poecaps._files import printable
 
 if TYPE_CHECKING:
     from poecaps.network import CapsuleNetwork
@@ -15,6 +16,11 @@ if TYPE_CHECKING:
 FIGURES = "figures"
 REFRESH_SECONDS = 0.2  # between two updates of a line on a terminal
 REPORT_SECONDS = 15.0  # between two lines of an output that is not a terminal
+
+
+def say(*words: object, file: TextIO | None = None) -> None:
+    """Print a line, with the control characters of names in it escaped; to standard output."""
+    print(printable(" ".join(map(str, words))), file=file, flush=True)
 
 
 class StepCounter:
@@ -68,4 +74,4 @@ def require_png(path: Path) -> None:
 def write_card(network: CapsuleNetwork, folder: Path, *, draw: bool) -> None:
     """Write the model card of a run, unless it was edited."""
     if not card.write(folder, network, draw=draw):
-        print(f"{folder / card.CARD} was edited, so it is not overwritten", file=sys.stderr)
+        say(f"{folder / card.CARD} was edited, so it is not overwritten", file=sys.stderr)

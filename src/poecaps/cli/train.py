@@ -7,7 +7,6 @@ import sys
 import time
 from contextlib import closing
 from dataclasses import replace
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,7 +21,7 @@ from poecaps.cli.generate import (
     draw_reconstructions,
 )
 from poecaps.cli.loading import load_figure_images
-from poecaps.cli.outputs import FIGURES, write_card
+from poecaps.cli.outputs import FIGURES, say, write_card
 from poecaps.code_density import DOMAINS
 from poecaps.training import (
     PRESETS,
@@ -33,7 +32,7 @@ from poecaps.training import (
     resume_training,
     run_training,
 )
-from poecaps.training.checkpoint import CHECKPOINT
+from poecaps.training.checkpoint import newest_checkpoint
 from poecaps.training.config import Preset  # noqa: TC001 (tyro reads the annotations)
 from poecaps.training.distributed import Distributed
 from poecaps.training.errors import SavedInterrupt
@@ -129,13 +128,13 @@ class TrainingReporter:
     def found(self, images: ImageSet) -> None:
         """Report the training images."""
         if not self.quiet:
-            print(f"found {images.describe()}", file=sys.stderr, flush=True)
+            say(f"found {images.describe()}", file=sys.stderr)
 
     def report(self, progress: Progress) -> None:
         """Report the progress after a step; before the first step also the folder of the run."""
         if not self.started and not self.quiet:
             action = "resuming" if self.resumed else "training in"
-            print(f"{action} {self.folder}", file=sys.stderr, flush=True)
+            say(f"{action} {self.folder}", file=sys.stderr)
         self.started = True
         for each in self.displays:
             each(progress)
@@ -171,21 +170,27 @@ def _train(
             else:
                 result = run_training(config, folder, report=reporter.report, found=reporter.found)
     except KeyboardInterrupt as interrupt:
-        if first and (folder / CHECKPOINT).is_file():
+        newest = newest_checkpoint(folder)
+        if first and newest is not None:
+            age = max(0.0, time.time() - newest.stat().st_mtime)
             saved = isinstance(interrupt, SavedInterrupt)
-            print(
-                f"{_describe_checkpoint(folder, saved)} {_resume_command(folder)}", file=sys.stderr
+            state = "checkpoint saved" if saved else f"the last checkpoint is {age:.0f} s old"
+            say(
+                f"{state}; resume with: {_resume_command(folder)}",
+                file=sys.stderr,
             )
         raise
     except FileExistsError as error:
-        if not (folder / CHECKPOINT).is_file():
+        if newest_checkpoint(folder) is None:
             raise
         message = f"{error}; resume it with: {_resume_command(folder)}"
         raise FileExistsError(message) from error
     if first and not quiet:
         seconds = time.perf_counter() - started
         status = "already finished" if result.data is None else f"trained in {seconds:.0f} s"
-        print(f"{status}; the model is in {folder}", flush=True)
+        say(f"{status}; the model is in {folder}")
+        for line in _describe_selections(result):
+            say(line)
         _warn_of_failure(result)
     return result
 
@@ -196,16 +201,21 @@ def _without_machine_options(config: Config) -> Config:
     return replace(config, device=usual.device, process_timeout=usual.process_timeout)
 
 
-def _describe_checkpoint(folder: Path, saved: bool) -> str:
-    """Return how an interrupted run can be resumed, before the command."""
-    if saved:
-        return "checkpoint saved; resume with:"
-    written = datetime.fromtimestamp((folder / CHECKPOINT).stat().st_mtime).astimezone()
-    return f"not saved; resume from the checkpoint of {written:%H:%M:%S} with:"
-
-
 def _resume_command(folder: Path) -> str:
     return f"poecaps train --resume {shlex.quote(str(folder))}"
+
+
+def _describe_selections(result: TrainingResult) -> Iterator[str]:
+    """Yield a line for each stage that has kept one of several trained parts."""
+    for stage, selection in result.record.get("selection", {}).items():
+        kept, criterion = selection["kept"], selection["criterion"]
+        others = list(selection["scores"][criterion])
+        count, score = len(others), others.pop(kept - 1)
+        rest = f"{min(others):.3g} to {max(others):.3g}" if count > 2 else f"{others[0]:.3g}"
+        yield (
+            f"{stage}: start {kept} of {count} kept, {criterion} {score:.3g} "
+            f"({'others' if count > 2 else 'the other'} {rest})"
+        )
 
 
 def _warn_of_failure(result: TrainingResult) -> None:
@@ -214,11 +224,10 @@ def _warn_of_failure(result: TrainingResult) -> None:
         error = values.get("reconstruction_error", 0.0)
         if error >= 1 and not stage.startswith("encoder"):
             option = "-".join(word for word in stage.split() if not word.isdigit())
-            print(
+            say(
                 f"warning: the {stage} does no better than the mean image (error {error:.2g}); "
                 f"use more images, or increase --{option}.epochs",
                 file=sys.stderr,
-                flush=True,
             )
 
 
@@ -227,7 +236,7 @@ def _finish(result: TrainingResult, *, quiet: bool, figures: bool) -> None:
     try:
         for line in _draw_figures(result, quiet=quiet) if figures else ():
             if not quiet:
-                print(line, flush=True)
+                say(line)
         write_card(result.network, result.folder, draw=figures)
     except OSError as error:
         raise TrainingError(

@@ -1,8 +1,7 @@
-"""NumPy's `.npy` and `.npz` files: memory-mapped unless compressed, and never unpickled."""
+"""NumPy's `.npy` and `.npz` files, which are never unpickled."""
 
 from __future__ import annotations
 
-import math
 import struct
 import zipfile
 from pathlib import Path
@@ -11,7 +10,8 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 from numpy.lib import format as npy
 
-from poecaps.data.buffers import read_stream
+from poecaps._files import open_regular
+from poecaps.data.buffers import read_plain, read_stream
 from poecaps.data.errors import DataError
 
 if TYPE_CHECKING:
@@ -22,19 +22,19 @@ Array = np.ndarray[Any, Any]
 
 
 def read_npy(path: str | os.PathLike[str]) -> Array:
-    """Memory-map a `.npy` file."""
+    """Read a `.npy` file, or memory-map it if it is large."""
     path = Path(path)
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         shape, fortran, dtype = _read_header(file, str(path))
-        start = file.tell()
-    size = path.stat().st_size
-    return _memory_map(path, start, size - start, shape, fortran, dtype, str(path))
+        available = path.stat().st_size - file.tell()
+        flat = read_plain(file, shape[::-1] if fortran else shape, dtype, available, str(path))
+    return flat.T if fortran else flat
 
 
 def read_npz(path: str | os.PathLike[str], wanted: Sequence[Sequence[str]]) -> list[Array | None]:
     """Read several arrays of a `.npz` file, each under one of several names.
 
-    Arrays that are stored without compression (`np.savez`) are memory-mapped.
+    Large arrays that are stored without compression (`np.savez`) are memory-mapped.
 
     Parameters
     ----------
@@ -55,7 +55,7 @@ def read_npz(path: str | os.PathLike[str], wanted: Sequence[Sequence[str]]) -> l
         If the file is not a valid `.npz` file, or does not contain the first array.
     """
     path = Path(path)
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         try:
             with zipfile.ZipFile(file) as archive:
                 members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
@@ -70,7 +70,8 @@ def read_npz(path: str | os.PathLike[str], wanted: Sequence[Sequence[str]]) -> l
                         f"np.savez(path, {wanted[0][-1]}=…)"
                     )
                 return [
-                    None if info is None else _read_member(path, archive, info) for info in found
+                    None if info is None else _read_member(file, path, archive, info)
+                    for info in found
                 ]
         except DataError:
             raise
@@ -80,21 +81,27 @@ def read_npz(path: str | os.PathLike[str], wanted: Sequence[Sequence[str]]) -> l
             ) from error
 
 
-def _read_member(path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Array:
-    name = f"{path} ({info.filename})"
+def _read_member(
+    file: IO[bytes], path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo
+) -> Array:
+    name, size = f"{path} ({info.filename})", path.stat().st_size
+    if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        raise DataError(f"cannot read {name}: unknown compression; save it again with np.savez")
     with archive.open(info) as member:
         shape, fortran, dtype = _read_header(member, name)
-        if info.compress_type != zipfile.ZIP_STORED:
-            flat = read_stream(member, shape[::-1] if fortran else shape, dtype, name)
+        sides = shape[::-1] if fortran else shape
+        if info.compress_type == zipfile.ZIP_DEFLATED:
+            flat = read_stream(member, sides, dtype, min(info.compress_size, size), name)
             return flat.T if fortran else flat
         header = member.tell()
     # The local header of a member has 30 bytes, then two strings. The lengths of the strings are
     # two 16-bit numbers at byte 26.
-    with path.open("rb") as file:
-        file.seek(info.header_offset + 26)
-        start = info.header_offset + 30 + sum(struct.unpack("<HH", file.read(4)))
-    available = min(info.file_size, info.compress_size, path.stat().st_size - start)
-    return _memory_map(path, start + header, available - header, shape, fortran, dtype, name)
+    file.seek(info.header_offset + 26)
+    start = info.header_offset + 30 + sum(struct.unpack("<HH", file.read(4)))
+    available = min(info.file_size, info.compress_size, size - start)
+    file.seek(start + header)
+    flat = read_plain(file, sides, dtype, available - header, name)
+    return flat.T if fortran else flat
 
 
 def _read_header(file: IO[bytes], name: str) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
@@ -117,24 +124,3 @@ def _read_header(file: IO[bytes], name: str) -> tuple[tuple[int, ...], bool, np.
     if not all(type(side) is int and side > 0 for side in shape) or not dtype.itemsize:
         raise DataError(f"{name} is empty: its shape is {shape}")
     return shape, fortran, dtype
-
-
-def _memory_map(
-    path: Path,
-    start: int,
-    available: int,
-    shape: tuple[int, ...],
-    fortran: bool,
-    dtype: np.dtype[Any],
-    name: str,
-) -> Array:
-    """Memory-map an array that begins at byte `start`, once its size is that of the file."""
-    length = math.prod(shape) * dtype.itemsize
-    if available != length:
-        problem = "is truncated" if available < length else "is too long"
-        raise DataError(
-            f"{name} {problem}: its header announces {length} bytes of data, but it contains "
-            f"{available}"
-        )
-    order: Any = "F" if fortran else "C"
-    return np.memmap(path, dtype, mode="r", offset=start, shape=shape, order=order)

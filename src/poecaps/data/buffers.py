@@ -1,11 +1,12 @@
-"""Arrays for decompressed data: in memory if small, in a memory-mapped temporary file if large."""
+"""Arrays from files: in memory if small, memory-mapped if large."""
 
 from __future__ import annotations
 
 import math
+import mmap
 import os
 import tempfile
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import IO, TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -14,7 +15,8 @@ from poecaps.data.errors import DataError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-MAX_IN_MEMORY = 256 * 2**20  # bytes; larger arrays are kept in a temporary file
+MAX_IN_MEMORY = 256 * 2**20  # bytes; larger arrays are memory-mapped
+MAX_DEFLATE_RATIO = 1032  # the highest compression ratio of gzip and of a zip file
 
 
 class SupportsRead(Protocol):
@@ -56,14 +58,17 @@ def allocate(shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]
 
 
 def read_stream(
-    stream: SupportsRead, shape: Sequence[int], dtype: np.dtype[Any], name: str
+    stream: SupportsRead, shape: Sequence[int], dtype: np.dtype[Any], size: int, name: str
 ) -> np.ndarray[Any, Any]:
-    """Read exactly one array of the given shape from a stream of unknown length.
+    """Read exactly one array of the given shape from a compressed stream.
 
     Parameters
     ----------
     stream, shape, dtype
         The stream, and the shape and type of the array that it contains.
+    size
+        Compressed bytes of the stream, to which the size of the array is compared before memory or
+        disk space is reserved.
     name
         Name of the file for error messages.
 
@@ -72,7 +77,58 @@ def read_stream(
     DataError
         If the stream is shorter or longer than the array.
     """
+    if math.prod(shape) * dtype.itemsize > size * MAX_DEFLATE_RATIO:
+        raise DataError(
+            f"{name} is truncated: its header announces {math.prod(shape) * dtype.itemsize} bytes "
+            f"of data, more than {size} compressed bytes can hold"
+        )
     array = allocate(shape, dtype)
+    _fill(array, stream, name)
+    if stream.read(1):
+        raise DataError(
+            f"{name} is too long: it contains more than the {array.nbytes} bytes of data that its "
+            "header announces"
+        )
+    return array
+
+
+def read_plain(
+    file: IO[bytes], shape: Sequence[int], dtype: np.dtype[Any], available: int, name: str
+) -> np.ndarray[Any, Any]:
+    """Read an array that is stored without compression, or map it if it is large.
+
+    Parameters
+    ----------
+    file
+        A file at the first byte of the array.
+    shape, dtype
+        Of the array.
+    available
+        Bytes of data in the file.
+    name
+        Name of the file for error messages.
+
+    Raises
+    ------
+    DataError
+        If the file contains more or fewer bytes than the array.
+    """
+    length = math.prod(shape) * dtype.itemsize
+    if available != length:
+        problem = "is truncated" if available < length else "is too long"
+        raise DataError(
+            f"{name} {problem}: its header announces {length} bytes of data, but it contains "
+            f"{available}"
+        )
+    if length > MAX_IN_MEMORY:
+        return np.memmap(file, dtype, mode="r", offset=file.tell(), shape=tuple(shape))
+    array = np.empty(shape, dtype)
+    _fill(array, file, name)
+    return array
+
+
+def _fill(array: np.ndarray[Any, Any], stream: SupportsRead, name: str) -> None:
+    """Read the bytes of an array."""
     target = array.reshape(-1).view(np.uint8)
     filled = 0
     while filled < len(target):
@@ -84,9 +140,18 @@ def read_stream(
             )
         target[filled : filled + len(chunk)] = np.frombuffer(chunk, np.uint8)
         filled += len(chunk)
-    if stream.read(1):
-        raise DataError(
-            f"{name} is too long: it contains more than the {len(target)} bytes of data that its "
-            "header announces"
-        )
-    return array
+
+
+def require_uncut(array: np.ndarray[Any, Any], name: str) -> None:
+    """Raise DataError if an array is mapped to a file that has become shorter.
+
+    Reading beyond the end of such a file would kill the process with SIGBUS.
+    """
+    while isinstance(array.base, np.ndarray):
+        array = array.base
+    if isinstance(array, np.memmap) and isinstance(array.base, mmap.mmap):
+        needed, found = array.offset + array.nbytes, array.base.size()
+        if found < needed:
+            raise DataError(
+                f"{name} was cut while it was in use: it had {needed} bytes, and has {found} now"
+            )

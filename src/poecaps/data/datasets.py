@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import os
+import queue
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -23,12 +25,14 @@ from poecaps.data.images import ImageSet
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
-    from http.client import HTTPResponse
 
 BUNDLED = Path(__file__).parent / "bundled"
 SYSTEM_FOLDER = Path("/usr/share/datasets")
 ATTEMPTS = 3  # at each mirror
 TIMEOUT = 15.0  # seconds without a response
+DEADLINE = 600.0  # seconds for a file, with all attempts at all mirrors
+MAX_FILE = 64 * 2**20  # bytes; the largest file of the datasets has 47,040,016
+SCHEMES = ("https",)  # of mirrors, and of the addresses to which they redirect
 TRANSIENT_ERRORS = (urllib.error.URLError, HTTPException, TimeoutError, ConnectionError)
 
 
@@ -81,7 +85,7 @@ PUBLIC_DATASETS: Mapping[str, PublicDataset] = {
         torchvision="FashionMNIST/raw",
         mirrors=(
             "https://github.com/zalandoresearch/fashion-mnist/raw/master/data/fashion/",
-            "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
+            "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/",
         ),
         sha256={
             "train-images-idx3-ubyte": (
@@ -126,7 +130,9 @@ def load_dataset(
         )
     images, labels = (read_idx(file) for file in files)
     if name == full_name:
-        _require_own_labels(name, labels, files[1])
+        # Labels first: they tell apart the datasets, whose files have the same names.
+        _require_published(name, f"{PREFIX[split]}-labels-idx1-ubyte", labels, files[1])
+        _require_published(name, f"{PREFIX[split]}-images-idx3-ubyte", images, files[0])
     return ImageSet(
         images,
         labels,
@@ -186,18 +192,21 @@ def _find_split(folder: Path, split: Split) -> tuple[Path, Path] | None:
     return None if images is None or labels is None else (images, labels)
 
 
-def _require_own_labels(name: str, labels: np.ndarray[Any, Any], file: Path) -> None:
-    """Raise `DataError` if the labels are those of another known dataset.
-
-    The files of MNIST and Fashion-MNIST have the same names, so they are easily confused.
-    """
-    header = bytes([0, 0, 0x08, 1]) + np.array(labels.shape, ">u4").tobytes()
-    digest = hashlib.sha256(header + labels.tobytes()).hexdigest()
+def _require_published(name: str, published: str, array: np.ndarray[Any, Any], file: Path) -> None:
+    """Raise `DataError` if an array is not that of the published file."""
+    header = bytes([0, 0, 0x08, array.ndim]) + np.array(array.shape, ">u4").tobytes()
+    digest = hashlib.sha256(header)
+    digest.update(np.ascontiguousarray(array).data)
+    found = digest.hexdigest()
+    if found == PUBLIC_DATASETS[name].sha256[published]:
+        return
     for other, dataset in PUBLIC_DATASETS.items():
-        if other != name and digest in dataset.sha256.values():
-            raise DataError(
-                f"{file} contains the labels of {other}, not of {name}; give the folder of {name}"
-            )
+        if found in dataset.sha256.values():
+            raise DataError(f"{file} is a file of {other}, not {published} of {name}")
+    remedy = f"give {file.parent} as the data, not as a folder with {name}"
+    if file.parent == cache_folder() / name:
+        remedy = "delete it, so that it is downloaded again"
+    raise DataError(f"{file} is damaged, or not the published {published} of {name}; {remedy}")
 
 
 def cache_folder() -> Path:
@@ -227,11 +236,11 @@ def download_split(name: str, split: Split) -> None:
     for file, digest in PUBLIC_DATASETS[name].sha256.items():
         if not file.startswith(PREFIX[split]) or (folder / file).exists():
             continue
-        errors = []
+        errors, deadline = [], time.monotonic() + DEADLINE
         for mirror in PUBLIC_DATASETS[name].mirrors:
             url = f"{mirror}{file}.gz"
             try:
-                _download_file(url, folder / file, digest)
+                _download_file(url, folder / file, digest, deadline)
                 break
             except (*TRANSIENT_ERRORS, DataError) as error:
                 errors.append(f"{url}: {error}")
@@ -239,13 +248,13 @@ def download_split(name: str, split: Split) -> None:
             raise DataError("every mirror failed; " + "; ".join(errors))
 
 
-def _download_file(url: str, target: Path, digest: str) -> None:
+def _download_file(url: str, target: Path, digest: str, deadline: float) -> None:
     """Download, decompress and verify one file, with retries after transient errors."""
     for attempt in range(ATTEMPTS):
         if attempt:
             time.sleep(2.0 ** (attempt - 1))
         try:
-            return _download_once(url, target, digest)
+            return _download_once(url, target, digest, deadline)
         except TRANSIENT_ERRORS as error:
             is_permanent = isinstance(error, urllib.error.HTTPError) and error.code < 500
             if is_permanent or attempt == ATTEMPTS - 1:
@@ -253,47 +262,102 @@ def _download_file(url: str, target: Path, digest: str) -> None:
     return None
 
 
-def _download_once(url: str, target: Path, digest: str) -> None:
-    found = hashlib.sha256()
+def _download_once(url: str, target: Path, digest: str, deadline: float) -> None:
+    print(f"downloading {url}", file=sys.stderr, flush=True)  # noqa: T201
+    found, written = hashlib.sha256(), 0
+    decompressor = zlib.decompressobj(16 + zlib.MAX_WBITS)
     with atomic_write(target) as file:
-        for chunk in _decompressed_chunks(url):
+        for received in _received(url, deadline):
+            try:
+                chunk = decompressor.decompress(received, MAX_FILE - written + 1)
+            except zlib.error as error:
+                raise DataError(f"the response is not a gzip file ({error})") from error
+            written += len(chunk)
+            if written > MAX_FILE:
+                raise DataError(f"the file has more than {MAX_FILE:,} bytes")
             file.write(chunk)
             found.update(chunk)
+        if not decompressor.eof:
+            raise IncompleteRead(b"")
         if found.hexdigest() != digest:
             raise DataError(
                 f"sha256 of the decompressed file is {found.hexdigest()}, but must be {digest}"
             )
 
 
-def _decompressed_chunks(url: str) -> Iterator[bytes]:
-    """Yield chunks of a gzipped file as it arrives, with progress on standard error."""
-    request = urllib.request.Request(url, headers={"User-Agent": "poecaps"})  # noqa: S310 (our own URLs)
-    decompressor = zlib.decompressobj(16 + zlib.MAX_WBITS)
-    print(f"downloading {url}", file=sys.stderr, flush=True)  # noqa: T201
-    with urllib.request.urlopen(request, timeout=TIMEOUT) as response:  # noqa: S310
+class _Redirects(urllib.request.HTTPRedirectHandler):
+    """Follows redirects to addresses that may be downloaded from."""
+
+    def redirect_request(
+        self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str
+    ) -> Any:
         try:
-            for chunk in _with_progress(response):
-                yield decompressor.decompress(chunk)
-        except zlib.error as error:
-            raise DataError(f"the response is not a gzip file ({error})") from error
-    if not decompressor.eof:
-        raise IncompleteRead(b"")
+            _require_scheme(newurl)
+        except DataError:
+            fp.close()
+            raise
+        return super().redirect_request(req, fp, code, msg, headers, newurl)
 
 
-def _with_progress(response: HTTPResponse) -> Iterator[bytes]:
-    """Yield the body of a response, and show on a terminal how much has arrived."""
-    length = response.headers.get("Content-Length") or ""
-    total = int(length) if length.isdecimal() else 0
-    on_terminal = sys.stderr.isatty()
-    received = 0
-    while chunk := response.read(2**16):
-        received += len(chunk)
-        if on_terminal:
-            share = f" {received / total:4.0%}" if total else ""
-            print(f"\r {share} {received / 2**20:5.1f} MiB", end="", file=sys.stderr, flush=True)  # noqa: T201
-        yield chunk
-    if on_terminal:
-        print(file=sys.stderr)  # noqa: T201
+def _require_scheme(url: str) -> None:
+    if url.partition(":")[0].lower() not in SCHEMES:
+        raise DataError(f"{url} is not an address of {' or '.join(SCHEMES)}")
+
+
+def _received(url: str, deadline: float) -> Iterator[bytes]:
+    """Yield the body of a response as it arrives, until `deadline` at the latest.
+
+    The network is used in another thread: the deadline holds even if a server sends a byte now and
+    then, or its name is not found.
+    """
+    _require_scheme(url)
+    arrived: queue.SimpleQueue[bytes | int | Exception] = queue.SimpleQueue()
+    is_over = threading.Event()
+
+    def fetch() -> None:
+        try:
+            request = urllib.request.Request(url, headers={"User-Agent": "poecaps"})  # noqa: S310 (checked)
+            opener = urllib.request.build_opener(_Redirects)
+            with opener.open(request, timeout=TIMEOUT) as response:
+                length = response.headers.get("Content-Length") or ""
+                arrived.put(int(length) if length.isdecimal() else 0)
+                received = 0
+                while not is_over.is_set() and received <= MAX_FILE:
+                    chunk = response.read1(2**16)
+                    received += len(chunk)
+                    arrived.put(chunk)
+                    if not chunk:
+                        break
+        except Exception as error:  # raised in the thread that waits
+            if isinstance(error, urllib.error.HTTPError):
+                error.close()
+            arrived.put(error)
+
+    threading.Thread(target=fetch, daemon=True).start()
+    on_terminal, total, received = sys.stderr.isatty(), 0, 0
+    try:
+        while True:
+            try:
+                item = arrived.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                raise DataError(f"the download took longer than {DEADLINE:.0f} s") from None
+            if isinstance(item, Exception):
+                raise item
+            if isinstance(item, int):
+                total = item
+            elif not item:
+                break
+            else:
+                received += len(item)
+                if on_terminal:
+                    share = f" {received / total:4.0%}" if total else ""
+                    line = f"\r {share} {received / 2**20:5.1f} MiB"
+                    print(line, end="", file=sys.stderr, flush=True)  # noqa: T201
+                yield item
+    finally:
+        is_over.set()
+        if on_terminal and received:
+            print(file=sys.stderr)  # noqa: T201
 
 
 def _search_folders(name: str) -> Iterator[tuple[str, Path | None]]:

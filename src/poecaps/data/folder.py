@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from poecaps import _checks as checks
+from poecaps._files import open_regular
 from poecaps.data.buffers import allocate
 from poecaps.data.errors import DataError
 from poecaps.data.images import ImageSet
@@ -25,7 +26,9 @@ if TYPE_CHECKING:
 MAX_SIDE = 16384  # pixels; a larger `size` is most likely a typing error
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 FORMATS = ("PNG", "JPEG", "WEBP")  # the only decoders used, regardless of a file's suffix
-OTHER_FORMAT, UNREADABLE = "not PNG, JPEG or WebP", "unreadable"  # why a file is skipped
+# Why a file is skipped. Opening a FIFO, a socket or a device may never return.
+OTHER_FORMAT, UNREADABLE = "not PNG, JPEG or WebP", "unreadable"
+NO_FILE = "not a regular file"
 GREY_MODES = ("1", "L", "LA", "I", "I;16", "I;16B", "I;16L")
 
 
@@ -81,6 +84,7 @@ def read_folder(
     checks.require_int("smallest", smallest, 1)
     files = sorted(_files_below(root))
     skipped = {str(file): OTHER_FORMAT for file in files if file.suffix.lower() not in SUFFIXES}
+    skipped |= {str(file): NO_FILE for file in files if not file.is_file()}
     pictures = [file for file in files if str(file) not in skipped]
     if not pictures:
         found = ", ".join(file.name for file in files[:3]) + (", …" if len(files) > 3 else "")
@@ -172,7 +176,7 @@ def _opened(file: Path) -> Iterator[Image]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
-            with Image.open(file, formats=FORMATS) as image:
+            with open_regular(file) as opened, Image.open(opened, formats=FORMATS) as image:
                 yield image
     except (MemoryError, PermissionError):
         raise

@@ -7,14 +7,14 @@ and the values.
 from __future__ import annotations
 
 import gzip
-import math
 import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from poecaps.data.buffers import SupportsRead, read_stream
+from poecaps._files import open_regular
+from poecaps.data.buffers import SupportsRead, read_plain, read_stream
 from poecaps.data.errors import DataError
 
 if TYPE_CHECKING:
@@ -25,15 +25,14 @@ Split = Literal["train", "test"]
 
 DTYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 MAX_AXES = 8  # images have 3 or 4; a larger number means that the file is not IDX
-MAX_DEFLATE_RATIO = 1032  # the highest compression ratio of gzip
 PREFIX: dict[Split, str] = {"train": "train", "test": "t10k"}  # of MNIST's file names
 
 
 def read_idx(path: str | os.PathLike[str]) -> np.ndarray[Any, Any]:
     """Read an IDX file, gzipped or plain; which of both is detected from its content.
 
-    A plain file is memory-mapped. A gzipped file is decompressed into memory, or into a temporary
-    file if it is large.
+    A file of up to 256 MiB is read into memory. A larger one is memory-mapped or, if it is gzipped,
+    decompressed into a temporary file.
 
     Returns
     -------
@@ -46,30 +45,17 @@ def read_idx(path: str | os.PathLike[str]) -> np.ndarray[Any, Any]:
         If the file is not an IDX file, is truncated or too long.
     """
     path = Path(path)
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         gzipped = file.read(2) == b"\x1f\x8b"
         file.seek(0)
         size = path.stat().st_size
         if not gzipped:
             shape, dtype = _read_header(file, path)
-            start, length = file.tell(), math.prod(shape) * dtype.itemsize
-            if size != start + length:
-                problem = "is truncated" if size < start + length else "is too long"
-                raise DataError(
-                    f"{path} {problem}: its header announces {length} bytes of data, but it "
-                    f"contains {size - start}"
-                )
-            return np.memmap(path, dtype, mode="r", offset=start, shape=shape)
+            return read_plain(file, shape, dtype, size - file.tell(), str(path))
         try:
             with gzip.GzipFile(fileobj=file) as stream:
                 shape, dtype = _read_header(stream, path)
-                length = math.prod(shape) * dtype.itemsize
-                if length > size * MAX_DEFLATE_RATIO:
-                    raise DataError(
-                        f"{path} is truncated: its header announces {length} bytes of data, more "
-                        f"than {size} gzipped bytes can hold"
-                    )
-                return read_stream(stream, shape, dtype, str(path))
+                return read_stream(stream, shape, dtype, size, str(path))
         except (OSError, EOFError, zlib.error) as error:
             raise DataError(
                 f"cannot read {path}: damaged gzip file ({error}); download it again"
@@ -98,7 +84,7 @@ def _first_file(folder: Path, name: str) -> Path | None:
 
 def looks_like_idx(path: Path) -> bool:
     """Return whether a file is named like MNIST's files, or starts like an IDX or gzip file."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         return "idx" in path.name or file.read(2) in (b"\0\0", b"\x1f\x8b")
 
 

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 
 from poecaps import _checks as checks
+from poecaps._files import printable
+from poecaps.data.buffers import require_uncut
 from poecaps.data.errors import DataError
 
 if TYPE_CHECKING:
@@ -78,7 +80,7 @@ class ImageSet:
             return line
         files = defaultdict(list)
         for file, reason in self.skipped.items():
-            files[reason].append(Path(file).name)
+            files[reason].append(printable(Path(file).name))
         parts = (
             f"{len(names)} {reason} ({names[0]}{', …' if len(names) > 1 else ''})"
             for reason, names in files.items()
@@ -114,7 +116,13 @@ class ImageSet:
         -------
         (B, C, H, W)
             float32 from 0 to 1.
+
+        Raises
+        ------
+        DataError
+            If the images are mapped to a file that has become shorter.
         """
+        require_uncut(self.images, self.source)
         chosen = np.moveaxis(self.images[self._as_indices(indices)], -1, 1)
         batch = torch.from_numpy(np.ascontiguousarray(chosen, dtype=np.float32))
         return batch.div_(255) if self.images.dtype == np.uint8 else batch

@@ -2,34 +2,37 @@
 
 This is the only place that chooses, and it can say why a backend does not support a call. A
 backend is a module with the functions of `RoutingBackend`. All backends give the same numbers up to
-rounding.
+rounding. On a CPU, half precision is converted to float32 (`float32`).
 
 ``"triton"``
     GPU kernels that keep neither votes nor coefficients in memory; differentiable.
 ``"simd"``
-    C for AVX-512, compiled on first use by the system's compiler; float32 on the CPU.
+    C for the vector instructions of the CPU (AVX-512, AVX2, SSE2, NEON), compiled on first use by
+    the system's compiler; float32 on the CPU; differentiable; in
+    `torch.compile` as an operator.
 ``"torch"``
-    Vote-free PyTorch for float32 and float64 on any device.
+    Vote-free PyTorch for float32 and float64 on any device; differentiable.
 ``"reference"``
     `poecaps.functional` itself; supports every call.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 from torch.autograd import forward_ad
 
 from poecaps import _checks as checks
 from poecaps import functional
-from poecaps.kernels import cpu, torch_routing
+from poecaps.kernels import cpu, float32, torch_routing
 from poecaps.kernels.triton import support as triton_support
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from poecaps.functional import Agreement, Axis, LearningStep, Mixing, Routing, RoutingOptions
+    from poecaps.functional import Agreement, Axis, RoutingOptions
+    from poecaps.kernels.protocol import RoutingBackend
 
 Backend = Literal["reference", "torch", "simd", "triton"]
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
@@ -43,71 +46,6 @@ IMPLEMENTED_AGREEMENTS: tuple[Agreement, ...] = ("cosine", "inner")
 IMPLEMENTED_AXES: tuple[Axis, ...] = ("inputs", "outputs")
 
 
-class RoutingBackend(Protocol):
-    """The operations of a backend. `poecaps.functional` implements and documents each of them.
-
-    A learning rule may leave out the gradient (None) if the weight does not require one.
-    """
-
-    def routing_by_agreement(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        *,
-        iterations: int,
-        sharpness: float,
-        normalize: Axis,
-        agreement: Agreement,
-    ) -> Routing:
-        """See `poecaps.functional.routing_by_agreement`."""
-
-    def held_preactivation(self, x: Tensor, weight: Tensor, routing: RoutingOptions) -> Tensor:
-        """See `poecaps.functional.held_preactivation`."""
-
-    def encode(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        routing: RoutingOptions,
-        *,
-        winners: int | None,
-        balance: Tensor | None,
-    ) -> Tensor:
-        """See `poecaps.functional.encode`."""
-
-    def reconstruct(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        routing: RoutingOptions,
-        *,
-        winners: int | None,
-        balance: Tensor | None,
-    ) -> Tensor:
-        """See `poecaps.functional.reconstruct`."""
-
-    def contrastive_divergence(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        routing: RoutingOptions,
-        *,
-        k: int,
-        mixing: Mixing,
-        uniform: Tensor | None,
-        chain: Tensor | None,
-        winners: int | None,
-        balance: Tensor | None,
-        views: int,
-    ) -> LearningStep:
-        """See `poecaps.functional.contrastive_divergence`."""
-
-    def decoder_contrastive_divergence(
-        self, y: Tensor, x: Tensor, weight: Tensor, routing: RoutingOptions
-    ) -> LearningStep:
-        """See `poecaps.functional.decoder_contrastive_divergence`."""
-
-
 def select(
     x: Tensor,
     weight: Tensor,
@@ -119,7 +57,10 @@ def select(
 ) -> RoutingBackend:
     """Return the backend that computes a call; see `choose`."""
     name = choose(x, weight, backend, routing=routing, chain=chain, needs_grad=needs_grad)
-    return implementation(name)
+    found = implementation(name)
+    if name != "reference" and float32.is_needed(x, weight):
+        return float32.InFloat32(found)
+    return found
 
 
 def choose(
@@ -192,11 +133,18 @@ def why_not(
         return (
             f"it runs on CPUs and CUDA devices, not on {x.device.type!r}; use backend='reference'"
         )
-    if torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type):
-        return "it runs outside torch.compile and autocast only; call the layer outside of them"
+    if torch.compiler.is_compiling():
+        if name == "simd":
+            # Imported on first use: it imports parts of torch.compile, which takes a second.
+            from poecaps.kernels.cpu import operators
+
+            return operators.why_not(x, weight)
+        return "it runs outside torch.compile only; call the layer outside of it"
+    if torch.is_autocast_enabled("cuda") and x.device.type == "cuda":
+        return "it runs outside autocast only on a GPU; call the layer outside of it"
     if _is_transformed(x) or _is_transformed(weight):
         return "it does not support torch.func and forward-mode gradients; use backend='reference'"
-    if x.device != weight.device or x.dtype != weight.dtype:
+    if x.device != weight.device or (x.dtype != weight.dtype and not float32.is_needed(x, weight)):
         return (
             f"the capsules are {x.dtype} on {x.device} and the weight is {weight.dtype} on "
             f"{weight.device}; bring both to the same dtype and device"
@@ -204,8 +152,8 @@ def why_not(
     if name == "triton":
         return triton_support.why_not(x, weight, needs_grad=needs_grad)
     if name == "simd":
-        return cpu.why_not(x, weight, needs_grad=needs_grad)
-    return torch_routing.why_not(x, weight, needs_grad=needs_grad)
+        return cpu.why_not(x, weight)
+    return torch_routing.why_not(x, weight)
 
 
 def needs_grad(x: Tensor, weight: Tensor) -> bool:
@@ -221,6 +169,10 @@ def implementation(name: Backend) -> RoutingBackend:
 
         return triton_backend
     if name == "simd":
+        if torch.compiler.is_compiling():
+            from poecaps.kernels.cpu import operators
+
+            return operators
         return cpu
     if name == "torch":
         return torch_routing
@@ -235,7 +187,7 @@ def describe(device: torch.device | str) -> str:
         return "torch: vote-free PyTorch, because Triton is not installed"
     reason = cpu.why_not_compiled()
     if reason is None:
-        return f"simd: vote-free C for AVX-512, compiled by {cpu.compiler_version()}"
+        return f"simd: vote-free C for {cpu.target().name}, compiled by {cpu.compiler_version()}"
     return f"torch: vote-free PyTorch, because {reason}"
 
 

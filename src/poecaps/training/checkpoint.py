@@ -1,13 +1,14 @@
-"""Checkpoints: everything that a run needs to continue, in one safetensors file."""
+"""Checkpoints: everything that a run needs to continue, in one safetensors file; two are kept."""
 
 from __future__ import annotations
 
 import time
-from contextlib import contextmanager
+import warnings
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
-from poecaps._files import ModelError
+from poecaps._files import DamagedError, LockedError, ModelError
 from poecaps._json import dataclass_from_json
 from poecaps.serialization import read_metadata, read_tensors, write_tensors
 from poecaps.training.config import Config
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 CHECKPOINT = "checkpoint.safetensors"
+PREVIOUS = "checkpoint.previous.safetensors"  # the one before, in case the newest is damaged
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Checkpoint:
 
 
 def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
-    """Write the checkpoint of a run into its folder, atomically."""
+    """Write the checkpoint of a run into its folder, atomically, and keep the one before."""
     tensors = {f"model.{name}": value for name, value in checkpoint.model.items()}
     tensors |= {f"stage.{name}": value for name, value in checkpoint.stage_state.items()}
     about = {
@@ -52,11 +54,22 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
         "step": checkpoint.step,
         "launch": launch_id(),
     }
-    write_tensors(folder / CHECKPOINT, {**tensors, **checkpoint.optimizer}, about)
+    write_tensors(
+        folder / CHECKPOINT,
+        {**tensors, **checkpoint.optimizer},
+        about,
+        previous=folder / PREVIOUS,
+    )
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    """Return the file of the newest checkpoint in a folder, or None."""
+    files = (folder / CHECKPOINT, folder / PREVIOUS)
+    return next((file for file in files if file.is_file()), None)
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
-    """Read the checkpoint of the run in a folder.
+    """Read the checkpoint of the run in a folder; if it is damaged, the one before it.
 
     Raises
     ------
@@ -65,11 +78,30 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     ModelError
         If it is damaged, not a checkpoint of a run, or of another format version.
     """
-    source = folder / CHECKPOINT
+    newest, previous = newest_checkpoint(folder), folder / PREVIOUS
     if not folder.is_dir():
         raise FileNotFoundError(f"cannot resume a run: there is no folder {folder}")
-    if not source.is_file():
+    if newest is None:
         raise FileNotFoundError(f"cannot resume the run in {folder}: it contains no {CHECKPOINT}")
+    try:
+        return _read(newest)
+    except DamagedError:
+        if newest == previous or not previous.is_file():
+            raise
+        checkpoint = _read(previous)
+        warnings.warn(
+            f"{newest} is damaged; resuming from the checkpoint before it, {previous.name}",
+            CheckpointWarning,
+            stacklevel=2,
+        )
+        return checkpoint
+
+
+class CheckpointWarning(UserWarning):
+    """The newest checkpoint of a run is damaged, so that the one before it is used."""
+
+
+def _read(source: Path) -> Checkpoint:
     tensors, about = read_tensors(source)
     try:
         # A checkpoint that does not mention an option is older than the option.
@@ -98,9 +130,11 @@ def _with_prefix(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor
 
 
 def was_written_by_this_launch(folder: Path) -> bool:
-    """Return whether the checkpoint in a folder is from the same call of `torchrun`."""
-    source = folder / CHECKPOINT
-    return source.is_file() and read_metadata(source).get("launch") == launch_id()
+    """Return whether a checkpoint in a folder is from the same call of `torchrun`."""
+    for source in (folder / CHECKPOINT, folder / PREVIOUS):
+        with suppress(FileNotFoundError, DamagedError):
+            return bool(read_metadata(source).get("launch") == launch_id())
+    return False
 
 
 class CheckpointTimer:
@@ -124,8 +158,10 @@ def write_errors(folder: Path) -> Iterator[None]:
     """Raise TrainingError, with a remedy, if a file of the run in a folder cannot be written."""
     try:
         yield
+    except LockedError as error:
+        raise TrainingError(f"{error}; wait for its end, or choose another folder") from error
     except OSError as error:
         remedy = "choose another folder"
-        if (folder / CHECKPOINT).is_file():
+        if newest_checkpoint(folder) is not None:
             remedy = "free some space and resume from the last checkpoint"
         raise TrainingError(f"cannot write to {folder} ({error}); {remedy}") from error

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from poecaps import _checks as checks
 from poecaps.functional import MIXINGS, Mixing
-from poecaps.options import DensityOptions, ModelOptions
+from poecaps.options import MAX_ITERATIONS, MAX_SIZE, DensityOptions, ModelOptions
 from poecaps.views import ViewOptions
 
 if TYPE_CHECKING:
@@ -21,6 +21,9 @@ Precision = Literal["auto", "float32", "bfloat16"]
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 Optimizer = Literal["adam", "sgd"]
 OPTIMIZERS: tuple[Optimizer, ...] = get_args(Optimizer)
+Criterion = Literal["margin", "agreement", "reconstruction", "energy"]
+CRITERIA: tuple[Criterion, ...] = get_args(Criterion)
+MAX_EPOCHS = 10**6
 MAX_PROCESS_TIMEOUT = 1e6  # seconds; torch counts milliseconds in 32 bits
 
 
@@ -43,7 +46,7 @@ class Stage:
 
     def validate(self, name: str) -> None:
         """Raise ValueError or TypeError if an option is invalid; `name` is that of the stage."""
-        checks.require_int(f"{name}.epochs", self.epochs, 0)
+        checks.require_int(f"{name}.epochs", self.epochs, 0, MAX_EPOCHS)
         checks.require_choice(f"{name}.optimizer", self.optimizer, OPTIMIZERS)
         checks.require_nonnegative(f"{name}.learning_rate", self.learning_rate)
         checks.require_nonnegative(
@@ -89,11 +92,15 @@ class EncoderStage(CapsuleStage):
     """Mean firing probability of the strongest expert after a final scaling; None: no scaling."""
     views: ViewOptions = field(default_factory=ViewOptions)
     """Views of an image that compete together, so that an expert stands for what they share."""
+    restarts: int = 1
+    """Encoders that learn at the same time from different random weights; the best one is kept."""
+    criterion: Criterion = "margin"
+    """What the best of several encoders has most of, a number of `poecaps.metrics`; no labels."""
 
     def validate(self, name: str) -> None:
         """Raise ValueError or TypeError if an option is invalid; `name` is that of the stage."""
         super().validate(name)
-        checks.require_int(f"{name}.k", self.k, 1)
+        checks.require_int(f"{name}.k", self.k, 1, MAX_ITERATIONS)
         checks.require_choice(f"{name}.mixing", self.mixing, MIXINGS)
         if self.winners is not None:
             checks.require_int(f"{name}.winners", self.winners, 1)
@@ -106,6 +113,17 @@ class EncoderStage(CapsuleStage):
         if not isinstance(self.views, ViewOptions):
             raise TypeError(f"{name}.views must be ViewOptions, but is {self.views!r}")
         self.views.validate(f"{name}.views.")
+        checks.require_int(f"{name}.restarts", self.restarts, 1)
+        checks.require_choice(f"{name}.criterion", self.criterion, CRITERIA)
+        if self.restarts > 1 and self.init_std == 0:
+            raise ValueError(
+                f"{name}.init_std must be above 0 for {name}.restarts {self.restarts}, so that the "
+                "encoders differ"
+            )
+        if self.restarts > 1 and self.criterion == "agreement" and self.views.count == 1:
+            raise ValueError(
+                f"{name}.criterion agreement needs {name}.views.count of at least 2, but is 1"
+            )
 
 
 @dataclass(frozen=True)
@@ -165,15 +183,15 @@ class DensityStage(CapsuleStage):
         checks.require_nonnegative(f"{name}.strength_rate", self.strength_rate)
         checks.require_int(f"{name}.lifetime", self.lifetime, 0)
         # Of fewer than 5 chains that are annealed, none may be at t = 1 in some of the steps.
-        checks.require_int(f"{name}.chains", self.chains, 5 if self.lifetime else 2)
-        checks.require_int(f"{name}.leapfrog_steps", self.leapfrog_steps, 1)
+        checks.require_int(f"{name}.chains", self.chains, 5 if self.lifetime else 2, MAX_SIZE)
+        checks.require_int(f"{name}.leapfrog_steps", self.leapfrog_steps, 1, MAX_ITERATIONS)
         checks.require_share(f"{name}.target_acceptance", self.target_acceptance)
         checks.require_share(f"{name}.average", self.average)
         if self.average == 1 or self.target_acceptance in (0, 1):
             raise ValueError(
                 f"{name}.average must be below 1, and {name}.target_acceptance between 0 and 1"
             )
-        checks.require_int(f"{name}.partition_chains", self.partition_chains, 2)
+        checks.require_int(f"{name}.partition_chains", self.partition_chains, 2, MAX_SIZE)
         checks.require_int(f"{name}.partition_steps", self.partition_steps, 0)
 
 
@@ -257,7 +275,13 @@ class Config:
             raise ValueError(
                 "encoder.winners needs model.agreement cosine; set model.winners instead"
             )
-        checks.require_int("batch_size", self.batch_size, 1)
+        criterion = self.encoder.criterion
+        if self.encoder.restarts > 1 and experts == 1 and criterion in ("margin", "agreement"):
+            raise ValueError(
+                f"encoder.criterion {criterion} needs at least 2 experts in every layer, "
+                f"but model.experts is {self.model.experts}"
+            )
+        checks.require_int("batch_size", self.batch_size, 1, MAX_SIZE)
         checks.require_nonnegative("checkpoint_every", self.checkpoint_every)
         checks.require_positive("process_timeout", self.process_timeout)
         if self.process_timeout > MAX_PROCESS_TIMEOUT:
@@ -266,7 +290,8 @@ class Config:
                 f"{self.process_timeout:g}"
             )
         checks.require_int("seed", self.seed, 0, 2**63 - 1)
-        for name, text in (("data", self.data), ("device", self.device)):
+        texts = {"data": self.data, "data_path": self.data_path or "", "device": self.device}
+        for name, text in texts.items():
             if not isinstance(text, str):
                 raise TypeError(f"{name} must be a string, but is {text!r}")
         checks.require_choice("precision", self.precision, PRECISIONS)

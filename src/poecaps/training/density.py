@@ -111,12 +111,17 @@ class DensityLearner:
             average.lerp_(parameter.detach(), (1 - decay).to(average.dtype))
 
 
-def load_weights(weights: Mapping[str, Tensor], state: Mapping[str, Tensor], source: Path) -> None:
-    """Copy weights of a density from a state; raise ModelError if they do not belong to it."""
+def load_weights(
+    weights: Mapping[str, Tensor],
+    state: Mapping[str, Tensor],
+    source: Path,
+    owner: str = "a density",
+) -> None:
+    """Copy weights of `owner` from a state; raise ModelError if they do not belong to it."""
     for name, tensor in weights.items():
         found = state.get(name)
         if found is None or found.shape != tensor.shape or not found.isfinite().all():
-            raise ModelError(f"{source} is damaged: {name} is not that of a density")
+            raise ModelError(f"{source} is damaged: {name} is not that of {owner}")
         tensor.copy_(found)
 
 

@@ -152,6 +152,13 @@ def launch_id() -> str:
     return os.environ.get("TORCHELASTIC_RUN_ID", "")
 
 
+def is_main_process() -> bool:
+    """Return whether this process writes the files of the run, before `process_group` or in it."""
+    if dist.is_available() and dist.is_initialized():
+        return bool(dist.get_rank() == 0)
+    return Distributed.from_environment().is_main
+
+
 @contextmanager
 def process_group(device: torch.device, timeout: float) -> Iterator[Distributed]:
     """Connect to the other processes, if there are any, and disconnect at the end.

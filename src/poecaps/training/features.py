@@ -118,9 +118,9 @@ class FeatureCache:
         """Return the experts of a trained layer, counted from 1: (B,) → (B, J, D)."""
         return _take(self._codes[layer], indices, self.device)
 
-    def probe_indices(self) -> Tensor:
-        """Return the indices of the images for the running metrics, spread over the dataset."""
-        return torch.arange(0, len(self), math.ceil(len(self) / PROBE_SIZE))
+    def probe_indices(self, most: int = PROBE_SIZE) -> Tensor:
+        """Return the indices of at most so many images, spread over the dataset: (B,)."""
+        return torch.arange(0, len(self), math.ceil(len(self) / most))
 
     def has_images_on_device(self) -> bool:
         """Return whether the images are in the memory of the device."""

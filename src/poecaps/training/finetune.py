@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -50,6 +51,8 @@ def fine_tune(
     order = torch.Generator().manual_seed(seed)
     random = RandomNumbers(torch.Generator(device).manual_seed(seed), Distributed())
     network.requires_grad_()
+    # The encoder learns from its weights on, of which there is nothing to choose.
+    config = replace(config, encoder=replace(config.encoder, restarts=1))
     for stage in make_stages(config, cache):
         if isinstance(stage, (AutoencoderTrainer, DensityTrainer)):
             continue

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from poecaps._files import atomic_write
+from poecaps._files import append_line, atomic_write, read_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,8 +38,7 @@ class MetricsLog:
             **progress.metrics,
             "images_per_second": round(progress.images_per_second, 1),
         }
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        append_line(self.path, json.dumps(line))
 
     def truncate_after(self, stage: int, step: int, stages: Sequence[str]) -> None:
         """Remove the lines after a step, which a resumed run writes again, and incomplete lines.
@@ -53,7 +52,7 @@ class MetricsLog:
         """
         if not self.path.exists():
             return
-        text = self.path.read_text(encoding="utf-8", errors="replace")
+        text = read_bytes(self.path).decode("utf-8", errors="replace")
         kept = [line for line in text.splitlines() if _is_until(line, stage, step, stages)]
         with atomic_write(self.path) as file:
             file.write("".join(f"{line}\n" for line in kept).encode())
@@ -89,7 +88,7 @@ def read_metrics(path: Path) -> dict[str, dict[str, Array]]:
         If a line is not a JSON object with a stage and an epoch, or if there are no metrics.
     """
     curves: dict[str, dict[str, dict[float, float]]] = {}
-    lines = path.read_bytes().split(b"\n")
+    lines = read_bytes(path).split(b"\n")
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue

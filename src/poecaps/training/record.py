@@ -17,13 +17,15 @@ import torch
 from poecaps._files import ModelError, read_json, write_json
 from poecaps._json import dataclass_from_json
 from poecaps._version import __version__
+from poecaps.data.buffers import require_uncut
 from poecaps.data.datasets import NAMES
-from poecaps.training.config import MACHINE_OPTIONS, Config
+from poecaps.training.config import MACHINE_OPTIONS, Config, changed_options
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from poecaps.data import ImageSet
+    from poecaps.training.stages import Selection
 
 RECORD = "run.json"
 
@@ -43,6 +45,7 @@ def describe_data(data: ImageSet) -> dict[str, Any]:
     step = max(1, -(-len(data) * size // HASHED_BYTES))
     digest = hashlib.sha256(f"{data.images.dtype} {data.images.shape}".encode())
     for start in range(0, len(data), HASHED_IMAGES * step):
+        require_uncut(data.images, data.source)
         digest.update(data.images[start : start + HASHED_IMAGES * step : step].tobytes())
     return {
         "source": data.source,
@@ -103,13 +106,18 @@ def add_start(record: dict[str, Any], **entries: Any) -> None:
     record["starts"].append(start | entries)
 
 
+def add_selection(record: dict[str, Any], stage: str, selection: Selection) -> None:
+    """Add to the record which of several trained parts of a stage was kept."""
+    record.setdefault("selection", {})[stage] = asdict(selection)
+
+
 def read(folder: Path) -> dict[str, Any]:
     """Read the record of the run in a folder.
 
     Raises
     ------
     ModelError
-        If the file was not written by `write`.
+        If the file is damaged, or was not written by `write`.
     """
     source = folder / RECORD
     record = read_json(source)
@@ -124,8 +132,40 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def write(folder: Path, record: dict[str, Any]) -> None:
-    """Write the record of a run into its folder, atomically."""
-    write_json(folder / RECORD, record)
+    """Write the record of a run into its folder, atomically and with a checksum."""
+    write_json(folder / RECORD, record, checksum=True)
+
+
+def options_of(folder: Path, record: Mapping[str, Any]) -> Config:
+    """Return the options in a record that was read from a folder.
+
+    Raises
+    ------
+    ModelError
+        If they are not valid.
+    """
+    try:
+        # A record that does not mention an option is older than the option.
+        config = dataclass_from_json(Config, record["config"], defaults=True)
+        config.validate()
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ModelError(f"{folder / RECORD} has no valid configuration ({error})") from error
+    return config
+
+
+def require_same_options(folder: Path, record: Mapping[str, Any], config: Config) -> None:
+    """Raise ModelError if the options of a checkpoint differ from those in the record of its run.
+
+    Options that depend on the machine may differ.
+    """
+    stated = changed_options(options_of(folder, record), "default")
+    found = changed_options(config, "default")
+    for name in sorted(stated.keys() | found.keys()):
+        if stated.get(name) != found.get(name):
+            raise ModelError(
+                f"the checkpoint in {folder} is not from the run in its {RECORD}: they differ in "
+                f"the option {name}; use other copies of these files"
+            )
 
 
 def without_machine(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -151,4 +191,6 @@ def without_machine(record: Mapping[str, Any]) -> dict[str, Any]:
         }
         for start in record["starts"]
     ]
-    return new_record(config, data) | {"starts": starts, "finished": record.get("finished")}
+    selection = {"selection": record["selection"]} if "selection" in record else {}
+    kept = {"starts": starts, "finished": record.get("finished")}
+    return new_record(config, data) | kept | selection

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from contextlib import nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from poecaps._devices import find_device
+from poecaps._files import lock, sweep
 from poecaps.autoencoder import minimum_image_size
 from poecaps.data import DataError, load
 from poecaps.data.datasets import NAMES
@@ -16,19 +17,20 @@ from poecaps.data.folder import suppress_skipped_warnings
 from poecaps.network import CapsuleNetwork
 from poecaps.training import record as run_record
 from poecaps.training.checkpoint import (
-    CHECKPOINT,
     Checkpoint,
+    newest_checkpoint,
     read_checkpoint,
     was_written_by_this_launch,
+    write_errors,
 )
-from poecaps.training.distributed import process_group, restart_count
+from poecaps.training.distributed import is_main_process, process_group, restart_count
 from poecaps.training.interrupts import Interrupts
 from poecaps.training.metrics import METRICS, last_values
 from poecaps.training.trainer import Trainer
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Iterator
 
     from poecaps.data import ImageSet
     from poecaps.training.config import Config
@@ -36,6 +38,8 @@ if TYPE_CHECKING:
 
     Report = Callable[[Progress], None]
     Found = Callable[[ImageSet], None]
+
+LOCK = ".lock"  # in the folder of a run, owned by the process that trains
 
 
 @dataclass(frozen=True)
@@ -102,7 +106,8 @@ def train(
     FileExistsError
         If the folder is not empty.
     TrainingError
-        If training diverges or a file cannot be written; the last checkpoint stays intact.
+        If training diverges, a file cannot be written, or another process trains in the folder;
+        the last checkpoint stays intact.
     """
     return run_training(config, folder, data=data, report=report, found=found).network
 
@@ -118,8 +123,11 @@ def resume(
 ) -> CapsuleNetwork:
     """Continue a run from its last checkpoint.
 
-    On a CPU the result is bit-identical to that of an uninterrupted run. The network of a finished
-    run is only loaded.
+    On a CPU, with the same number of threads and the same versions of the software, the result is
+    bit-identical to that of an uninterrupted run. The network of a finished run is only loaded.
+
+    The last two checkpoints are kept. If the newest is damaged, a warning says so, and the run
+    continues from the one before.
 
     Parameters
     ----------
@@ -143,8 +151,10 @@ def resume(
     FileNotFoundError
         If there is no checkpoint in the folder.
     ModelError
-        If the checkpoint is damaged, was not written by poecaps, or is of another format
-        version.
+        If both checkpoints are damaged, or the checkpoint was not written by poecaps, is of
+        another format version, or is not from the run in `run.json`.
+    TrainingError
+        As `train`.
     poecaps.data.DataError
         If the images differ from those with which the run was started.
     """
@@ -176,7 +186,8 @@ def run_training(
     folder = Path(folder)
     if restart_count() > 0 and was_written_by_this_launch(folder):
         return resume_training(folder, data=data, report=report, found=found)
-    return _run(Checkpoint(config), folder, data, report, found, is_new=True)
+    with _owned(folder, create=True):
+        return _run(Checkpoint(config), folder, data, report, found, is_new=True)
 
 
 def resume_training(
@@ -190,25 +201,60 @@ def resume_training(
 ) -> TrainingResult:
     """Continue a run as `resume` does, and return more than the network."""
     started, folder = time.perf_counter(), Path(folder)
-    checkpoint = read_checkpoint(folder)
     given = {"device": device, "process_timeout": process_timeout}
     changes: dict[str, Any] = {name: each for name, each in given.items() if each is not None}
-    if changes:
-        checkpoint = replace(checkpoint, config=replace(checkpoint.config, **changes))
-        checkpoint.config.validate()
     if not is_finished(folder):
-        return _run(checkpoint, folder, data, report, found)
-    config = checkpoint.config
+        with _owned(folder):
+            checkpoint = read_checkpoint(folder)
+            config = replace(checkpoint.config, **changes)
+            config.validate()
+            return _run(replace(checkpoint, config=config), folder, data, report, found)
+    record = run_record.read(folder)
+    config = replace(run_record.options_of(folder, record), **changes)
+    config.validate()
     return TrainingResult(
         CapsuleNetwork.load(folder, find_device(config.device)),
         folder,
         config,
         data,
         metrics=last_values(folder / METRICS),
-        record=run_record.read(folder),
+        record=record,
         seconds=time.perf_counter() - started,
         resumed_finished=True,
     )
+
+
+@contextmanager
+def _owned(folder: Path, *, create: bool = False) -> Iterator[None]:
+    """Own the folder of a run, so that no other process writes there.
+
+    The main process owns it for all that train together. Temporary files of killed processes are
+    deleted; so are folders that were created in vain.
+
+    Raises
+    ------
+    TrainingError
+        If another process owns it, or if it cannot be written.
+    """
+    if not is_main_process() or not (create or folder.is_dir()):
+        yield
+        return
+    with ExitStack() as stack:
+        with write_errors(folder):
+            if create:
+                missing = [each for each in (folder, *folder.parents) if not each.exists()]
+                stack.callback(_remove_empty, missing)
+                folder.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(lock(folder / LOCK))
+            sweep(folder)
+        yield
+
+
+def _remove_empty(folders: Iterable[Path]) -> None:
+    """Remove folders, the innermost first, as far as they are empty."""
+    with suppress(OSError):
+        for folder in folders:
+            folder.rmdir()
 
 
 def is_finished(folder: Path) -> bool:
@@ -233,7 +279,7 @@ def _run(
     with interrupts.installed(), process_group(device, config.process_timeout) as distributed:
         if is_new and distributed.any(distributed.is_main and not _is_empty(folder), device):
             remedy = "choose a new folder"
-            if (folder / CHECKPOINT).is_file():
+            if newest_checkpoint(folder) is not None:
                 remedy = f"resume the run in it, or {remedy}"
             raise FileExistsError(f"{folder} is not empty; {remedy}")
         if data is None:
@@ -297,6 +343,5 @@ def _absolute_path(source: str) -> str:
 
 
 def _is_empty(folder: Path) -> bool:
-    """Return whether a folder is empty, except for files of a run that was killed at its start."""
-    temporary = f".{CHECKPOINT}-"
-    return not folder.exists() or all(file.name.startswith(temporary) for file in folder.iterdir())
+    """Return whether the folder of a run is empty but for its lock."""
+    return not folder.exists() or all(file.name == LOCK for file in folder.iterdir())

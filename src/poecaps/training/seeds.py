@@ -28,6 +28,8 @@ class Stream(IntEnum):
     """Images to which the code density is fitted."""
     PARTITION = 6
     """Chains that estimate the partition function of the density."""
+    SCORED_VIEWS = 7
+    """Views by which an encoder is chosen; position: layer, first image of the batch."""
 
 
 def derive_seed(seed: int, stream: Stream, *position: int) -> int:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
 
 from poecaps import functional as F
+from poecaps import metrics as measures
 from poecaps._files import ModelError
-from poecaps.metrics import effective_rank
 from poecaps.training.density import DensityLearner, load_weights
+from poecaps.training.seeds import Stream, make_generator
 from poecaps.views import NUMBERS, make_views
 
 if TYPE_CHECKING:
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
     from poecaps.layer import CapsuleDecoder, CapsuleExperts
     from poecaps.training.config import (
         Config,
+        Criterion,
         DecoderStage,
         DensityStage,
         EncoderStage,
@@ -37,6 +41,18 @@ if TYPE_CHECKING:
 
 # Images on which the density does not learn: a twentieth of them, but at most so many.
 HELD_OUT_DIVISOR, MAX_HELD_OUT = 20, 1000
+SCORED_IMAGES = 4096  # most training images by which one of several encoders is chosen
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which of several encoders was kept, and why."""
+
+    criterion: Criterion
+    kept: int
+    """Number of the encoder, counted from 1."""
+    scores: dict[Criterion, list[float]]
+    """Score of each encoder by every criterion; the larger, the better."""
 
 
 class StageTrainer(ABC):
@@ -59,6 +75,8 @@ class StageTrainer(ABC):
     module: nn.Module
     has_state = False
     """Whether the stage has a state beside the weights and the optimizer, see `state`."""
+    selection: Selection | None = None
+    """After `finish`: which of several trained parts was kept; None if there was only one."""
 
     def __init__(self, cache: FeatureCache) -> None:
         self.cache = cache
@@ -240,44 +258,89 @@ class DensityTrainer(StageTrainer):
 
 
 class EncoderTrainer(StageTrainer):
-    """Stage 2: a layer of experts learns by contrastive divergence."""
+    """Stage 2: a layer of experts learns by contrastive divergence.
 
-    module: CapsuleExperts
+    With `restarts`, several of them learn from different initial weights and the same inputs, and
+    the best one becomes the layer of the network. The first of them is that layer itself, and
+    learns what it would learn alone.
+    """
+
+    module: CapsuleExperts | nn.ModuleList
     options: EncoderStage
 
-    def __init__(self, layer: int, options: EncoderStage, cache: FeatureCache) -> None:
+    def __init__(self, layer: int, options: EncoderStage, seed: int, cache: FeatureCache) -> None:
         super().__init__(cache)
-        self.name, self.options, self.layer = f"encoder {layer + 1}", options, layer
-        self.module = cast("CapsuleExperts", cache.network.encoders[layer])
-        self.final_winners = self.module.winners
+        self.name, self.options, self.seed = f"encoder {layer + 1}", options, seed
+        self.layer, self.has_state = layer, options.restarts > 1
+        self.experts = self.module = cast("CapsuleExperts", cache.network.encoders[layer])
+        self.starts = [self.experts]
+        self.final_winners = self.experts.winners
 
     def prepare(self, fresh: bool, generator: torch.Generator) -> None:
         """Compute the input capsules; a fresh first layer fits their preprocessing."""
         self.cache.compute_inputs(self.layer)
+        copies = [copy.deepcopy(self.experts) for _ in range(self.options.restarts - 1)]
+        self.starts = [self.experts, *copies]
+        self.module = nn.ModuleList(self.starts) if copies else self.experts
         if fresh:
             if self.layer == 0:
                 self.cache.fit_preprocessing()
-            _reset_parameters(self.module, self.options.init_std, generator)
+            for experts in self.starts:
+                _reset_parameters(experts, self.options.init_std, generator)
         self.cache.cache_capsules()
         if self.options.winners is not None:
-            self.module.winners = self.options.winners
+            for experts in self.starts:
+                experts.winners = self.options.winners
 
     def finish(self) -> None:
-        """End a competition that was for training only, and scale the firing probabilities.
+        """Keep the best start, end a competition for training only, scale the firing probabilities.
 
         Once the balance is folded into the weights, the winner is the expert with the highest
         firing probability. One factor for all weights changes neither the routing coefficients nor
         the winner, only how far the experts are squashed. If all of them were near 1, the codes
         would no longer show which expert is the strongest.
         """
+        if len(self.starts) > 1:
+            self._keep_best()
         if self.options.winners is not None:
-            self.module.winners = self.final_winners
-            self.module.fold_balance()
+            self.experts.winners = self.final_winners
+            self.experts.fold_balance()
         if self.options.target_firing is not None:
             with torch.no_grad():
                 x = self.cache.inputs(self.layer, self.cache.probe_indices())
-                norm = self.module.route(x).preactivation.norm(dim=-1).amax(1)
-                self.module.weight.mul_(factor_for_firing(norm, self.options.target_firing))
+                norm = self.experts.route(x).preactivation.norm(dim=-1).amax(1)
+                self.experts.weight.mul_(factor_for_firing(norm, self.options.target_firing))
+
+    @torch.no_grad()
+    def _keep_best(self) -> None:
+        """Make the start with the highest score the layer of the network, and drop the others."""
+        scores, criterion = self._scores(), self.options.criterion
+        best = int(scores[criterion].argmax())
+        self.experts.load_state_dict(self.starts[best].state_dict())
+        values = {name: each.tolist() for name, each in scores.items()}
+        self.selection = Selection(criterion, best + 1, values)
+        self.starts, self.module = [self.experts], self.experts
+
+    def _scores(self) -> dict[Criterion, Tensor]:
+        """Score all starts, under the competition of the training: (restarts,) by each criterion.
+
+        Every process scores them; the numbers of the main process count.
+        """
+        views = self.options.views
+        generator = make_generator(self.seed, Stream.SCORED_VIEWS, self.layer)
+        indices = self.cache.probe_indices(SCORED_IMAGES)
+        totals: dict[Criterion, Tensor] = {}
+        for batch in indices.split(max(1, self.cache.batch_size // views.count)):
+            uniform = torch.rand(len(batch), views.count - 1, NUMBERS, generator=generator)
+            x = self._views(batch, uniform.to(self.cache.device))
+            each = [_score(experts, x, views.count) for experts in self.starts]
+            for name in each[0]:
+                values = torch.tensor([scores[name] for scores in each], dtype=torch.float64)
+                share = values * (len(batch) / len(indices))
+                totals[name] = totals[name] + share if name in totals else share
+        scores = torch.stack(list(totals.values())).to(self.cache.device)
+        self.cache.distributed.broadcast_from_main([scores])
+        return dict(zip(totals, scores.cpu(), strict=True))
 
     def data_on_device(self) -> bool:
         """Return whether all inputs of the stage are in the memory of the device."""
@@ -286,40 +349,90 @@ class EncoderTrainer(StageTrainer):
         return self.cache.has_inputs_on_device(self.layer)
 
     def loss(self, indices: Tensor, random: RandomNumbers) -> Tensor:
-        """Compute the loss of contrastive divergence, on all views of the images."""
+        """Compute the loss of contrastive divergence, on all views of the images.
+
+        With several starts it is the sum of their losses: the gradient of each is that of its own.
+        They learn from the same views and random numbers.
+        """
         k, mixing, views = self.options.k, self.options.mixing, self.options.views.count
         x, uniform = self._inputs(indices, random), None
         if mixing == "bernoulli":
-            uniform = random.uniform(k, len(x), self.module.out_capsules, dim=1)
-        return self.module.contrastive_divergence(x, k, mixing=mixing, uniform=uniform, views=views)
+            uniform = random.uniform(k, len(x), self.experts.out_capsules, dim=1)
+        loss, *others = (
+            experts.contrastive_divergence(x, k, mixing=mixing, uniform=uniform, views=views)
+            for experts in self.starts
+        )
+        for other in others:
+            loss = loss + other
+        return loss
 
     def _inputs(self, indices: Tensor, random: RandomNumbers) -> Tensor:
         """Return the input capsules of all views of the images: (B,) → (B·views, I, K)."""
-        options = self.options.views
-        if options.count == 1:
+        others = self.options.views.count - 1
+        uniform = random.uniform(len(indices), others, NUMBERS) if others else torch.empty(0)
+        return self._views(indices, uniform)
+
+    def _views(self, indices: Tensor, uniform: Tensor) -> Tensor:
+        """Return the input capsules of the views that numbers determine; see `make_views`."""
+        if self.options.views.count == 1:
             return self.cache.inputs(self.layer, indices)
-        uniform = random.uniform(len(indices), options.count - 1, NUMBERS)
-        views = make_views(self.cache.images(indices), uniform, options)
+        views = make_views(self.cache.images(indices), uniform, self.options.views)
         return self.cache.inputs_of(self.layer, views)
 
     def metrics(self) -> dict[str, float]:
-        """Compute the metrics of the experts.
+        """Compute the metrics of the experts, the mean over all starts.
 
         These are the fraction of the capsules' square norm that is lost in a reconstruction and the
         mean firing probability, both under the competition of the training, and the effective rank
         of the codes, under the competition after it.
         """
         x = self.cache.inputs(self.layer, self.cache.probe_indices())
-        error = (self.module.reconstruct(x) - x).square().sum() / x.square().sum()
-        firing = self.module.firing_probability(x).mean()
-        winners, self.module.winners = self.module.winners, self.final_winners
-        rank = effective_rank(self.module(x).flatten(1))
-        self.module.winners = winners
+        each = [self._metrics_of(experts, x) for experts in self.starts]
+        return {name: sum(values[name] for values in each) / len(each) for name in each[0]}
+
+    def _metrics_of(self, experts: CapsuleExperts, x: Tensor) -> dict[str, float]:
+        """Compute the `metrics` of one start."""
+        error = measures.lost_share(x, experts.reconstruct(x))
+        firing = experts.firing_probability(x).mean()
+        winners, experts.winners = experts.winners, self.final_winners
+        rank = measures.effective_rank(experts(x).flatten(1))
+        experts.winners = winners
         return {
-            "reconstruction_error": error.item(),
+            "reconstruction_error": error,
             "firing": firing.item(),
             "effective_rank": rank,
         }
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the weights and balances of the starts that are not the layer of the network."""
+        return {
+            f"start {number}.{name}": tensor
+            for number, experts in enumerate(self.starts[1:], start=2)
+            for name, tensor in experts.state_dict().items()
+        }
+
+    def load_state(self, state: Mapping[str, Tensor], source: Path) -> None:
+        """Restore the starts that are not the layer of the network."""
+        if not self.has_state:
+            super().load_state(state, source)
+        elif state:
+            load_weights(self.state(), state, source, owner=self.name)
+
+
+def _score(experts: CapsuleExperts, x: Tensor, views: int) -> dict[Criterion, float]:
+    """Score experts by all criteria, on the views (B·views, I, K) of images."""
+    # The balance is a part of the log-odds once it is folded into the weights.
+    log_odds = F.log_odds(experts.route(x).preactivation) + experts.balance
+    log_odds = log_odds.unflatten(0, (-1, views))  # (B, views, J)
+    first = x.unflatten(0, (-1, views))[:, 0].contiguous()  # the images themselves
+    scores: dict[Criterion, float] = {
+        "margin": measures.margin(log_odds[:, 0]),
+        "reconstruction": measures.reconstruction(first, experts.reconstruct(first)),
+        "energy": measures.energy(experts.free_energy(first)),
+    }
+    if views > 1:
+        scores["agreement"] = measures.agreement(log_odds)
+    return scores
 
 
 class DecoderTrainer(StageTrainer):
@@ -421,7 +534,7 @@ def make_stages(config: Config, cache: FeatureCache) -> list[StageTrainer]:
     stages: list[StageTrainer] = [AutoencoderTrainer(config.autoencoder, cache)]
     if cache.network.density is not None:
         stages.append(DensityTrainer(config.density, cache.network.density, config.seed, cache))
-    stages += [EncoderTrainer(layer, config.encoder, cache) for layer in layers]
+    stages += [EncoderTrainer(layer, config.encoder, config.seed, cache) for layer in layers]
     stages += [DecoderTrainer(layer, config.decoder, cache) for layer in layers]
     if cache.network.pixel_decoder is not None:
         pixel_decoder = cache.network.pixel_decoder

@@ -22,6 +22,7 @@ from poecaps.training.checkpoint import (
     CHECKPOINT,
     Checkpoint,
     CheckpointTimer,
+    newest_checkpoint,
     write_checkpoint,
     write_errors,
 )
@@ -107,12 +108,14 @@ class Trainer:
         self.cache = FeatureCache(data, self.network, device, distributed, bfloat16=bfloat16)
         self.stages = make_stages(config, self.cache)
         self.metrics_log = MetricsLog(folder)
+        self.record: dict[str, Any] = {}  # of the run; only the main process writes it
         self.checkpoint_timer = CheckpointTimer(config.checkpoint_every)
 
     def fit(self, checkpoint: Checkpoint) -> None:
         """Train all stages from a checkpoint on, fit the code density and save the network."""
         self._load(checkpoint)
-        record = self._start_record(checkpoint) if self.distributed.is_main else {}
+        if self.distributed.is_main:
+            self.record = self._start_record(checkpoint)
         self._set_memory_format(torch.channels_last)  # convolutions are faster
         for index in range(checkpoint.stage, len(self.stages)):
             start = checkpoint if index == checkpoint.stage else Checkpoint(self.config, index)
@@ -123,8 +126,8 @@ class Trainer:
             if self.distributed.is_main:
                 with write_errors(self.folder):
                     self.network.save(self.folder)
-                    record["finished"] = run_record.timestamp()
-                    run_record.write(self.folder, record)
+                    self.record["finished"] = run_record.timestamp()
+                    run_record.write(self.folder, self.record)
         self.network.requires_grad_(False)
 
     def _fit_stage(self, index: int, start: Checkpoint) -> None:
@@ -160,6 +163,7 @@ class Trainer:
                 self._save_or_stop(index, done, self._is_interrupted(done), optimizer)
         stage.module.eval()
         stage.finish()
+        self._record_selection(stage)
         self._synchronize(stage)
         interrupted = self.distributed.any(self.interrupts.requested, self.device)
         self._require_finite_weights(stage, steps)
@@ -271,7 +275,7 @@ class Trainer:
             f"{stage.name} diverged at step {step} with a learning rate of {rate:.3g}; "
             "lower the learning rate of this stage"
         )
-        if (self.folder / CHECKPOINT).exists():
+        if newest_checkpoint(self.folder) is not None:
             message += f". The last checkpoint is in {self.folder}"
         return TrainingError(message)
 
@@ -335,6 +339,13 @@ class Trainer:
             write_checkpoint(self.folder, checkpoint)
         self.checkpoint_timer.reset()
 
+    def _record_selection(self, stage: StageTrainer) -> None:
+        """Add to the record of the run which of several trained parts a stage has kept."""
+        if stage.selection is not None and self.distributed.is_main:
+            run_record.add_selection(self.record, stage.name, stage.selection)
+            with write_errors(self.folder):
+                run_record.write(self.folder, self.record)
+
     @contextmanager
     def _save_on_error(self, index: int) -> Iterator[None]:
         """If an error occurs between two stages, try to save the result of the earlier stages."""
@@ -349,21 +360,20 @@ class Trainer:
             raise
 
     def _start_record(self, checkpoint: Checkpoint) -> dict[str, Any]:
-        """Prepare the folder, and add this start to the record of the run."""
-        with write_errors(self.folder):
-            self.folder.mkdir(parents=True, exist_ok=True)
-        if (checkpoint.stage, checkpoint.step) == (0, 0):
-            # So that a run that is killed at any moment can be resumed.
-            self._write_checkpoint(Checkpoint(self.config))
+        """Add this start to the record of the run."""
         data = run_record.describe_data(self.cache.data)
         record = run_record.new_record(self.config, data)
         if (self.folder / run_record.RECORD).is_file():
             record = run_record.read(self.folder)
+            run_record.require_same_options(self.folder, record, self.config)
             if record["data"].get("sha256") != data["sha256"]:
                 raise DataError(
                     f"the images of {data['source']} differ from those with which the run in "
                     f"{self.folder} was started"
                 )
+        if (checkpoint.stage, checkpoint.step) == (0, 0):
+            # So that a run that is killed at any moment can be resumed.
+            self._write_checkpoint(Checkpoint(self.config))
         names = [stage.name for stage in self.stages]
         run_record.add_start(
             record,

@@ -10,35 +10,39 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pathlib import Path
 
-_long, _float, _pointer = ctypes.c_long, ctypes.c_float, ctypes.c_void_p
+_size, _float, _pointer = ctypes.c_ssize_t, ctypes.c_float, ctypes.c_void_p
 
 
 class Job(ctypes.Structure):
     """`struct job` of `routing.c`, which documents each field."""
 
     _fields_ = (
-        ("inputs", _long),
-        ("experts", _long),
-        ("images", _long),
-        ("groups", _long),
-        ("chunks", _long),
-        ("iterations", _long),
-        ("mixing_steps", _long),
-        ("normalize_outputs", _long),
-        ("cosine", _long),
-        ("skip_max", _long),
-        ("cache_votes", _long),
-        ("first_block", _long),
-        ("last_block", _long),
+        ("inputs", _size),
+        ("experts", _size),
+        ("images", _size),
+        ("groups", _size),
+        ("chunks", _size),
+        ("iterations", _size),
+        ("mixing_steps", _size),
+        ("normalize_outputs", _size),
+        ("cosine", _size),
+        ("skip_max", _size),
+        ("cache_votes", _size),
+        ("first_block", _size),
+        ("last_block", _size),
         ("sharpness", _float),
         ("inverse_batch", _float),
         ("x_batch_first", _pointer),
         ("weight", _pointer),
         ("c", _pointer),
-        ("c_image", _long),
-        ("c_input", _long),
-        ("c_expert", _long),
+        ("c_image", _size),
+        ("c_input", _size),
+        ("c_expert", _size),
         ("z_batch_first", _pointer),
+        ("z_iteration", _size),
+        ("grad_z_batch_first", _pointer),
+        ("grad_c", _pointer),
+        ("grad_x_batch_first", _pointer),
         ("grad_weight", _pointer),
         ("on", _pointer),
         ("free_energy_gap", _pointer),
@@ -52,11 +56,17 @@ class Job(ctypes.Structure):
         ("grad_z", _pointer),
         ("grad_z_model", _pointer),
         ("grad_sum", _pointer),
+        ("h", _pointer),
+        ("grad_z_record", _pointer),
+        ("maximum", _pointer),
+        ("sum", _pointer),
+        ("mean_g", _pointer),
+        ("tile", _size),
         ("scratch", _pointer),
-        ("scratch_size", _long),
-        ("joined", _long),
-        ("taken", _long),
-        ("done", _long),
+        ("scratch_size", _size),
+        ("joined", _size),
+        ("taken", _size),
+        ("done", _size),
     )
 
 
@@ -69,18 +79,24 @@ class Library:
 
     Attributes
     ----------
+    lanes
+        Images in a vector.
     route
         Routes a block of images.
     learn
         Mixes a block of images after `route`, and adds its part of the gradient.
+    backward
+        Computes the gradients of a block of images, and adds its part of that of the weight.
     """
 
+    lanes: int
     route: Function
     learn: Function
+    backward: Function
 
 
-def load(path: Path) -> Library:
-    """Load a compiled `routing.c`.
+def load(path: Path, lanes: int) -> Library:
+    """Load a `routing.c` that was compiled for this number of lanes.
 
     Raises
     ------
@@ -89,12 +105,13 @@ def load(path: Path) -> Library:
     """
     library = ctypes.CDLL(str(path))
     try:
-        route, learn, job_size = library.route, library.learn, library.job_size
+        functions = library.route, library.learn, library.backward
+        job_size = library.job_size
     except AttributeError as error:
         raise OSError("the compiler's output lacks the functions of routing.c") from error
-    job_size.restype = ctypes.c_long
+    job_size.restype = ctypes.c_ssize_t
     if job_size() != ctypes.sizeof(Job):
         raise OSError(f"struct job in {path} has another size than its Python counterpart")
-    for function in (route, learn):
+    for function in functions:
         function.restype, function.argtypes = None, [ctypes.POINTER(Job)]
-    return Library(route, learn)
+    return Library(lanes, *functions)

@@ -1,11 +1,11 @@
-/* Routing by agreement and contrastive divergence on a CPU with AVX-512, sixteen images at a time.
+/* Routing by agreement, its gradient, and contrastive divergence on a CPU, LANES images at a time.
 
-   A variable of type `vec` holds one number of each of LANES images. D, K and TILE (inputs that are
-   processed together) are constants of the compilation. The letters are those of the equations:
-   inputs i, experts j, components k of an input capsule and d of a vote. A block of images is
-   `groups` of LANES, the last one padded with zeros. Two memory layouts occur. "Batch first" is the
-   layout of the caller, with the image as the slowest axis. "Batch last" is the layout of all
-   vectors here, with the images of a group as the lanes:
+   A variable of type `vec` (lanes.h) holds one number of each of LANES images. LANES, D, K and TILE
+   (inputs that are processed together) are constants of the compilation. The letters are those of
+   the equations: inputs i, experts j, components k of an input capsule and d of a vote. A block of
+   images is `groups` of LANES, the last one padded with zeros. Two memory layouts occur. "Batch
+   first" is the layout of the caller, with the image as the slowest axis. "Batch last" is the
+   layout of all vectors here, with the images of a group as the lanes:
 
        x, x_model (x̃)            (groups, I, K)       z, y, agreement sums     (groups, J, D)
        exponentials e            (groups, J, I)       softmax denominators     (groups, J)
@@ -18,114 +18,77 @@
    The work is split into tasks. The result of a task depends neither on the thread that runs it nor
    on the time, so the number of threads does not change a bit of any result. */
 
-#include <immintrin.h>
-#include <math.h>
-#include <sched.h>
-#include <string.h>
+#include "lanes.h"
 
-#define LANES 16   /* images in a `vec`: the floats of one 512-bit register */
-#define BLOCK_D 16 /* components d with one accumulator each: half of the 32 vector registers */
-#define BLOCK_K 8  /* components k with one accumulator each, for each of up to two experts */
+#ifdef _WIN32
+#define NOMINMAX
+#include <windows.h>
+#define EXPORT __declspec(dllexport)
+#define yield_thread() SwitchToThread()
+#else
+#include <sched.h>
+#define EXPORT
+#define yield_thread() sched_yield()
+#endif
+
 #define FULL_D (D / BLOCK_D * BLOCK_D) /* components d and k in full blocks */
 #define FULL_K (K / BLOCK_K * BLOCK_K)
+#define FULL_PAIR_K (K / PAIR_K * PAIR_K)
 #define PREFETCH 3 /* inputs whose maps are prefetched: hides latency, and fits the L1 cache */
+#define CACHE_LINE 16 /* floats */
 #define WIDE ((D + LANES - 1) / LANES) /* vectors filled by the D numbers of one image and expert */
-
-/* aligned(4): pointers into tensors and the workspace are aligned to floats only. */
-typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-typedef int mask __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-
-#define INLINE static inline __attribute__((always_inline))
-#define UNROLL _Pragma("GCC unroll 16")
 
 /* One block of images. `Job` in job.py has the same fields in the same order. */
 struct job {
-    long inputs, experts, images, groups;
-    long chunks;                   /* parts of the inputs that different threads can mix */
-    long iterations, mixing_steps; /* R of the routing, k of CD-k */
-    long normalize_outputs;        /* whether Σ_j c_ij = 1; otherwise Σ_i c_ij = 1 */
-    long cosine;                   /* whether the agreement is the cosine; otherwise inner */
-    long skip_max;                 /* whether the softmax is safe without subtracting the maximum */
-    long cache_votes;              /* whether the votes for an expert are kept while it is routed */
-    long first_block, last_block;  /* whether this is the first, the last block of the batch */
+    size inputs, experts, images, groups;
+    size chunks;                   /* parts of the inputs that different threads can mix */
+    size iterations, mixing_steps; /* R of the routing, k of CD-k */
+    size normalize_outputs;        /* whether Σ_j c_ij = 1; otherwise Σ_i c_ij = 1 */
+    size cosine;                   /* whether the agreement is the cosine; otherwise inner */
+    size skip_max;                 /* whether the softmax is safe without subtracting the maximum */
+    size cache_votes;              /* whether the votes for an expert are kept while it is routed */
+    size first_block, last_block;  /* whether this is the first, the last block of the batch */
     float sharpness;
     float inverse_batch;           /* 1 / number of images of all blocks */
     const float *x_batch_first;    /* (images, I, K) */
     const float *weight;           /* (I, J, D, K) */
     float *c;                      /* output: coefficients, or NULL */
-    long c_image, c_input;         /* strides of c; if c_image is 1, c has space for whole groups */
-    long c_expert;
-    float *z_batch_first;          /* output: preactivation (images, J, D) */
+    size c_image, c_input;         /* strides of c; if c_image is 1, c has space for whole groups */
+    size c_expert;
+    float *z_batch_first;          /* preactivations (R, images, J, D) of all iterations */
+    size z_iteration;              /* its stride from one iteration to the next */
+    const float *grad_z_batch_first;   /* ∂L/∂z of the last iteration (images, J, D) */
+    const vec *grad_c;             /* ∂L/∂c of the last iteration (groups, J, I), or NULL for 0 */
+    float *grad_x_batch_first;     /* output: gradient (images, I, K), or NULL */
     float *grad_weight;            /* output: gradient (I, J, D, K), or NULL */
     const vec *on;                 /* (groups, J): 1 if an expert may fire, else 0; NULL: all may */
     vec *free_energy_gap;          /* output: (groups, J), the part of an expert in F(x) − F(x̃) */
     vec *x, *x_model, *e, *denominator, *z;
-    vec *y;                        /* agreement sums while routing over outputs, later states */
+    vec *y;                        /* agreement sums while routing over outputs, later states; in
+                                      the backward pass, the gradients of agreement vectors */
     vec *partial_z;                /* (chunks, groups, J, D): the part of each chunk in z */
     vec *grad_z, *grad_z_model;    /* (J, groups, LANES, WIDE): image by image, of x and of x̃ */
     vec *grad_sum;                 /* (I, J, K, WIDE): the gradient of the blocks so far */
+    vec *h, *grad_z_record;        /* (R, groups, J, D): agreement sums, ∂L/∂z of each iteration */
+    vec *maximum, *sum, *mean_g;   /* (R, groups, J): statistics of a softmax over the inputs */
+    size tile;                     /* inputs whose gradients are computed together */
     vec *scratch;                  /* `scratch_size` vectors for each thread */
-    long scratch_size;
-    long joined, taken, done;      /* shared by the threads: threads, tasks taken, tasks done */
+    size scratch_size;
+    size joined, taken, done;      /* shared by the threads: threads, tasks taken, tasks done */
 };
 
 struct worker {
     struct job *job;
     vec *scratch;
-    long first, next; /* numbers of tasks: the first of this stage, the next of this worker */
+    size first, next; /* numbers of tasks: the first of this stage, the next of this worker */
 };
 
-typedef void task(const struct job *, long n, vec *scratch);
+typedef void task(const struct job *, size n, vec *scratch);
+
+INLINE size min(size a, size b) { return a < b ? a : b; }
 
 /* ------------------------------------------------------------------------------------------------
-   Vector arithmetic */
-
-INLINE long min(long a, long b) { return a < b ? a : b; }
-
-INLINE vec broadcast(float x) { return (vec){0} + x; }
-
-/* yes ? a : b */
-INLINE vec blend(mask yes, vec a, vec b) { return (vec)(((mask)a & yes) | ((mask)b & ~yes)); }
-
-/* √x */
-INLINE vec square_root(vec x)
-{
-    vec y;
-    for (int l = 0; l < LANES; l++) y[l] = sqrtf(x[l]);
-    return y;
-}
-
-/* eˣ = 2ⁿ eʳ for x ≤ 88, with n = round(x log₂e) and r = x − n ln 2; 0 below −87; NaN stays NaN.
-
-   |r| ≤ ln(2)/2, where the first term that the series leaves out, r⁸/8!, is below 2⁻²⁷. Below about
-   −87 the power 2ⁿ is not a normal number. */
-INLINE vec exponential(vec x)
-{
-    const float log2_e = 1.44269504f;
-    const float rounding = 12582912.0f; /* 1.5·2²³: adding it leaves n in the last bits */
-    const float ln2_high = 0.693359375f, ln2_low = 2.12194440e-4f; /* ln 2 = high − low */
-    vec shifted = x * log2_e + rounding;
-    vec n = shifted - rounding;
-    vec r = x - n * ln2_high + n * ln2_low;
-    vec series = broadcast(1.0f / 5040);
-    series = series * r + 1.0f / 720;
-    series = series * r + 1.0f / 120;
-    series = series * r + 1.0f / 24;
-    series = series * r + 1.0f / 6;
-    series = series * r + 0.5f;
-    series = series * r + 1.0f;
-    series = series * r + 1.0f;
-    vec power = (vec)(((mask)shifted + 127) << 23); /* 127: bias of the exponent, above 23 bits */
-    return blend(x < -87.0f, broadcast(0), series * power);
-}
-
-/* ⟨a, b⟩ = Σ_d a_d b_d, in four partial sums: a single one would wait for every addition. */
-INLINE vec inner(const vec *a, const vec *b, int n)
-{
-    vec sums[4] = {{0}, {0}, {0}, {0}};
-    UNROLL for (int d = 0; d < n; d++) sums[d % 4] += a[d] * b[d];
-    return (sums[0] + sums[1]) + (sums[2] + sums[3]);
-}
+   Capsules */
 
 /* Return ‖v‖ and write v/‖v‖, 0 for v = 0.
 
@@ -155,21 +118,8 @@ static void squash(const vec *z, vec *y)
     for (int d = 0; d < D; d++) y[d] *= p;
 }
 
-/* 1/‖u‖, and 0 for u = 0 and where ‖u‖² overflows; one Newton step from an estimate of 14 bits. */
-INLINE vec inverse_norm(const vec *u)
-{
-    vec square = inner(u, u, D), estimate = (vec)_mm512_rsqrt14_ps((__m512)square);
-    vec refined = estimate + 0.5f * estimate * (1 - square * estimate * estimate);
-    return blend((estimate > 0) & (estimate < INFINITY), refined, broadcast(0));
-}
-
-/* sum += x with Kahan's compensation, because the denominator of a softmax may have many terms. */
-INLINE void compensated_add(vec *sum, vec *compensation, vec x)
-{
-    vec term = x - *compensation, next = *sum + term;
-    *compensation = (next - *sum) - term;
-    *sum = next;
-}
+/* 1/‖u‖, and 0 for u = 0 and where ‖u‖² overflows. */
+INLINE vec inverse_norm(const vec *u) { return inverse_square_root(inner(u, u, D)); }
 
 /* ------------------------------------------------------------------------------------------------
    Votes of a few inputs for one expert. Each function processes BLOCK_D or BLOCK_K components at a
@@ -178,7 +128,7 @@ INLINE void compensated_add(vec *sum, vec *compensation, vec x)
 /* Prefetch the map W_ij. */
 INLINE void prefetch(const float *w)
 {
-    for (int line = 0; line < D * K; line += LANES) __builtin_prefetch(w + line);
+    for (int line = 0; line < D * K; line += CACHE_LINE) __builtin_prefetch(w + line);
 }
 
 /* u_d = Σ_k W_dk x_k, n components d. */
@@ -199,12 +149,12 @@ INLINE void vote(const float *w, const vec *x, vec *u)
 
 /* z_d += Σ_i e_i Σ_k W_idk x_ik, n components d. */
 INLINE void add_forward_part(
-    const float *w, long stride, const vec *x, const vec *e, long inputs, vec *z, int n,
+    const float *w, size stride, const vec *x, const vec *e, size inputs, vec *z, int n,
     int uniform)
 {
     vec acc[BLOCK_D];
     UNROLL for (int d = 0; d < n; d++) acc[d] = broadcast(0);
-    for (long i = 0; i < inputs; i++, w += stride, x += K)
+    for (size i = 0; i < inputs; i++, w += stride, x += K)
         for (int k = 0; k < K; k++) {
             vec weighted = x[k];
             if (!uniform) weighted *= e[i];
@@ -215,7 +165,7 @@ INLINE void add_forward_part(
 
 /* z += Σ_i e_i W_i x_i; the maps are `stride` numbers apart. uniform: all e_i are 1. */
 INLINE void add_forward(
-    const float *w, long stride, const vec *x, const vec *e, long inputs, vec *z, int uniform)
+    const float *w, size stride, const vec *x, const vec *e, size inputs, vec *z, int uniform)
 {
     for (int d = 0; d + BLOCK_D <= D; d += BLOCK_D)
         add_forward_part(w + d * K, stride, x, e, inputs, z + d, BLOCK_D, uniform);
@@ -240,18 +190,18 @@ INLINE void add_backward(const float *w, const vec *y, vec e, vec *x)
 }
 
 /* b_i = Σ_d u_id h_d, n components d, added to the components before if `accumulate`. */
-INLINE void agreement_part(const vec *u, const vec *h, long inputs, vec *b, int n, int accumulate)
+INLINE void agreement_part(const vec *u, const vec *h, size inputs, vec *b, int n, int accumulate)
 {
     vec h_block[BLOCK_D];
     UNROLL for (int d = 0; d < n; d++) h_block[d] = h[d];
-    for (long i = 0; i < inputs; i++, u += D) {
+    for (size i = 0; i < inputs; i++, u += D) {
         if (accumulate) b[i] += inner(u, h_block, n);
         else b[i] = inner(u, h_block, n);
     }
 }
 
 /* b_i = ⟨u_i, h⟩ */
-INLINE void agreement(const vec *u, const vec *h, long inputs, vec *b)
+INLINE void agreement(const vec *u, const vec *h, size inputs, vec *b)
 {
     for (int d = 0; d + BLOCK_D <= D; d += BLOCK_D)
         agreement_part(u + d, h + d, inputs, b, BLOCK_D, d);
@@ -260,11 +210,11 @@ INLINE void agreement(const vec *u, const vec *h, long inputs, vec *b)
 }
 
 /* z_d += Σ_i e_i u_id, n components d. */
-INLINE void add_votes_part(const vec *u, const vec *e, long inputs, vec *z, int n, int uniform)
+INLINE void add_votes_part(const vec *u, const vec *e, size inputs, vec *z, int n, int uniform)
 {
     vec acc[BLOCK_D];
     UNROLL for (int d = 0; d < n; d++) acc[d] = broadcast(0);
-    for (long i = 0; i < inputs; i++, u += D)
+    for (size i = 0; i < inputs; i++, u += D)
         UNROLL for (int d = 0; d < n; d++) {
             if (uniform) acc[d] += u[d];
             else acc[d] += e[i] * u[d];
@@ -273,7 +223,7 @@ INLINE void add_votes_part(const vec *u, const vec *e, long inputs, vec *z, int 
 }
 
 /* z += Σ_i e_i u_i; uniform: all e_i are 1. */
-INLINE void add_votes(const vec *u, const vec *e, long inputs, vec *z, int uniform)
+INLINE void add_votes(const vec *u, const vec *e, size inputs, vec *z, int uniform)
 {
     for (int d = 0; d + BLOCK_D <= D; d += BLOCK_D)
         add_votes_part(u + d, e, inputs, z + d, BLOCK_D, uniform);
@@ -284,16 +234,16 @@ INLINE void add_votes(const vec *u, const vec *e, long inputs, vec *z, int unifo
    Routing. The functions from here on are tasks of `run_stage` or parts of tasks. */
 
 /* x, batch first to batch last: (LANES, I, K) → (I, K) vectors, of one group. */
-static void load_batch_last(const struct job *job, long group, vec *scratch)
+static void load_batch_last(const struct job *job, size group, vec *scratch)
 {
     (void)scratch;
-    long row = job->inputs * K, present = min(LANES, job->images - group * LANES);
+    size row = job->inputs * K, present = min(LANES, job->images - group * LANES);
     float *to = (float *)(job->x + group * row);
     const float *x = job->x_batch_first + group * LANES * row;
     if (present < LANES) memset(to, 0, sizeof(vec) * row);
-    for (long start = 0; start < row; start += LANES)
-        for (long l = 0; l < present; l++)
-            for (long n = start; n < min(start + LANES, row); n++)
+    for (size start = 0; start < row; start += LANES)
+        for (size l = 0; l < present; l++)
+            for (size n = start; n < min(start + LANES, row); n++)
                 to[n * LANES + l] = x[l * row + n];
 }
 
@@ -309,29 +259,35 @@ static void update_agreement_sum(const struct job *job, const vec *z, vec *h)
     for (int d = 0; d < D; d++) h[d] += job->sharpness * v[d];
 }
 
+/* z_j of iteration r, for the caller and the backward pass. */
+static void record_preactivation(const struct job *job, size r, size group, size j, const vec *z)
+{
+    float *to = job->z_batch_first + r * job->z_iteration + (group * LANES * job->experts + j) * D;
+    for (size l = 0; l < min(LANES, job->images - group * LANES); l++)
+        for (int d = 0; d < D; d++) to[l * job->experts * D + d] = z[d][l];
+}
+
 /* z_j = Σ_i e_ij u_ij / denominator_j, stored batch last and, for the caller, batch first. */
 static void store_preactivation(
-    const struct job *job, long group, long j, const vec *z, vec denominator)
+    const struct job *job, size r, size group, size j, const vec *z, vec denominator)
 {
     vec *stored = job->z + (group * job->experts + j) * D;
     job->denominator[group * job->experts + j] = denominator;
     for (int d = 0; d < D; d++) stored[d] = z[d] / denominator;
-    float *batch_first = job->z_batch_first + (group * LANES * job->experts + j) * D;
-    for (long l = 0; l < min(LANES, job->images - group * LANES); l++)
-        for (int d = 0; d < D; d++) batch_first[l * job->experts * D + d] = stored[d][l];
+    record_preactivation(job, r, group, j, stored);
 }
 
 /* c_ij = e_ij / denominator_j of the inputs from `from` to `to`, if the caller asks for it. */
 static void store_coefficients(
-    const struct job *job, long group, long j, long from, long to, vec denominator)
+    const struct job *job, size group, size j, size from, size to, vec denominator)
 {
     const vec *e = job->e + (group * job->experts + j) * job->inputs;
-    for (long i = from; job->c && i < to; i++) {
+    for (size i = from; job->c && i < to; i++) {
         vec c = e[i] / denominator;
         float *at = job->c + j * job->c_expert + i * job->c_input + group * LANES * job->c_image;
         if (job->c_image == 1) *(vec *)at = c;
         else
-            for (long l = 0; l < min(LANES, job->images - group * LANES); l++)
+            for (size l = 0; l < min(LANES, job->images - group * LANES); l++)
                 at[l * job->c_image] = c[l];
     }
 }
@@ -339,10 +295,10 @@ static void store_coefficients(
 /* c_j = softmax_i(b_ij), z_j = Σ_i c_ij u_ij, R times, for one expert and group; Σ_i c_ij = 1.
 
    No other expert enters. scratch: 1/‖u_i‖ (I), then votes (I, D), or (TILE, D) if not cached. */
-static void route_expert(const struct job *job, long n, vec *scratch)
+static void route_expert(const struct job *job, size n, vec *scratch)
 {
-    long inputs = job->inputs, j = n / job->groups, group = n % job->groups;
-    long stride = job->experts * D * K;
+    size inputs = job->inputs, j = n / job->groups, group = n % job->groups;
+    size stride = job->experts * D * K;
     const vec *x = job->x + group * inputs * K;
     const float *w = job->weight + j * D * K;
     vec *e = job->e + (group * job->experts + j) * inputs;
@@ -351,56 +307,57 @@ static void route_expert(const struct job *job, long n, vec *scratch)
     memset(h, 0, sizeof h);
     memset(z, 0, sizeof z);
 
-    for (long from = 0; !job->cache_votes && from < inputs; from += TILE)
+    for (size from = 0; !job->cache_votes && from < inputs; from += TILE)
         add_forward(w + from * stride, stride, x + from * K, e, min(TILE, inputs - from), z, 1);
-    for (long from = 0, to; job->cache_votes && from < inputs; from = to) {
+    for (size from = 0, to; job->cache_votes && from < inputs; from = to) {
         to = min(from + TILE, inputs);
-        for (long i = from; i < to; i++) {
+        for (size i = from; i < to; i++) {
             prefetch(w + min(i + PREFETCH, inputs - 1) * stride);
             vote(w + i * stride, x + i * K, votes + i * D);
             inverse_norms[i] = job->cosine ? inverse_norm(votes + i * D) : broadcast(1);
         }
         add_votes(votes + from * D, e, to - from, z, 1);
     }
-    for (long i = 0; job->iterations == 1 && i < inputs; i++) e[i] = broadcast(1);
+    for (size i = 0; job->iterations == 1 && i < inputs; i++) e[i] = broadcast(1);
 
-    for (long r = 1; r < job->iterations; r++) {
+    for (size r = 1; r < job->iterations; r++) {
         vec maximum = broadcast(job->skip_max ? 0 : -INFINITY);
         for (int d = 0; d < D; d++) z[d] /= denominator;
+        record_preactivation(job, r - 1, group, j, z);
         update_agreement_sum(job, z, h);
         memset(z, 0, sizeof z);
         vec compensation = denominator = broadcast(0);
-        for (long from = 0, to; from < inputs; from = to) {
+        for (size from = 0, to; from < inputs; from = to) {
             to = min(from + TILE, inputs);
             vec *u = job->cache_votes ? votes + from * D : votes;
-            for (long i = from; !job->cache_votes && i < to; i++) {
+            for (size i = from; !job->cache_votes && i < to; i++) {
                 prefetch(w + min(i + PREFETCH, inputs - 1) * stride);
                 vote(w + i * stride, x + i * K, u + (i - from) * D);
                 inverse_norms[i] = job->cosine ? inverse_norm(u + (i - from) * D) : broadcast(1);
             }
             agreement(u, h, to - from, e + from);
             if (job->skip_max) {
-                for (long i = from; i < to; i++)
+                for (size i = from; i < to; i++)
                     compensated_add(&denominator, &compensation,
                                     e[i] = exponential(e[i] * inverse_norms[i]));
                 add_votes(u, e + from, to - from, z, 0);
             } else
-                for (long i = from; i < to; i++) {
+                for (size i = from; i < to; i++) {
                     e[i] *= inverse_norms[i];
                     maximum = blend(maximum < e[i], e[i], maximum);
                 }
         }
         if (!job->skip_max) {
-            for (long i = 0; i < inputs; i++)
+            for (size i = 0; i < inputs; i++)
                 compensated_add(&denominator, &compensation, e[i] = exponential(e[i] - maximum));
-            for (long from = 0; from < inputs; from += TILE) {
-                long count = min(TILE, inputs - from);
+            for (size from = 0; from < inputs; from += TILE) {
+                size count = min(TILE, inputs - from);
                 if (job->cache_votes) add_votes(votes + from * D, e + from, count, z, 0);
                 else add_forward(w + from * stride, stride, x + from * K, e + from, count, z, 0);
             }
         }
     }
-    store_preactivation(job, group, j, z, denominator);
+    store_preactivation(job, job->iterations - 1, group, j, z, denominator);
     store_coefficients(job, group, j, 0, inputs, denominator);
 }
 
@@ -408,36 +365,36 @@ static void route_expert(const struct job *job, long n, vec *scratch)
    iteration has two stages: chunks of the inputs are routed, then the parts of each z_j added. */
 
 /* The inputs of a chunk: from I·n/chunks to I·(n+1)/chunks. */
-static void chunk_bounds(const struct job *job, long n, long *from, long *to)
+static void chunk_bounds(const struct job *job, size n, size *from, size *to)
 {
     *from = job->inputs * n / job->chunks;
     *to = job->inputs * (n + 1) / job->chunks;
 }
 
 /* The place of a chunk's part of z: (J, D). */
-static vec *partial_z_of(const struct job *job, long chunk, long group)
+static vec *partial_z_of(const struct job *job, size chunk, size group)
 {
     return job->partial_z + (chunk * job->groups + group) * job->experts * D;
 }
 
 /* z_j += Σ_i u_ij / J over a chunk of inputs: the first iteration, with c_ij = 1/J. */
-static void route_chunk_uniformly(const struct job *job, long n, vec *scratch)
+static void route_chunk_uniformly(const struct job *job, size n, vec *scratch)
 {
     (void)scratch;
-    long experts = job->experts, chunk = n / job->groups, group = n % job->groups;
-    long stride = experts * D * K, from, to;
+    size experts = job->experts, chunk = n / job->groups, group = n % job->groups;
+    size stride = experts * D * K, from, to;
     chunk_bounds(job, chunk, &from, &to);
     vec *z = partial_z_of(job, chunk, group);
     memset(z, 0, sizeof(vec) * experts * D);
-    for (long i = from, end; i < to; i = end) {
+    for (size i = from, end; i < to; i = end) {
         end = min(i + TILE, to);
         const vec *x = job->x + (group * job->inputs + i) * K;
-        for (long j = 0; j < experts; j++)
+        for (size j = 0; j < experts; j++)
             add_forward(job->weight + i * stride + j * D * K, stride, x, 0, end - i, z + j * D, 1);
     }
-    for (long n = 0; n < experts * D; n++) z[n] /= (float)experts;
-    for (long j = 0; job->iterations == 1 && j < experts; j++) {
-        for (long i = from; i < to; i++)
+    for (size n = 0; n < experts * D; n++) z[n] /= (float)experts;
+    for (size j = 0; job->iterations == 1 && j < experts; j++) {
+        for (size i = from; i < to; i++)
             job->e[(group * experts + j) * job->inputs + i] = broadcast(1.0f / experts);
         store_coefficients(job, group, j, from, to, broadcast(1));
     }
@@ -446,21 +403,21 @@ static void route_chunk_uniformly(const struct job *job, long n, vec *scratch)
 /* c_ij = softmax_j(b_ij), z_j += Σ_i c_ij u_ij over a chunk of inputs.
 
    scratch: c (J, TILE), then votes (J, TILE, D). */
-static void route_chunk(const struct job *job, long n, vec *scratch)
+static void route_chunk(const struct job *job, size n, vec *scratch)
 {
-    long experts = job->experts, chunk = n / job->groups, group = n % job->groups;
-    long stride = experts * D * K, from, to;
+    size experts = job->experts, chunk = n / job->groups, group = n % job->groups;
+    size stride = experts * D * K, from, to;
     chunk_bounds(job, chunk, &from, &to);
     vec *z = partial_z_of(job, chunk, group), *c = scratch, *votes = scratch + experts * TILE;
     const vec *h = job->y + group * experts * D;
     memset(z, 0, sizeof(vec) * experts * D);
-    for (long first = from, end; first < to; first = end) {
+    for (size first = from, end; first < to; first = end) {
         end = min(first + TILE, to);
-        for (long i = first; i < end; i++) {
+        for (size i = first; i < end; i++) {
             const vec *x = job->x + (group * job->inputs + i) * K;
             vec maximum = broadcast(-INFINITY), denominator = broadcast(0);
             vec compensation = broadcast(0), *c_i = c + i - first;
-            for (long j = 0; j < experts; j++) {
+            for (size j = 0; j < experts; j++) {
                 vec *u = votes + (j * TILE + i - first) * D;
                 prefetch(job->weight + min(i + 1, job->inputs - 1) * stride + j * D * K);
                 vote(job->weight + i * stride + j * D * K, x, u);
@@ -469,42 +426,43 @@ static void route_chunk(const struct job *job, long n, vec *scratch)
                 maximum = blend(maximum < b, b, maximum);
                 c_i[j * TILE] = b;
             }
-            for (long j = 0; j < experts; j++)
+            for (size j = 0; j < experts; j++)
                 compensated_add(&denominator, &compensation,
                                 c_i[j * TILE] = exponential(c_i[j * TILE] - maximum));
             denominator = 1 / denominator;
-            for (long j = 0; j < experts; j++) c_i[j * TILE] *= denominator;
+            for (size j = 0; j < experts; j++) c_i[j * TILE] *= denominator;
         }
-        for (long j = 0; j < experts; j++) {
+        for (size j = 0; j < experts; j++) {
             add_votes(votes + j * TILE * D, c + j * TILE, end - first, z + j * D, 0);
             vec *e = job->e + (group * experts + j) * job->inputs + first;
             memcpy(e, c + j * TILE, sizeof(vec) * (end - first));
         }
     }
-    for (long j = 0; j < experts; j++) store_coefficients(job, group, j, from, to, broadcast(1));
+    for (size j = 0; j < experts; j++) store_coefficients(job, group, j, from, to, broadcast(1));
 }
 
 /* z_j = Σ over the chunks of their parts of z_j. */
-static void sum_chunks(const struct job *job, long group, long j, vec *z)
+static void sum_chunks(const struct job *job, size group, size j, vec *z)
 {
     memcpy(z, partial_z_of(job, 0, group) + j * D, sizeof(vec) * D);
-    for (long chunk = 1; chunk < job->chunks; chunk++)
+    for (size chunk = 1; chunk < job->chunks; chunk++)
         for (int d = 0; d < D; d++) z[d] += partial_z_of(job, chunk, group)[j * D + d];
 }
 
 /* z_j = Σ over the chunks, then h_j += sharpness · direction or squash of z_j. */
-static void finish_iteration(const struct job *job, long n, vec *scratch)
+static void finish_iteration(const struct job *job, size task, vec *scratch)
 {
     (void)scratch;
-    long group = n / job->experts, j = n % job->experts;
+    size count = job->groups * job->experts, r = task / count, n = task % count;
+    size group = n / job->experts, j = n % job->experts;
     vec z[D];
     sum_chunks(job, group, j, z);
     update_agreement_sum(job, z, job->y + n * D);
-    store_preactivation(job, group, j, z, broadcast(1));
+    store_preactivation(job, r, group, j, z, broadcast(1));
 }
 
 /* h_j = 0 of one group. */
-static void clear_agreement_sums(const struct job *job, long group, vec *scratch)
+static void clear_agreement_sums(const struct job *job, size group, vec *scratch)
 {
     (void)scratch;
     memset(job->y + group * job->experts * D, 0, sizeof(vec) * job->experts * D);
@@ -518,9 +476,9 @@ static void clear_agreement_sums(const struct job *job, long group, vec *scratch
    Both are 0 for an expert that may not fire. The gradient is written image by image, which is the
    order in which `weight_gradient` reads it. */
 static void free_energy_gradient(
-    const struct job *job, long n, const vec *z, float scale, float sign, vec *grad_z)
+    const struct job *job, size n, const vec *z, float scale, float sign, vec *grad_z)
 {
-    long group = n / job->experts, j = n % job->experts;
+    size group = n / job->experts, j = n % job->experts;
     vec square = inner(z, z, D), on = job->on ? job->on[n] : broadcast(1);
     vec factor = on * (2 * scale / (1 + square)) / job->denominator[n];
     float *to = (float *)(grad_z + (j * job->groups + group) * LANES * WIDE);
@@ -532,7 +490,7 @@ static void free_energy_gradient(
 }
 
 /* y_j = squash(z_j) c_ij/e_ij = squash(z_j) / denominator_j; 0 for an expert that may not fire. */
-static void expert_state(const struct job *job, long n, const vec *z)
+static void expert_state(const struct job *job, size n, const vec *z)
 {
     vec *y = job->y + n * D;
     vec factor = (job->on ? job->on[n] : broadcast(1)) / job->denominator[n];
@@ -541,7 +499,7 @@ static void expert_state(const struct job *job, long n, const vec *z)
 }
 
 /* Positive phase: −∂ mean log(1+‖z_j‖²)/∂z_j at the data, and the state y_j that starts mixing. */
-static void positive_phase(const struct job *job, long n, vec *scratch)
+static void positive_phase(const struct job *job, size n, vec *scratch)
 {
     (void)scratch;
     const vec *z = job->z + n * D;
@@ -551,46 +509,46 @@ static void positive_phase(const struct job *job, long n, vec *scratch)
 }
 
 /* x̃_i = squash(Σ_j e_ij W_ijᵀ y_j) of a chunk of inputs, then z̃_j += Σ_i e_ij W_ij x̃_i. */
-static void mix_chunk(const struct job *job, long n, vec *scratch)
+static void mix_chunk(const struct job *job, size n, vec *scratch)
 {
     (void)scratch;
-    long experts = job->experts, chunk = n / job->groups, group = n % job->groups;
-    long stride = experts * D * K, from, to;
+    size experts = job->experts, chunk = n / job->groups, group = n % job->groups;
+    size stride = experts * D * K, from, to;
     chunk_bounds(job, chunk, &from, &to);
     vec *z = partial_z_of(job, chunk, group), *x_model = job->x_model + group * job->inputs * K;
     const vec *y = job->y + group * experts * D, *e = job->e + group * experts * job->inputs;
     memset(z, 0, sizeof(vec) * experts * D);
-    for (long first = from, end; first < to; first = end) {
+    for (size first = from, end; first < to; first = end) {
         end = min(first + TILE, to);
         vec *x = x_model + first * K;
         const float *w = job->weight + first * stride;
         memset(x, 0, sizeof(vec) * (end - first) * K);
-        for (long j = 0; j < experts; j++)
-            for (long i = 0; i < end - first; i++) {
+        for (size j = 0; j < experts; j++)
+            for (size i = 0; i < end - first; i++) {
                 prefetch(w + min(i + TILE, job->inputs - 1 - first) * stride + j * D * K);
                 add_backward(w + i * stride + j * D * K, y + j * D,
                              e[j * job->inputs + first + i], x + i * K);
             }
-        for (long i = 0; i < end - first; i++) {
+        for (size i = 0; i < end - first; i++) {
             vec square = inner(x + i * K, x + i * K, K);
             vec factor = square_root(square) / (1 + square);
             for (int k = 0; k < K; k++) x[i * K + k] *= factor;
         }
-        for (long j = 0; j < experts; j++)
+        for (size j = 0; j < experts; j++)
             add_forward(w + j * D * K, stride, x, e + j * job->inputs + first, end - first,
                         z + j * D, 0);
     }
 }
 
 /* z̃_j = Σ over the chunks / denominator_j. */
-static void mixed_preactivation(const struct job *job, long n, vec *z)
+static void mixed_preactivation(const struct job *job, size n, vec *z)
 {
     sum_chunks(job, n / job->experts, n % job->experts, z);
     for (int d = 0; d < D; d++) z[d] /= job->denominator[n];
 }
 
 /* Between two mixing steps: y_j = squash(z̃_j) / denominator_j. */
-static void continue_mixing(const struct job *job, long n, vec *scratch)
+static void continue_mixing(const struct job *job, size n, vec *scratch)
 {
     (void)scratch;
     vec z[D];
@@ -599,7 +557,7 @@ static void continue_mixing(const struct job *job, long n, vec *scratch)
 }
 
 /* Negative phase: ∂ mean log(1+‖z̃_j‖²)/∂z̃_j where mixing ended. */
-static void negative_phase(const struct job *job, long n, vec *scratch)
+static void negative_phase(const struct job *job, size n, vec *scratch)
 {
     (void)scratch;
     vec z[D];
@@ -611,17 +569,17 @@ static void negative_phase(const struct job *job, long n, vec *scratch)
 
    n components k from `first` on and the d of one vector; each value of x serves both experts. */
 INLINE void weight_gradient_part(
-    const struct job *job, long i, const long j[2], int first, int wide, int n)
+    const struct job *job, size i, const size j[2], int first, int wide, int n)
 {
-    long inputs = job->inputs, experts = job->experts;
-    vec acc[2][BLOCK_K];
+    size inputs = job->inputs, experts = job->experts;
+    vec acc[2][PAIR_K];
     vec *grad_sum[2];
     for (int a = 0; a < 2; a++) {
         grad_sum[a] = job->grad_sum + ((i * experts + j[a]) * K + first) * WIDE + wide;
         UNROLL for (int k = 0; k < n; k++)
             acc[a][k] = job->first_block ? broadcast(0) : grad_sum[a][k * WIDE];
     }
-    for (long group = 0; group < job->groups; group++) {
+    for (size group = 0; group < job->groups; group++) {
         const float *x = (const float *)(job->x + (group * inputs + i) * K + first);
         const float *x_model = (const float *)(job->x_model + (group * inputs + i) * K + first);
         const float *e0 = (const float *)(job->e + (group * experts + j[0]) * inputs + i);
@@ -630,10 +588,10 @@ INLINE void weight_gradient_part(
         const vec *p1 = job->grad_z + (j[1] * job->groups + group) * LANES * WIDE + wide;
         const vec *q0 = job->grad_z_model + (j[0] * job->groups + group) * LANES * WIDE + wide;
         const vec *q1 = job->grad_z_model + (j[1] * job->groups + group) * LANES * WIDE + wide;
-        long present = min(LANES, job->images - group * LANES);
+        size present = min(LANES, job->images - group * LANES);
         __builtin_prefetch(e0 + LANES); /* of the next input */
         __builtin_prefetch(e1 + LANES);
-        for (long l = 0; l < present; l++) {
+        for (size l = 0; l < present; l++) {
             vec a = e0[l] * p0[l * WIDE], b = e1[l] * p1[l * WIDE];
             UNROLL for (int k = 0; k < n; k++) {
                 acc[0][k] += x[k * LANES + l] * a;
@@ -658,38 +616,44 @@ INLINE void weight_gradient_part(
 }
 
 /* ∂L/∂W_ij of TILE inputs and all experts. */
-static void weight_gradient(const struct job *job, long n, vec *scratch)
+static void weight_gradient(const struct job *job, size n, vec *scratch)
 {
     (void)scratch;
-    for (long i = n * TILE; i < min((n + 1) * TILE, job->inputs); i++)
-        for (long pair = 0; pair < job->experts; pair += 2) {
-            long j[2] = {pair, min(pair + 1, job->experts - 1)}; /* odd J: the last twice */
+    for (size i = n * TILE; i < min((n + 1) * TILE, job->inputs); i++)
+        for (size pair = 0; pair < job->experts; pair += 2) {
+            size j[2] = {pair, min(pair + 1, job->experts - 1)}; /* odd J: the last twice */
             for (int wide = 0; wide < WIDE; wide++) {
-                for (int k = 0; k + BLOCK_K <= K; k += BLOCK_K)
-                    weight_gradient_part(job, i, j, k, wide, BLOCK_K);
-                if (K % BLOCK_K) weight_gradient_part(job, i, j, FULL_K, wide, K % BLOCK_K);
+                for (int k = 0; k + PAIR_K <= K; k += PAIR_K)
+                    weight_gradient_part(job, i, j, k, wide, PAIR_K);
+                if (K % PAIR_K) weight_gradient_part(job, i, j, FULL_PAIR_K, wide, K % PAIR_K);
             }
         }
 }
 
 /* ------------------------------------------------------------------------------------------------
-   Threads. Any number of threads may call `route` or `learn` with the same job. Tasks are numbered
-   across all stages and taken in order; the tasks of a stage start when all tasks before them are
-   done. No thread waits for a thread that has not taken a task. */
+   Gradient through the routing */
+
+#include "backward.h"
+
+/* ------------------------------------------------------------------------------------------------
+   Threads. Any number of threads may call `route`, `learn` or `backward` with the same job. Tasks
+   are numbered across all stages and taken in order; the tasks of a stage start when all tasks
+   before them are done. No thread waits for a thread that has not taken a task. */
 
 static struct worker join(struct job *job)
 {
-    long number = __atomic_fetch_add(&job->joined, 1, __ATOMIC_RELAXED);
-    long next = __atomic_fetch_add(&job->taken, 1, __ATOMIC_RELAXED);
+    size number = __atomic_fetch_add(&job->joined, 1, __ATOMIC_RELAXED);
+    size next = __atomic_fetch_add(&job->taken, 1, __ATOMIC_RELAXED);
     return (struct worker){job, job->scratch + number * job->scratch_size, 0, next};
 }
 
-static void run_stage(struct worker *worker, task *function, long count)
+/* Run `count` tasks of the same function. Those of a later step have the numbers after them. */
+static void run_stage(struct worker *worker, task *function, size step, size count)
 {
     struct job *job = worker->job;
     while (worker->next < worker->first + count) {
-        while (__atomic_load_n(&job->done, __ATOMIC_ACQUIRE) < worker->first) sched_yield();
-        function(job, worker->next - worker->first, worker->scratch);
+        while (__atomic_load_n(&job->done, __ATOMIC_ACQUIRE) < worker->first) yield_thread();
+        function(job, step * count + worker->next - worker->first, worker->scratch);
         __atomic_fetch_add(&job->done, 1, __ATOMIC_RELEASE);
         worker->next = __atomic_fetch_add(&job->taken, 1, __ATOMIC_RELAXED);
     }
@@ -697,33 +661,48 @@ static void run_stage(struct worker *worker, task *function, long count)
 }
 
 /* Route a block of images: write z and, if asked for, c. */
-void route(struct job *job)
+EXPORT void route(struct job *job)
 {
     struct worker worker = join(job);
-    run_stage(&worker, load_batch_last, job->groups);
+    run_stage(&worker, load_batch_last, 0, job->groups);
     if (!job->normalize_outputs) {
-        run_stage(&worker, route_expert, job->experts * job->groups);
+        run_stage(&worker, route_expert, 0, job->experts * job->groups);
         return;
     }
-    run_stage(&worker, clear_agreement_sums, job->groups);
-    for (long r = 0; r < job->iterations; r++) {
-        run_stage(&worker, r ? route_chunk : route_chunk_uniformly, job->chunks * job->groups);
-        run_stage(&worker, finish_iteration, job->groups * job->experts);
+    run_stage(&worker, clear_agreement_sums, 0, job->groups);
+    for (size r = 0; r < job->iterations; r++) {
+        run_stage(&worker, r ? route_chunk : route_chunk_uniformly, 0, job->chunks * job->groups);
+        run_stage(&worker, finish_iteration, r, job->groups * job->experts);
     }
 }
 
 /* Mix a block of images after `route`, and add its part of the gradient. */
-void learn(struct job *job)
+EXPORT void learn(struct job *job)
 {
     struct worker worker = join(job);
-    run_stage(&worker, positive_phase, job->groups * job->experts);
-    for (long k = 0; k < job->mixing_steps; k++) {
-        run_stage(&worker, mix_chunk, job->chunks * job->groups);
-        run_stage(&worker, k + 1 < job->mixing_steps ? continue_mixing : negative_phase,
+    run_stage(&worker, positive_phase, 0, job->groups * job->experts);
+    for (size k = 0; k < job->mixing_steps; k++) {
+        run_stage(&worker, mix_chunk, 0, job->chunks * job->groups);
+        run_stage(&worker, k + 1 < job->mixing_steps ? continue_mixing : negative_phase, 0,
                   job->groups * job->experts);
     }
-    if (job->grad_weight) run_stage(&worker, weight_gradient, (job->inputs + TILE - 1) / TILE);
+    if (job->grad_weight) run_stage(&worker, weight_gradient, 0, (job->inputs + TILE - 1) / TILE);
+}
+
+/* Compute the gradients of a block of images in x and in the weight; `route` recorded z. */
+EXPORT void backward(struct job *job)
+{
+    struct worker worker = join(job);
+    size pairs = job->groups * job->experts;
+    run_stage(&worker, load_batch_last, 0, job->groups);
+    run_stage(&worker, start_backward, 0, pairs);
+    if (!job->normalize_outputs) run_stage(&worker, back_through_expert, 0, pairs);
+    for (size r = job->iterations - 1; job->normalize_outputs && r > 0; r--) {
+        run_stage(&worker, back_through_chunk, r, job->chunks * job->groups);
+        run_stage(&worker, back_from_chunks, r, pairs);
+    }
+    run_stage(&worker, back_through_votes, 0, (job->inputs + job->tile - 1) / job->tile);
 }
 
 /* Let the caller check that its structure has the layout of this one. */
-long job_size(void) { return sizeof(struct job); }
+EXPORT size job_size(void) { return sizeof(struct job); }

@@ -1,7 +1,7 @@
 """Routing and learning by `routing.c`, whose votes stay in registers and caches.
 
-Deterministic contrastive divergence without a chain runs in C from start to end. The other
-functions route in C and continue in `torch_routing`.
+Routing, its gradient, and deterministic contrastive divergence without a chain run in C from start
+to end. The other functions route in C and continue in `torch_routing`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from poecaps import functional as F
 from poecaps.kernels import torch_routing
 from poecaps.kernels.cpu import build
 from poecaps.kernels.cpu.job import Job
+from poecaps.kernels.torch_routing import RecordedRouting
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,11 +30,12 @@ if TYPE_CHECKING:
 
     from poecaps.kernels.cpu.job import Function
 
-LANES = 16  # images in a vector, as in routing.c
-BLOCK = 128  # images in a block, a multiple of LANES; J×I×BLOCK coefficients stay in the cache
+BLOCK = 128  # images in a block, a multiple of all lanes; J×I×BLOCK coefficients stay in the cache
 MAX_DIM = 64  # largest D and K: a vote and its direction are arrays on the stack
 MIN_MULTIPLICATIONS = 2**20  # B·I·J·D·K of one pass below which compiling does not pay
 MIN_CHUNK, MAX_CHUNKS = 48, 16  # inputs mixed by one task, at least; number of such tasks, at most
+MIN_TILES = 16  # tasks of the backward pass, at least, if there are as many inputs
+TILE_VECTORS = 2**13  # vectors of one such task, at most: half a MiB stays in the cache
 COEFFICIENT_BYTES = 64 * 2**20  # bytes of the coefficients of a block, at most
 # Bytes of the votes for one expert that a thread, and that all threads may keep: the votes of a
 # thread should stay in its cache.
@@ -44,21 +46,19 @@ SPARE_BYTES = 2**27  # largest workspace that is kept for the next call
 SAFE_LOGIT = 30.0
 
 
-def why_not(x: Tensor, weight: Tensor, *, needs_grad: bool) -> str | None:
+def why_not(x: Tensor, weight: Tensor) -> str | None:
     """Return why this backend cannot serve a call, None if it can.
 
     Parameters
     ----------
     x : (B, I, K)
     weight : (I, J, D, K)
-    needs_grad
-        Whether a gradient through the routing is required.
     """
-    reason = torch_routing.why_not(x, weight, needs_grad=needs_grad)
+    reason = torch_routing.why_not(x, weight)
     if reason is not None:
         return reason
     remedy = "use backend='torch'"
-    if x.device.type != "cpu" or x.dtype != torch.float32:
+    if x.device.type != "cpu" or torch.float64 in (x.dtype, weight.dtype):
         return f"it needs float32 on a CPU, but x is {x.dtype} on {x.device.type!r}; {remedy}"
     if x.shape[1:] != (weight.shape[0], weight.shape[3]):
         shapes = f"have shapes {tuple(x.shape)} and {tuple(weight.shape)}"
@@ -95,7 +95,6 @@ def _is_plain_memory(tensor: Tensor) -> bool:
 # The functions of a backend
 
 
-@torch.no_grad()
 def routing_by_agreement(
     x: Tensor,
     weight: Tensor,
@@ -105,31 +104,20 @@ def routing_by_agreement(
     normalize: F.Axis,
     agreement: F.Agreement,
 ) -> F.Routing:
-    """Compute `functional.routing_by_agreement`, without a gradient.
+    """Compute `functional.routing_by_agreement`.
 
     Parameters
     ----------
     x : (B, I, K)
     weight : (I, J, D, K)
     """
-    batch = _Batch(x, weight, F.RoutingOptions(iterations, sharpness, normalize, agreement))
-    inputs, experts, out_dim, _ = weight.shape
-    # The coefficients have the layout in which `torch_routing` continues with them.
-    if experts > inputs:
-        c = x.new_empty(inputs, len(x), experts).transpose(0, 1)
-    else:
-        c = x.new_empty(experts, inputs, -(-len(x) // LANES) * LANES).permute(2, 1, 0)
-    z = x.new_empty(len(x), experts, out_dim)
-    for block in batch.blocks():
-        batch.route(block, z[block], c[block])
-    batch.release()
-    return F.Routing(c[: len(x)], z)
+    routing = F.RoutingOptions(iterations, sharpness, normalize, agreement)
+    return torch_routing.differentiable(route, routing_backward, x, weight, routing)
 
 
 def held_preactivation(x: Tensor, weight: Tensor, routing: F.RoutingOptions) -> Tensor:
     """Compute `functional.held_preactivation`: (B, I, K), (I, J, D, K) → (B, J, D)."""
-    routed = routing_by_agreement(x, weight, **asdict(routing))
-    return torch_routing.preactivation(x, weight, routed.coefficients)
+    return torch_routing.preactivation(x, weight, route(x, weight, routing).coefficients)
 
 
 def encode(
@@ -140,7 +128,7 @@ def encode(
     winners: int | None,
     balance: Tensor | None,
 ) -> Tensor:
-    """Compute `functional.encode`, without a gradient: (B, I, K), (I, J, D, K) → (B, J, D)."""
+    """Compute `functional.encode`: (B, I, K), (I, J, D, K) → (B, J, D)."""
     z = routing_by_agreement(x, weight, **asdict(routing)).preactivation
     return F.expert_states(z, F.winning_experts(z, winners, balance))
 
@@ -153,7 +141,7 @@ def reconstruct(
     winners: int | None,
     balance: Tensor | None,
 ) -> Tensor:
-    """Compute `functional.reconstruct`, without a gradient: (B, I, K), (I, J, D, K) → (B, I, K)."""
+    """Compute `functional.reconstruct`: (B, I, K), (I, J, D, K) → (B, I, K)."""
     routed = routing_by_agreement(x, weight, **asdict(routing))
     return torch_routing.reconstruct_from(routed, weight, winners=winners, balance=balance)
 
@@ -185,12 +173,11 @@ def contrastive_divergence(
         return _deterministic(
             x, weight, routing, k=k, winners=winners, balance=balance, views=views
         )
-    options = asdict(routing)
     return torch_routing.contrastive_divergence_from(
         x,
-        routing_by_agreement(x, weight, **options),
+        route(x, weight, routing),
         chain,
-        None if chain is None else routing_by_agreement(chain, weight, **options),
+        None if chain is None else route(chain, weight, routing),
         weight,
         k=k,
         mixing=mixing,
@@ -212,8 +199,71 @@ def decoder_contrastive_divergence(
     x : (B, I, K)
     weight : (J, I, K, D)
     """
-    routed = routing_by_agreement(y, weight, **asdict(routing))
+    routed = route(y, weight, routing)
     return torch_routing.decoder_contrastive_divergence_from(y, routed, x, weight)
+
+
+@torch.no_grad()
+def route(x: Tensor, weight: Tensor, routing: F.RoutingOptions) -> RecordedRouting:
+    """Route without a gradient: (B, I, K), (I, J, D, K) → c and z of all iterations."""
+    batch = _Batch(x, weight, routing)
+    c = new_coefficients(x, weight, batch.library.lanes)
+    z = x.new_empty(routing.iterations, len(x), *weight.shape[1:3])
+    for block in batch.blocks():
+        batch.route(block, z[:, block], c[block])
+    batch.release()
+    return RecordedRouting(c, z)
+
+
+def new_coefficients(x: Tensor, weight: Tensor, lanes: int) -> Tensor:
+    """Allocate coefficients (B, I, J) in the layout in which `torch_routing` continues with them.
+
+    There is space for whole vectors of images behind the last one.
+    """
+    inputs, experts, _, _ = weight.shape
+    if experts > inputs:
+        return x.new_empty(inputs, len(x), experts).transpose(0, 1)
+    padded = -(-len(x) // lanes) * lanes
+    return x.new_empty(experts, inputs, padded).permute(2, 1, 0)[: len(x)]
+
+
+def routing_backward(
+    x: Tensor,
+    weight: Tensor,
+    z: Tensor,
+    grad_z: Tensor | None,
+    grad_c: Tensor | None,
+    routing: F.RoutingOptions,
+    *,
+    needs_grad_x: bool,
+    needs_grad_weight: bool,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Compute `torch_routing.backward.routing_backward`.
+
+    Parameters
+    ----------
+    x : (B, I, K)
+    weight : (I, J, D, K)
+    z : (R, B, J, D)
+    grad_z : (B, J, D), optional
+    grad_c : (B, I, J), optional
+    """
+    grad_x = x.new_empty(x.shape) if needs_grad_x else None
+    grad_weight = weight.new_empty(weight.shape) if needs_grad_weight else None
+    if grad_weight is not None and not len(x):
+        grad_weight.zero_()  # no block writes to it
+    grad_z = torch.zeros_like(z[-1]) if grad_z is None else grad_z.contiguous()
+    batch = _Batch(x, weight, routing, grad_weight, is_backward=True)
+    for block in batch.blocks():
+        batch.backward(
+            block,
+            z[:, block],
+            grad_z[block],
+            None if grad_c is None else grad_c[block],
+            None if grad_x is None else grad_x[block],
+        )
+    batch.release()
+    return grad_x, grad_weight
 
 
 def _deterministic(
@@ -228,7 +278,6 @@ def _deterministic(
 ) -> F.LearningStep:
     """Compute all steps for one block of images before the next block."""
     needs_gradient = torch.is_grad_enabled() and weight.requires_grad
-    _, experts, out_dim, _ = weight.shape
     gaps: list[Tensor] = []
     winning: list[Tensor] = []
     with torch.no_grad():
@@ -237,9 +286,9 @@ def _deterministic(
             gradient = torch.empty_like(weight, memory_format=torch.contiguous_format)
         batch = _Batch(x, weight, routing, gradient, views=views)
         for block in batch.blocks():
-            z = x.new_empty(len(x[block]), experts, out_dim)
+            z = x.new_empty(routing.iterations, len(x[block]), *weight.shape[1:3])
             batch.route(block, z)
-            on = F.winning_experts(z, winners, balance, views=views)
+            on = F.winning_experts(z[-1], winners, balance, views=views)
             gaps.append(batch.learn(k, on))
             winning += [] if on is None else [on]
         batch.release()
@@ -261,9 +310,11 @@ class _Batch:
     routing
         Options of the routing.
     grad_weight : (I, J, D, K), optional
-        Contiguous tensor that `learn` writes the gradient to after the last block.
+        Contiguous tensor that `learn` or `backward` writes the gradient to after the last block.
     views
         Number of consecutive rows of `x` that must be in the same block.
+    is_backward
+        Whether `backward` is called, and not `route` and `learn`.
     """
 
     def __init__(
@@ -274,50 +325,75 @@ class _Batch:
         grad_weight: Tensor | None = None,
         *,
         views: int = 1,
+        is_backward: bool = False,
     ) -> None:
         inputs, experts, out_dim, dim = weight.shape
         self.library = build.library(out_dim, dim)
+        lanes = self.library.lanes
         self.x, self.weight = x.detach().contiguous(), weight.detach().contiguous()
         self.grad_weight = grad_weight
         normalize_inputs, cosine = routing.normalize == "inputs", routing.agreement == "cosine"
 
-        groups_within_limit = max(1, COEFFICIENT_BYTES // (4 * LANES * inputs * experts))
+        groups_within_limit = max(1, COEFFICIENT_BYTES // (4 * lanes * inputs * experts))
         # All views of an image are in the same block.
-        images = math.lcm(LANES, views)
-        block = min(BLOCK, groups_within_limit * LANES)
+        images = math.lcm(lanes, views)
+        block = min(BLOCK, groups_within_limit * lanes)
         self.block = min(max(images, block - block % images), max(1, len(x)))
-        groups = -(-self.block // LANES)
+        groups = -(-self.block // lanes)
         chunks = min(MAX_CHUNKS, max(1, inputs // MIN_CHUNK))
         self.threads = min(torch.get_num_threads(), groups * max(chunks, experts))
-        vote_bytes = 4 * LANES * inputs * out_dim
+        vote_bytes = 4 * lanes * inputs * out_dim
         votes_fit = vote_bytes <= min(THREAD_VOTE_BYTES, VOTE_BYTES // self.threads)
         cache_votes = normalize_inputs and routing.iterations > 1 and votes_fit
         has_several_blocks = len(x) > self.block
 
-        # Sizes in vectors of LANES floats; routing.c documents shapes and scratch memory.
-        wide = -(-out_dim // LANES)
-        scratch = inputs * (1 + (out_dim if cache_votes else 0))
-        scratch += build.TILE * (out_dim + 1) * (1 if normalize_inputs else experts)
-        needs_sum = grad_weight is not None and has_several_blocks
+        # Sizes in vectors of `lanes` floats; routing.c documents shapes and scratch memory.
+        wide = -(-out_dim // lanes)
         sizes = {
             "x": groups * inputs * dim,
-            "x_model": groups * inputs * dim,
-            "e": groups * experts * inputs,
-            "denominator": groups * experts,
-            "z": groups * experts * out_dim,
             "y": groups * experts * out_dim,
             "partial_z": chunks * groups * experts * out_dim,
-            "grad_z": experts * groups * LANES * wide,
-            "grad_z_model": experts * groups * LANES * wide,
-            "grad_sum": inputs * experts * dim * wide if needs_sum else 0,
-            "scratch": self.threads * scratch,
         }
-        self.workspace = _take_workspace(LANES * sum(sizes.values()))
+        cached_votes = inputs * out_dim if cache_votes else 0
+        again = routing.iterations - 1
+        of_pair = out_dim + 2 + 2 * max(1, again)  # vectors for an input and an expert
+        tile = min(
+            build.TILE, max(1, inputs // MIN_TILES), max(1, TILE_VECTORS // (experts * of_pair))
+        )
+        if is_backward:
+            scratch = max(
+                3 * inputs + max(cached_votes, build.TILE * out_dim),
+                tile * (dim + experts * of_pair),
+            )
+            record = routing.iterations * groups * experts
+            sizes |= {
+                "h": record * out_dim,
+                "grad_z_record": record * out_dim,
+                "maximum": record,
+                "sum": record,
+                "mean_g": record,
+                "grad_sum": 0 if grad_weight is None else inputs * experts * dim * wide,
+            }
+        else:
+            scratch = inputs + cached_votes
+            scratch += build.TILE * (out_dim + 1) * (1 if normalize_inputs else experts)
+            needs_sum = grad_weight is not None and has_several_blocks
+            sizes |= {
+                "x_model": groups * inputs * dim,
+                "e": groups * experts * inputs,
+                "denominator": groups * experts,
+                "z": groups * experts * out_dim,
+                "grad_z": experts * groups * lanes * wide,
+                "grad_z_model": experts * groups * lanes * wide,
+                "grad_sum": inputs * experts * dim * wide if needs_sum else 0,
+            }
+        sizes["scratch"] = self.threads * scratch
+        self.workspace = _take_workspace(lanes * sum(sizes.values()))
         addresses = {}
         address = self.workspace.data_ptr()
         for name, size in sizes.items():
             addresses[name] = address
-            address += 4 * LANES * size
+            address += 4 * lanes * size
         self.job = Job(
             inputs=inputs,
             experts=experts,
@@ -332,6 +408,7 @@ class _Batch:
             weight=self.weight.data_ptr(),
             grad_weight=None if grad_weight is None else grad_weight.data_ptr(),
             scratch_size=scratch,
+            tile=tile,
             **addresses,
         )
 
@@ -341,18 +418,55 @@ class _Batch:
             yield slice(start, min(start + self.block, len(self.x)))
 
     def route(self, block: slice, z: Tensor, c: Tensor | None = None) -> None:
-        """Route a block of b images, and write z (b, J, D) and, unless None, c (b, I, J)."""
+        """Route a block of b images, and write z (R, b, J, D) and, unless None, c (b, I, J)."""
+        self._select(block, z)
         job = self.job
-        job.images = block.stop - block.start
-        job.groups = -(-job.images // LANES)
-        job.first_block, job.last_block = block.start == 0, block.stop == len(self.x)
-        job.x_batch_first, job.z_batch_first = self.x[block].data_ptr(), z.data_ptr()
-        self.tensors = [z]
         if c is not None:
             self.tensors.append(c)
             job.c = c.data_ptr()
             job.c_image, job.c_input, job.c_expert = c.stride()
         self._run(self.library.route)
+
+    def backward(
+        self,
+        block: slice,
+        z: Tensor,
+        grad_z: Tensor,
+        grad_c: Tensor | None,
+        grad_x: Tensor | None,
+    ) -> None:
+        """Go back through the routing of a block of b images, and add its part of the gradient.
+
+        Parameters
+        ----------
+        z : (R, b, J, D)
+        grad_z : (b, J, D)
+        grad_c : (b, I, J), optional
+        grad_x : (b, I, K), optional
+            Output.
+        """
+        self._select(block, z)
+        job = self.job
+        job.grad_z_batch_first = grad_z.data_ptr()
+        self.tensors.append(grad_z)
+        if grad_c is not None:
+            rows = self._batch_last(grad_c.transpose(1, 2).flatten(1))
+            job.grad_c = rows.data_ptr()
+            self.tensors.append(rows)
+        if grad_x is not None:
+            job.grad_x_batch_first = grad_x.data_ptr()
+            self.tensors.append(grad_x)
+        self._run(self.library.backward)
+
+    def _select(self, block: slice, z: Tensor) -> None:
+        """Continue with a block of b images, whose preactivations are z (R, b, J, D)."""
+        job = self.job
+        job.images = block.stop - block.start
+        job.groups = self.padded(job.images) // self.library.lanes
+        job.first_block, job.last_block = block.start == 0, block.stop == len(self.x)
+        job.x_batch_first = self.x[block].data_ptr()
+        job.z_batch_first, job.z_iteration = z.data_ptr(), z.stride(0)
+        self.tensors = [z]
 
     def learn(self, k: int, on: Tensor | None) -> Tensor:
         """Mix the block k times and add its part of the gradient.
@@ -373,17 +487,21 @@ class _Batch:
         job.mixing_steps = k
         mask = None if on is None else self._batch_last(on)
         job.on = None if mask is None else mask.data_ptr()
-        gap = self.workspace.new_empty(job.groups, job.experts, LANES)
+        gap = self.workspace.new_empty(job.groups, job.experts, self.library.lanes)
         job.free_energy_gap = gap.data_ptr()
         self.tensors += [gap] if mask is None else [gap, mask]
         self._run(self.library.learn)
         return gap.sum(1, dtype=torch.float64).flatten()[: job.images]
 
-    def _batch_last(self, on: Tensor) -> Tensor:
-        """(b, J) → (groups, J, LANES)."""
-        groups: int = self.job.groups
-        padded = pad(on.to(torch.float32), (0, 0, 0, groups * LANES - self.job.images))
-        return padded.view(groups, LANES, -1).transpose(1, 2).contiguous()
+    def padded(self, images: int) -> int:
+        """Return the number of images rounded up to whole vectors."""
+        return -(-images // self.library.lanes) * self.library.lanes
+
+    def _batch_last(self, rows: Tensor) -> Tensor:
+        """(b, N) → (groups, N, lanes)."""
+        groups, lanes = self.job.groups, self.library.lanes
+        padded = pad(rows.to(torch.float32), (0, 0, 0, groups * lanes - self.job.images))
+        return padded.view(groups, lanes, -1).transpose(1, 2).contiguous()
 
     def _run(self, function: Function) -> None:
         """Run all tasks on this thread and, as far as they start in time, on others.

@@ -2,7 +2,7 @@
 
 The functions compute the equations of `poecaps.functional` in less time and memory. There are two
 algorithms: `many_to_few` if there are at least as many inputs as experts, which stores no votes,
-and `few_to_many` otherwise. No gradient flows through the routing.
+and `few_to_many` otherwise. `backward` differentiates both, and stores no votes.
 """
 
 from __future__ import annotations
@@ -15,16 +15,20 @@ from torch.autograd.function import once_differentiable
 
 from poecaps import functional as F
 from poecaps.kernels.torch_routing import few_to_many, many_to_few
+from poecaps.kernels.torch_routing.backward import routing_backward
 from poecaps.kernels.torch_routing.gradient import GradientTerm
+from poecaps.kernels.torch_routing.recorded import RecordedRouting, differentiable
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
+    "RecordedRouting",
     "contrastive_divergence",
     "contrastive_divergence_from",
     "decoder_contrastive_divergence",
     "decoder_contrastive_divergence_from",
+    "differentiable",
     "encode",
     "held_preactivation",
     "preactivation",
@@ -36,24 +40,19 @@ __all__ = [
 ]
 
 
-def why_not(x: Tensor, weight: Tensor, *, needs_grad: bool) -> str | None:
+def why_not(x: Tensor, weight: Tensor) -> str | None:
     """Return why this backend cannot serve a call, None if it can.
 
     Parameters
     ----------
     x : (B, I, K)
     weight : (I, J, D, K)
-    needs_grad
-        Whether a gradient through the routing is required.
     """
     if x.device.type not in ("cpu", "cuda") or x.device != weight.device:
         devices = f"x is on {str(x.device)!r} and weight on {str(weight.device)!r}"
         return f"it needs both tensors on one CPU or GPU, but {devices}; use backend='reference'"
-    if x.dtype not in (torch.float32, torch.float64) or x.dtype != weight.dtype:
-        dtypes = f"x is {x.dtype} and weight is {weight.dtype}"
-        return f"it needs both tensors in float32 or float64, but {dtypes}; use backend='reference'"
-    if needs_grad:
-        return "it has no gradient through the routing; use backend='reference'"
+    if x.device.type == "cuda" and x.dtype not in (torch.float32, torch.float64):
+        return f"on a GPU it needs float32 or float64, but x is {x.dtype}; use backend='reference'"
     return None
 
 
@@ -61,7 +60,6 @@ def why_not(x: Tensor, weight: Tensor, *, needs_grad: bool) -> str | None:
 # The functions of a backend
 
 
-@torch.no_grad()
 def routing_by_agreement(
     x: Tensor,
     weight: Tensor,
@@ -71,7 +69,7 @@ def routing_by_agreement(
     normalize: F.Axis,
     agreement: F.Agreement,
 ) -> F.Routing:
-    """Compute `functional.routing_by_agreement`, without a gradient.
+    """Compute `functional.routing_by_agreement`.
 
     Parameters
     ----------
@@ -79,18 +77,14 @@ def routing_by_agreement(
     weight : (I, J, D, K)
     """
     routing = F.RoutingOptions(iterations, sharpness, normalize, agreement)
-    if _is_few_to_many(weight):
-        return few_to_many.routing_by_agreement(x, weight, routing)
-    return many_to_few.routing_by_agreement(x, weight, routing)
+    return differentiable(_route, routing_backward, x, weight, routing)
 
 
 def held_preactivation(x: Tensor, weight: Tensor, routing: F.RoutingOptions) -> Tensor:
     """Compute `functional.held_preactivation`: (B, I, K), (I, J, D, K) → (B, J, D)."""
-    routed = routing_by_agreement(x, weight, **asdict(routing))
-    return preactivation(x, weight, routed.coefficients)
+    return preactivation(x, weight, _route(x, weight, routing).coefficients)
 
 
-@torch.no_grad()
 def encode(
     x: Tensor,
     weight: Tensor,
@@ -99,12 +93,11 @@ def encode(
     winners: int | None,
     balance: Tensor | None,
 ) -> Tensor:
-    """Compute `functional.encode`, without a gradient: (B, I, K), (I, J, D, K) → (B, J, D)."""
+    """Compute `functional.encode`: (B, I, K), (I, J, D, K) → (B, J, D)."""
     z = routing_by_agreement(x, weight, **asdict(routing)).preactivation
     return F.expert_states(z, F.winning_experts(z, winners, balance))
 
 
-@torch.no_grad()
 def reconstruct(
     x: Tensor,
     weight: Tensor,
@@ -113,7 +106,7 @@ def reconstruct(
     winners: int | None,
     balance: Tensor | None,
 ) -> Tensor:
-    """Compute `functional.reconstruct`, without a gradient: (B, I, K), (I, J, D, K) → (B, I, K)."""
+    """Compute `functional.reconstruct`: (B, I, K), (I, J, D, K) → (B, I, K)."""
     routed = routing_by_agreement(x, weight, **asdict(routing))
     return reconstruct_from(routed, weight, winners=winners, balance=balance)
 
@@ -145,12 +138,11 @@ def contrastive_divergence(
         return many_to_few.contrastive_divergence(
             x, weight, routing, k=k, winners=winners, balance=balance, views=views
         )
-    options = asdict(routing)
     return contrastive_divergence_from(
         x,
-        routing_by_agreement(x, weight, **options),
+        _route(x, weight, routing),
         chain,
-        None if chain is None else routing_by_agreement(chain, weight, **options),
+        None if chain is None else _route(chain, weight, routing),
         weight,
         k=k,
         mixing=mixing,
@@ -172,8 +164,7 @@ def decoder_contrastive_divergence(
     x : (B, I, K)
     weight : (J, I, K, D)
     """
-    routed = routing_by_agreement(y, weight, **asdict(routing))
-    return decoder_contrastive_divergence_from(y, routed, x, weight)
+    return decoder_contrastive_divergence_from(y, _route(y, weight, routing), x, weight)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -216,14 +207,18 @@ def reconstruction(y: Tensor, weight: Tensor, coefficients: Tensor) -> Tensor:
     return many_to_few.reconstruction(y, weight, coefficients)
 
 
-@torch.no_grad()
 def reconstruct_from(
     routed: F.Routing, weight: Tensor, *, winners: int | None, balance: Tensor | None
 ) -> Tensor:
-    """Compute `reconstruct` of capsules whose routing is given: (I, J, D, K) → (B, I, K)."""
+    """Compute `reconstruct` of capsules whose routing is given: (I, J, D, K) → (B, I, K).
+
+    With a gradient, the way down is that of the reference.
+    """
     z = routed.preactivation
-    on = F.winning_experts(z, winners, balance)
-    return reconstruction(F.expert_states(z, on), weight, routed.coefficients)
+    y = F.expert_states(z, F.winning_experts(z, winners, balance))
+    if z.requires_grad:
+        return F.reconstruction(y, weight, routed.coefficients)
+    return reconstruction(y, weight, routed.coefficients)
 
 
 def contrastive_divergence_from(
@@ -312,6 +307,14 @@ def decoder_contrastive_divergence_from(
                 GradientTerm(g_model * scale, e, y_model)
             )
     return F.LearningStep(loss, gradient)
+
+
+@torch.no_grad()
+def _route(x: Tensor, weight: Tensor, routing: F.RoutingOptions) -> RecordedRouting:
+    """Route without a gradient: (B, I, K), (I, J, D, K) → c and z of all iterations."""
+    if _is_few_to_many(weight):
+        return few_to_many.routing_by_agreement(x, weight, routing)
+    return many_to_few.routing_by_agreement(x, weight, routing)
 
 
 class _Preactivation(torch.autograd.Function):

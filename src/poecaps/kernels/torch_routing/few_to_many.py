@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from poecaps import functional as F
+from poecaps.kernels.torch_routing.recorded import RecordedRouting
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,22 +21,22 @@ if TYPE_CHECKING:
     from poecaps.kernels.torch_routing.gradient import GradientTerm
 
 
-def routing_by_agreement(x: Tensor, weight: Tensor, routing: F.RoutingOptions) -> F.Routing:
+def routing_by_agreement(x: Tensor, weight: Tensor, routing: F.RoutingOptions) -> RecordedRouting:
     """Compute `functional.routing_by_agreement`: (B, I, K), (I, J, D, K) → c and z."""
     u = _votes(x, weight)  # (I, B, D, J)
     b = x.new_zeros(u.shape[0], u.shape[1], u.shape[3])  # (I, B, J)
     axis = 0 if routing.normalize == "inputs" else 2
     cosine = routing.agreement == "cosine"
     c = torch.softmax(b, dim=axis)
-    z = _mix_votes(c, u)
+    z = [_mix_votes(c, u)]
     inverse_norms = _inverse_norms(u) if cosine and routing.iterations > 1 else None
     for _ in range(routing.iterations - 1):
-        agreement_vector = F.direction(z, 1) if cosine else F.squash(z, 1)
+        agreement_vector = F.direction(z[-1], 1) if cosine else F.squash(z[-1], 1)
         products = torch.stack([(u_i * agreement_vector).sum(1) for u_i in u])
         b += routing.sharpness * (products if inverse_norms is None else products * inverse_norms)
         c = torch.softmax(b, dim=axis)
-        z = _mix_votes(c, u)
-    return F.Routing(c.transpose(0, 1), z.transpose(1, 2))
+        z.append(_mix_votes(c, u))
+    return RecordedRouting(c.transpose(0, 1), torch.stack(z).transpose(2, 3))
 
 
 def preactivation(x: Tensor, weight: Tensor, coefficients: Tensor) -> Tensor:

@@ -14,11 +14,13 @@ cache. Inside this module the batch is the last axis: capsules have shape (K, I,
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from poecaps import functional as F
+from poecaps.kernels.torch_routing.recorded import RecordedRouting
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,26 +35,27 @@ MAX_VOTES = 2**16  # votes computed at a time where xᵀ(WᵀW)x cancels: bounds
 MAX_NUMBERS = 2**19  # numbers computed at a time for the norms of votes: 2 MiB stay in the cache
 
 
-def routing_by_agreement(x: Tensor, weight: Tensor, routing: F.RoutingOptions) -> F.Routing:
+def routing_by_agreement(x: Tensor, weight: Tensor, routing: F.RoutingOptions) -> RecordedRouting:
     """Compute `functional.routing_by_agreement`: (B, I, K), (I, J, D, K) → c and z."""
-    maps = _maps(weight, routing, len(x))
+    maps = layouts(weight, routing, len(x))
     experts, out_dim, _, inputs = maps.inputs_last.shape
-    c, z = x.new_empty(experts, inputs, len(x)), x.new_empty(experts, out_dim, len(x))
-    for block in _blocks(x):
-        capsules = _batch_last(x[block])
-        workspace = _workspace(capsules, experts)
+    c = x.new_empty(experts, inputs, len(x))
+    z = x.new_empty(routing.iterations, experts, out_dim, len(x))
+    for block in blocks(x):
+        capsules = batch_last(x[block])
+        workspace = new_workspace(capsules, experts)
         c[..., block], z[..., block] = _route(capsules, maps, routing, workspace)
-    return F.Routing(c.permute(2, 1, 0), z.permute(2, 0, 1))
+    return RecordedRouting(c.permute(2, 1, 0), z.permute(0, 3, 1, 2))
 
 
 def preactivation(x: Tensor, weight: Tensor, coefficients: Tensor) -> Tensor:
     """Compute z_j = Σ_i c_ij W_ij x_i: (B, I, K), (I, J, D, K), (B, I, J) → (B, J, D)."""
     w = _inputs_last(weight)
     z = x.new_empty(*w.shape[:2], len(x))
-    for block in _blocks(x):
-        c = _batch_last(coefficients[block])
+    for block in blocks(x):
+        c = batch_last(coefficients[block])
         z_block = x.new_empty(*w.shape[:2], c.shape[2])
-        _mix_forward(c, _batch_last(x[block]), w, torch.empty_like(c), out=z_block)
+        mix_forward(c, batch_last(x[block]), w, torch.empty_like(c), out=z_block)
         z[..., block] = z_block
     return z.permute(2, 0, 1)
 
@@ -61,7 +64,7 @@ def reconstruction(y: Tensor, weight: Tensor, coefficients: Tensor) -> Tensor:
     """Compute x̃_i = squash(Σ_j c_ij W_ijᵀ y_j): (B, J, D), (I, J, D, K), (B, I, J) → (B, I, K)."""
     inputs, _, _, dim = weight.shape
     w, x = _inputs_last(weight), y.new_empty(len(y), inputs, dim)
-    for block in _blocks(y):
+    for block in blocks(y):
         z = _mix_backward(y[block].permute(1, 2, 0), coefficients[block].permute(2, 1, 0), w)
         x[block] = F.squash(z.permute(2, 1, 0).contiguous())
     return x
@@ -93,8 +96,8 @@ def weight_gradient(terms: Sequence[GradientTerm]) -> Tensor:
     gradient = terms[0].x.new_zeros(dim, experts, out_dim, inputs)
     for term in terms:
         grad_z = term.grad_z.permute(1, 2, 0)
-        for block in _blocks(term.x):
-            c, x = _batch_last(term.coefficients[block]), _batch_last(term.x[block])
+        for block in blocks(term.x):
+            c, x = batch_last(term.coefficients[block]), batch_last(term.x[block])
             _add_weight_gradient(gradient, grad_z[..., block], c, x, torch.empty_like(c))
     return _inputs_first(gradient)
 
@@ -124,12 +127,13 @@ def contrastive_divergence(
     gaps: list[Tensor] = []
     winning: list[Tensor] = []
     with torch.no_grad():
-        maps = _maps(weight, routing, len(x))
+        maps = layouts(weight, routing, len(x))
         gradient = weight.new_zeros(dim, experts, out_dim, inputs) if needs_gradient else None
-        for block in _blocks(x, views):
-            capsules = _batch_last(x[block])
-            workspace = _workspace(capsules, experts)
-            c, z = _route(capsules, maps, routing, workspace)
+        for block in blocks(x, views):
+            capsules = batch_last(x[block])
+            workspace = new_workspace(capsules, experts)
+            c, preactivations = _route(capsules, maps, routing, workspace)
+            z = preactivations[-1]
             on = F.winning_experts(z.permute(2, 0, 1), winners, balance, views=views)
             free_energy = F.free_energy(z.permute(2, 0, 1), on)
             if gradient is not None:
@@ -138,7 +142,7 @@ def contrastive_divergence(
             for _ in range(k):
                 y = _only(on, F.squash(z, 1))
                 capsules = _squash_(_mix_backward(y, c, maps.inputs_last))
-                _mix_forward(c, capsules, maps.inputs_last, workspace[0], out=z)
+                mix_forward(c, capsules, maps.inputs_last, workspace[0], out=z)
             gaps.append(free_energy - F.free_energy(z.permute(2, 0, 1), on))
             if gradient is not None:
                 grad_z = _free_energy_gradient(z, on, 1 / len(x))
@@ -153,7 +157,7 @@ def contrastive_divergence(
 # Of one block of images, with the axes in the order of the module's docstring
 
 
-class _Maps(NamedTuple):
+class Layouts(NamedTuple):
     """The weight in the layouts that the equations need."""
 
     weight: Tensor  # (I, J, D, K)
@@ -161,28 +165,29 @@ class _Maps(NamedTuple):
     gram: Tensor | None  # (I, J, K(K+1)/2), see `_gram`; None where votes are cheaper
 
 
-def _maps(weight: Tensor, routing: F.RoutingOptions, images: int) -> _Maps:
+def layouts(weight: Tensor, routing: F.RoutingOptions, images: int) -> Layouts:
+    """Bring a weight (I, J, D, K) into the layouts for routing this number of images."""
     inputs_last = _inputs_last(weight)
     needs_norms = routing.agreement == "cosine" and routing.iterations > 1
     gram_is_cheaper = min(weight.shape[2], images) >= weight.shape[3]
-    return _Maps(
+    return Layouts(
         weight, inputs_last, _gram(inputs_last) if needs_norms and gram_is_cheaper else None
     )
 
 
-def _blocks(x: Tensor, views: int = 1) -> list[slice]:
+def blocks(x: Tensor, views: int = 1) -> list[slice]:
     """Split images into blocks; all views of an image are in the same block."""
     block = BLOCK if x.device.type == "cpu" else max(1, len(x))
     block = max(views, block - block % views)
     return [slice(start, start + block) for start in range(0, len(x), block)]
 
 
-def _workspace(capsules: Tensor, experts: int) -> Tensor:
+def new_workspace(capsules: Tensor, experts: int) -> Tensor:
     """Four numbers for each expert, input and image, allocated once: allocation is slow."""
     return capsules.new_empty(4, experts, *capsules.shape[1:])
 
 
-def _batch_last(x: Tensor) -> Tensor:
+def batch_last(x: Tensor) -> Tensor:
     """(B, I, K) → (K, I, B), or (B, I, J) → (J, I, B)."""
     return x.permute(2, 1, 0).contiguous()
 
@@ -198,9 +203,9 @@ def _inputs_first(gradient: Tensor) -> Tensor:
 
 
 def _route(
-    capsules: Tensor, maps: _Maps, routing: F.RoutingOptions, workspace: Tensor
+    capsules: Tensor, maps: Layouts, routing: F.RoutingOptions, workspace: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Route: (K, I, B) → coefficients (J, I, B), in the workspace, and preactivations (J, D, B).
+    """Route: (K, I, B) → coefficients (J, I, B), in the workspace, and z of all (R, J, D, B).
 
     The logits are b_ij = ⟨u_ij, h_j⟩, over ‖u_ij‖ for the cosine: the sum of the agreements of all
     iterations is the agreement with the sum h of the agreement vectors, direction or squash of z.
@@ -209,17 +214,19 @@ def _route(
     axis = 1 if routing.normalize == "inputs" else 0
     cosine = routing.agreement == "cosine"
     uniform = 1 / c.shape[axis]
-    z = uniform * _sum_votes(capsules, maps.inputs_last)
+    experts, out_dim, _, _ = maps.inputs_last.shape
+    z = capsules.new_empty(routing.iterations, experts, out_dim, capsules.shape[2])
+    torch.mul(_sum_votes(capsules, maps.inputs_last), uniform, out=z[0])
     if routing.iterations == 1:
         return c.fill_(uniform), z
     if cosine:
-        _inverse_vote_norms(capsules, maps, b, out=inverse_norms)
-    agreement_sum = torch.zeros_like(z)
-    for _ in range(routing.iterations - 1):
-        agreement_sum += F.direction(z, 1) if cosine else F.squash(z, 1)
-        _vote_products(capsules, maps.inputs_last, routing.sharpness * agreement_sum, buffer, out=b)
+        inverse_vote_norms(capsules, maps, b, out=inverse_norms)
+    agreement_sum = torch.zeros_like(z[0])
+    for before, after in pairwise(z):
+        agreement_sum += F.direction(before, 1) if cosine else F.squash(before, 1)
+        vote_products(capsules, maps.inputs_last, routing.sharpness * agreement_sum, buffer, out=b)
         torch.softmax(b.mul_(inverse_norms) if cosine else b, dim=axis, out=c)
-        _mix_forward(c, capsules, maps.inputs_last, buffer, out=z)
+        mix_forward(c, capsules, maps.inputs_last, buffer, out=after)
     return c, z
 
 
@@ -228,14 +235,14 @@ def _sum_votes(capsules: Tensor, w: Tensor) -> Tensor:
     return torch.mm(w.flatten(2).flatten(0, 1), capsules.flatten(0, 1)).view(*w.shape[:2], -1)
 
 
-def _mix_forward(c: Tensor, capsules: Tensor, w: Tensor, buffer: Tensor, out: Tensor) -> None:
+def mix_forward(c: Tensor, capsules: Tensor, w: Tensor, buffer: Tensor, out: Tensor) -> None:
     """z_j = Σ_k W_jk (c_j ⊙ x_k): (J, I, B), (K, I, B), (J, D, K, I) → (J, D, B)."""
     for k, component in enumerate(capsules):
         torch.mul(c, component, out=buffer)
         torch.baddbmm(out, w[:, :, k], buffer, beta=min(k, 1), out=out)
 
 
-def _vote_products(capsules: Tensor, w: Tensor, v: Tensor, buffer: Tensor, out: Tensor) -> None:
+def vote_products(capsules: Tensor, w: Tensor, v: Tensor, buffer: Tensor, out: Tensor) -> None:
     """⟨u_ij, v_j⟩ = Σ_k x_ik (W_jkᵀ v_j)_i: (K, I, B), (J, D, K, I), (J, D, B) → (J, I, B)."""
     for k, component in enumerate(capsules):
         torch.bmm(w[:, :, k].mT, v, out=buffer)
@@ -297,7 +304,7 @@ def _gram(w: Tensor) -> Tensor:
     return doubled.permute(2, 0, 1).contiguous()
 
 
-def _inverse_vote_norms(capsules: Tensor, maps: _Maps, squares: Tensor, out: Tensor) -> None:
+def inverse_vote_norms(capsules: Tensor, maps: Layouts, squares: Tensor, out: Tensor) -> None:
     """1/‖W_ij x_i‖, and 0 for a zero vote: (K, I, B) → (J, I, B); `squares` is a buffer.
 
     xᵀ(WᵀW)x takes a third of the operations of the votes, but the sum cancels if a vote is short

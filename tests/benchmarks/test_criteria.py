@@ -1,0 +1,69 @@
+"""The study of criteria: every encoder is measured, and the scores are compared with accuracies."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+
+from benchmarks.criteria import STUDY, main, rank_correlation, restarts_with, summarise
+from benchmarks.internals import changed_options
+from poecaps.training.config import CRITERIA
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.mark.parametrize("name", STUDY)
+def test_a_variant_is_valid_and_changes_only_its_options(name: str) -> None:
+    config = STUDY[name].config(data="mnist", seed=3)
+    config.validate()
+    assert changed_options(config, "default") == {"data": "mnist", "seed": 3, **STUDY[name].changes}
+
+
+@pytest.mark.usefixtures("same_process")
+def test_every_encoder_is_measured(
+    bars: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = restarts_with(
+        model__features=8,
+        model__capsule_dim=4,
+        model__experts=((3, 5),),
+        model__equalized_components=2,
+        autoencoder__epochs=1,
+        encoder__epochs=1,
+        encoder__restarts=3,
+        encoder__views__count=2,
+        batch_size=16,
+    )
+    monkeypatch.setitem(STUDY, "small", small)
+    rows = tmp_path / "rows.json"
+    arguments = ["--data", str(bars), "--device", "cpu", "--only", "small", "--held-out", "20"]
+    arguments += ["--keep", str(tmp_path / "runs"), "--json", str(rows)]
+    main(arguments)
+    (row,) = json.loads(rows.read_text())
+    assert set(row["scores"]) == set(CRITERIA)
+    assert len(row["starts"]) == len(row["scores"]["margin"]) == 3
+    accuracy = [start["accuracy"] for start in row["starts"]]
+    assert all(each * 20 == pytest.approx(round(each * 20)) for each in accuracy)
+    record = json.loads((tmp_path / "runs" / "small-0" / "run.json").read_text())
+    assert record["data"]["images"] == 44
+    assert row["summary"]["by"]["margin"] == accuracy[record["selection"]["encoder 1"]["kept"] - 1]
+    assert "| small | 1 |" in capsys.readouterr().out
+
+
+def test_a_summary_has_the_choice_of_each_criterion() -> None:
+    starts = [{"accuracy": each} for each in (0.5, 0.9, 0.7)]
+    found = summarise({"margin": [1.0, 3.0, 2.0], "energy": [7.0, 5.0, 6.0]}, starts)
+    assert found["all"] == pytest.approx(0.7)
+    assert found["best"] == 0.9
+    assert found["by"] == {"margin": 0.9, "energy": 0.5}
+    assert found["rank"] == {"margin": pytest.approx(1), "energy": pytest.approx(-1)}
+
+
+def test_ranks_do_not_depend_on_sizes() -> None:
+    assert rank_correlation([1, 2, 3, 4], [1, 10, 100, 1000]) == pytest.approx(1)
+    assert rank_correlation([1, 2, 3, 4], [2, 1, 4, 3]) == pytest.approx(0.6)
+    assert rank_correlation([1, 1, 2], [5, 5, 9]) == pytest.approx(1)
+    assert rank_correlation([1, 1, 1], [1, 2, 3]) == 0

@@ -1,0 +1,201 @@
+"""Models, runs and images from elsewhere: nothing is overwritten, obeyed or waited for."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from poecaps.cli.main import main
+from poecaps.serialization import read_tensors, write_tensors
+from poecaps.training import record
+from poecaps.training.checkpoint import CHECKPOINT, PREVIOUS
+from poecaps.training.metrics import METRICS
+from tests.cli.conftest import SMALL
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture
+def model(run: Path, tmp_path: Path) -> Path:
+    """A copy of a run that a test may alter."""
+    shutil.copytree(run, tmp_path / "model")
+    return tmp_path / "model"
+
+
+def alter(model: Path, tensors: dict[str, torch.Tensor] | None = None, **options: Any) -> None:
+    """Write other tensors and options into a model, with a valid checksum."""
+    found, about = read_tensors(model / "model.safetensors")
+    about["architecture"] |= options
+    write_tensors(model / "model.safetensors", found | (tensors or {}), about)
+    (model / "config.json").unlink()
+
+
+@pytest.mark.parametrize("link", ["codes-train.npz", ".codes-train.npz.part.npz", METRICS])
+def test_nothing_is_written_through_a_link(link: str, model: Path, tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("precious")
+    (model / link).unlink(missing_ok=True)
+    (model / link).symlink_to(precious)
+    assert main(["encode", str(model)]) == 0
+    record.write(model, record.read(model) | {"finished": None})
+    main(["train", "--resume", str(model), "--quiet", "--no-figures"])
+    assert precious.read_text() == "precious"
+
+
+def test_a_run_does_not_append_to_a_link(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not even to one that leads nowhere."""
+    train = ["train", "--data", str(source), "--quiet", "--no-figures", *SMALL]
+    assert main([*train, "--out", str(tmp_path / "run"), "--checkpoint-every", "0"]) == 0
+    (tmp_path / "run" / METRICS).unlink()
+    (tmp_path / "run" / METRICS).symlink_to(tmp_path / "nowhere")
+    (tmp_path / "run" / CHECKPOINT).unlink()
+    (tmp_path / "run" / PREVIOUS).replace(tmp_path / "run" / CHECKPOINT)
+    record.write(tmp_path / "run", record.read(tmp_path / "run") | {"finished": None})
+    assert main(["train", "--resume", str(tmp_path / "run"), "--quiet", "--no-figures"]) == 1
+    assert "cannot write to" in capsys.readouterr().err
+    assert not (tmp_path / "nowhere").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"iterations": 10**9}, "iterations must be a whole number from 1 to 100"),
+        ({"experts": [[3, 5]] * 1000}, "at most 100"),
+        ({"features": 2**40}, "features must be a whole number from 1 to 1048576"),
+        ({"image_shape": [1, 10**6, 10**6]}, "every number of image_shape"),
+        ({"sharpness": 1e38}, "sharpness must be at most 1e"),
+    ],
+)
+def test_sizes_have_upper_bounds(
+    options: dict[str, Any], message: str, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    alter(model, **options)
+    assert main(["generate", str(model)]) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert message in error
+
+
+@pytest.mark.parametrize("name", ["per_expert.weights", "joint.mixture.weights"])
+@pytest.mark.parametrize("value", [-1.0, 0.0])
+def test_the_shares_of_a_mixture_are_checked(
+    name: str, value: float, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = read_tensors(model / "model.safetensors")[0][f"code_density.{name}"]
+    alter(model, {f"code_density.{name}": torch.full_like(weights, value)})
+    assert main(["generate", str(model), "--domain", "joint"]) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "has an invalid code density: the weights of a mixture must be at least 0" in error
+
+
+@pytest.mark.parametrize("value", [1e38, 1e300])
+def test_a_rate_beyond_float32_is_one_line(
+    value: float, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--data", str(source), "--out", str(tmp_path / "run"), *SMALL]
+    assert main(["train", *options, "--encoder.learning-rate", str(value)]) == 2
+    assert "poecaps: encoder.learning_rate must be at most 1e+30" in capsys.readouterr().err
+
+
+def test_a_record_without_a_checksum_of_its_data_is_described(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    about = record.read(model)
+    about["data"]["sha256"] = None
+    record.write(model, about)
+    assert main(["info", str(model)]) == 0
+    assert "48 images" in capsys.readouterr().out
+
+
+ESCAPE = "\x1b]0;owned\x07\x9b31m\u202e"
+
+
+def test_escape_sequences_of_a_record_are_shown_and_not_obeyed(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    about = record.read(model)
+    about["data"]["source"] = about["finished"] = about["config"]["data"] = ESCAPE
+    about["starts"][0] |= {"command": ESCAPE, "device": ESCAPE}
+    record.write(model, about)
+    assert main(["info", str(model)]) == 0
+    assert main(["encode", str(model)]) == 1
+    assert main(["info", str(model / ESCAPE)]) == 1
+    shown = capsys.readouterr()
+    for text in (shown.out, shown.err):
+        assert r"\x1b]0;owned\x07\x9b31m\u202e" in text
+        assert not set(ESCAPE) - set("]0;owned31m") & set(text)
+
+
+def test_escape_sequences_of_file_names_are_shown_and_not_obeyed(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / f"images{ESCAPE}"
+    folder.mkdir()
+    image = Image.fromarray(np.eye(28, dtype=np.uint8) * 255)
+    for name in ("a", "b", ESCAPE):
+        image.save(folder / f"{name}.png")
+    (folder / f"{ESCAPE}.txt").write_text("x")
+    os.mkfifo(folder / f"{ESCAPE}-fifo.png")
+    options = ["--data", str(folder), "--out", str(tmp_path / "codes.npz")]
+    assert main(["encode", str(model), *options]) == 0
+    (folder / f"{ESCAPE}.png").write_bytes(b"no image")
+    (folder / "a.png").unlink()
+    (folder / "b.png").unlink()
+    assert main(["encode", str(model), *options]) == 1
+    shown = capsys.readouterr()
+    for text in (shown.out, shown.err):
+        assert r"\x1b]0;owned" in text
+        assert "\x1b" not in text
+        assert "\x9b" not in text
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_damaged_checkpoint_is_one_line(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    train = ["train", "--data", str(source), "--quiet", "--no-figures", *SMALL]
+    assert main([*train, "--out", str(folder), "--checkpoint-every", "0"]) == 0
+    record.write(folder, record.read(folder) | {"finished": None})
+    (folder / CHECKPOINT).write_bytes((folder / CHECKPOINT).read_bytes()[:-1])
+    capsys.readouterr()
+    assert main(["train", "--resume", str(folder), "--quiet", "--no-figures"]) == 0
+    error = capsys.readouterr().err
+    assert error == (
+        f"warning: {folder / CHECKPOINT} is damaged; "
+        f"resuming from the checkpoint before it, {PREVIOUS}\n"
+    )
+
+
+def test_the_age_of_the_checkpoint_is_said_after_an_interrupt(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """A second Ctrl-C ends a step without a new checkpoint, so nothing is said to be saved."""
+    folder = tmp_path / "run"
+
+    def interrupted(*_: Any, **__: Any) -> None:
+        os.utime(folder / CHECKPOINT, (0, os.stat(folder / CHECKPOINT).st_mtime - 50))  # noqa: PTH116
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("poecaps.training.trainer.Trainer._fit_stage", interrupted)
+    assert main(["train", "--data", str(source), "--out", str(folder), *SMALL]) == 130
+    error = capsys.readouterr().err
+    assert "the last checkpoint is 5" in error
+    assert " s old; resume with: poecaps train --resume" in error
+
+
+def test_the_record_of_a_run_is_json_with_a_checksum(run: Path) -> None:
+    about = json.loads((run / record.RECORD).read_text())
+    assert len(about.pop("checksum")) == 64
+    assert about == record.read(run)

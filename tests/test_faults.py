@@ -1,0 +1,222 @@
+"""Crashes, full disks and flipped bits, systematically: nothing is lost, nothing changes silently.
+
+`make faults` does the same with more calls and bits.
+"""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from io import FileIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+
+from poecaps import CapsuleNetwork, ModelError, _files, serialization
+from poecaps.training import record, resume, train
+from poecaps.training.checkpoint import CHECKPOINT, PREVIOUS, CheckpointWarning
+from tests.faults import FAULTS, Faults, config, images
+from tests.networks import TINY
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+SAMPLE = 300  # random bits of a file
+
+
+@pytest.mark.parametrize(
+    ("faults", "every"), [(["killed"], 1), ([name for name in FAULTS if name != "killed"], 7)]
+)
+def test_a_training_that_fails_at_any_call_ends_as_if_nothing_had_happened(
+    faults: list[str], every: int
+) -> None:
+    """In another process, which is forked to be killed."""
+    calls = ["write", "ftruncate", "fsync", "replace", "link"]
+    command = [sys.executable, "-m", "tests.faults", "--every", str(every), "--fault", *faults]
+    command += ["--calls", *calls]
+    root = Path(__file__).parent.parent
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert [line.partition(" at ")[0] for line in lines] == faults
+    assert all(line.endswith("; lost: 0") for line in lines)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of a few steps."""
+    root = tmp_path_factory.mktemp("faults")
+    np.save(root / "bars.npy", images())
+    train(config(root / "bars.npy"), root / "run")
+    return root / "run"
+
+
+def old_and_new(generator: torch.Generator) -> tuple[CapsuleNetwork, CapsuleNetwork]:
+    """Two networks of different architectures."""
+    new = CapsuleNetwork(replace(TINY, iterations=2), generator=generator)
+    return CapsuleNetwork(TINY, generator=generator), new
+
+
+@pytest.mark.parametrize("fault", [name for name in FAULTS if name != "killed"])
+def test_saving_that_fails_at_any_call_leaves_the_old_model_or_the_new(
+    fault: str, generator: torch.Generator, tmp_path: Path
+) -> None:
+    old, new = old_and_new(generator)
+    with Faults(None, FAULTS[fault]).installed() as faults:
+        old.save(tmp_path)
+    assert len(faults.names) > 10
+    for at, name in enumerate(faults.names):
+        old.save(tmp_path)
+        try:
+            with Faults(at, FAULTS[fault]).installed():
+                new.save(tmp_path)
+        except (OSError, MemoryError):
+            assert name != "unlink" or fault == "no memory"
+        files = {file.name for file in tmp_path.iterdir()}
+        assert {"config.json", "model.safetensors"} <= files
+        assert len(files) == 2 or name == "unlink"
+        try:
+            found = CapsuleNetwork.load(tmp_path)
+        except ModelError as error:  # the weights are new, but not config.json
+            assert "delete config.json" in str(error)  # noqa: PT017
+            (tmp_path / "config.json").unlink()
+            found = CapsuleNetwork.load(tmp_path)
+        expected = old if found.architecture == TINY else new
+        state = expected.state_dict()
+        assert all(torch.equal(each, state[name]) for name, each in found.state_dict().items())
+        _files.sweep(tmp_path)
+        assert len(list(tmp_path.iterdir())) <= 2
+
+
+def test_short_writes_are_completed(
+    generator: torch.Generator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system may write less than it was asked to, at every call."""
+
+    class Little(FileIO):
+        def write(self, content: Any) -> int:
+            return super().write(bytes(content[:7]))
+
+    network = CapsuleNetwork(TINY, generator=generator)
+    with monkeypatch.context() as patched:
+        patched.setattr(_files, "FileIO", Little)
+        network.save(tmp_path)
+    state = CapsuleNetwork.load(tmp_path).state_dict()
+    assert all(torch.equal(state[name], each) for name, each in network.state_dict().items())
+
+
+@pytest.fixture
+def signals() -> Iterator[list[int]]:
+    """A signal every tenth of a millisecond, which interrupts calls to the system."""
+    arrived: list[int] = []
+    before = signal.signal(signal.SIGALRM, lambda number, _: arrived.append(number))
+    signal.siginterrupt(signal.SIGALRM, True)
+    signal.setitimer(signal.ITIMER_REAL, 1e-4, 1e-4)
+    yield arrived
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def test_interrupted_calls_are_repeated(
+    signals: list[int], generator: torch.Generator, tmp_path: Path
+) -> None:
+    network = CapsuleNetwork(TINY, generator=generator)
+    for _ in range(10):
+        network.save(tmp_path)
+        state = CapsuleNetwork.load(tmp_path).state_dict()
+        assert all(torch.equal(state[name], each) for name, each in network.state_dict().items())
+    assert len(signals) > 10
+
+
+# --------------------------------------------------------------------------------------------------
+# Bits
+
+
+def flipped(content: bytes, bit: int) -> bytes:
+    altered = bytearray(content)
+    altered[bit // 8] ^= 1 << bit % 8
+    return bytes(altered)
+
+
+def accepted(path: Path, bits: Iterable[int], read: Callable[[], Any]) -> list[Any]:
+    """Flip bits of a file, one at a time; return all that is read in spite of it.
+
+    Every refusal must be one line.
+    """
+    content, found = path.read_bytes(), []
+    for bit in bits:
+        path.write_bytes(flipped(content, bit))
+        try:
+            found.append(read())
+        except ModelError as error:
+            assert "\n" not in str(error)  # noqa: PT017
+    path.write_bytes(content)
+    return found
+
+
+@pytest.fixture
+def copy(run: Path) -> Iterator[Path]:
+    """A copy of the run in memory, where files are written quickly."""
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as root:
+        shutil.copytree(run, Path(root) / "run")
+        yield Path(root) / "run"
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", CHECKPOINT])
+def test_no_bit_of_a_header_can_change(name: str, copy: Path) -> None:
+    """All of them: the length, the metadata, and the names, shapes and places of the tensors."""
+    path = copy / name
+    bits = range(8 * (8 + int.from_bytes(path.read_bytes()[:8], "little")))
+    assert len(bits) > 10_000
+    assert not accepted(path, bits, lambda: serialization.read_tensors(path))
+
+
+def test_no_bit_of_a_record_changes_what_it_says(copy: Path) -> None:
+    expected, path = record.read(copy), copy / record.RECORD
+    bits = range(8 * path.stat().st_size)
+    found = accepted(path, bits, lambda: record.read(copy))
+    assert len(found) < 0.01 * len(bits)  # another name of the checksum, or 1E-07 for 1e-07
+    for each in found:
+        assert {name: each[name] for name in expected} == expected
+
+
+def test_no_bit_of_a_config_changes_the_model(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = serialization.read_tensors(copy / "model.safetensors")
+    monkeypatch.setattr(serialization, "read_tensors", lambda _: weights)
+    expected, path = serialization.read_model(copy)[0], copy / "config.json"
+    bits = range(8 * path.stat().st_size)
+    found = accepted(path, bits, lambda: serialization.read_model(copy)[0])
+    assert len(found) < 0.01 * len(bits)  # version 2 is read as well
+    assert all(each == expected for each in found)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_random_bits_of_a_model_are_refused_or_change_nothing(name: str, copy: Path) -> None:
+    expected = CapsuleNetwork.load(copy).state_dict()
+    size = 8 * (copy / name).stat().st_size
+    bits = np.random.default_rng(0).choice(size, SAMPLE, replace=False).tolist()
+    for found in accepted(copy / name, bits, lambda: CapsuleNetwork.load(copy)):
+        assert all(torch.equal(each, expected[name]) for name, each in found.state_dict().items())
+
+
+def test_random_bits_of_checkpoints_are_refused_or_change_nothing(copy: Path, run: Path) -> None:
+    """A damaged checkpoint is refused, and the one before it leads to the same end."""
+    expected = CapsuleNetwork.load(run).state_dict()
+    size = 8 * (copy / CHECKPOINT).stat().st_size
+    (copy / "model.safetensors").unlink()
+    for bit in np.random.default_rng(0).choice(size, 20, replace=False).tolist():
+        (copy / CHECKPOINT).write_bytes(flipped((copy / CHECKPOINT).read_bytes(), bit))
+        with pytest.warns(CheckpointWarning):
+            network = resume(copy)
+        state = network.state_dict()
+        assert all(torch.equal(each, expected[name]) for name, each in state.items())
+        (copy / "model.safetensors").unlink()
+        shutil.copy(run / PREVIOUS, copy)

@@ -1,0 +1,17 @@
+"""Altered files are used or refused on one line; `make fuzz` does it for ten minutes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+
+def test_altered_files_lead_to_a_result_or_to_one_line() -> None:
+    """With limits of time and memory, which need a process of their own; the corpus comes first."""
+    command = [sys.executable, "-m", "tests.fuzz", "--inputs", "200", "--seed", "20260215"]
+    root = Path(__file__).parent.parent
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "\n200 inputs" in done.stdout
+    assert done.stdout.endswith("wrong: 0\n")
