@@ -8,6 +8,8 @@
 # make docs      build the documentation site in site/; a broken link is an error
 # make bench     time a layer against einsum on this CPU, in docs/: about 10 minutes on an idle machine
 # make report    regenerate the tables and plots of README.md and docs/ from the numbers in docs/results
+# make attack    move sliders of the explorer while 1,000 connections send half of a request: 1 minute
+# make soak      train in two processes that are killed, stopped and cut off at random: 10 minutes
 # make build     build wheel and sdist in dist/, and try out each of them in a new environment
 # make check     lint, formatting, types
 # make format    format the code
@@ -24,7 +26,7 @@ export PIP_BUILD_CONSTRAINT := $(PIP_CONSTRAINT)
 DEMO        := runs/demo
 DEMO_ENERGY := runs/energy
 
-.PHONY: install demo demo-energy docs browser test test-neon faults fuzz bench report build check format clean
+.PHONY: install demo demo-energy docs browser test test-neon faults fuzz attack soak bench report build check format clean
 
 install: $(VENV)/.installed
 
@@ -79,6 +81,12 @@ faults: install
 # Inputs that fail are written to tests/corpus, whose inputs the tests use again.
 fuzz: install
 	$(BIN)/python -m tests.fuzz --seconds $(or $(SECONDS),600) $(if $(SEED),--seed $(SEED))
+
+attack: install
+	$(BIN)/python -m benchmarks.explorer_attack mnist
+
+soak: install
+	$(BIN)/python tools/soak.py
 
 bench: install
 	$(BIN)/python -m benchmarks --device cpu --json docs/results/routing-cpu.json

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ import time
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 from urllib.parse import urlsplit
 
 import httpx
@@ -31,12 +32,27 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def running_explorer(run: str) -> Iterator[str]:
-    """Start the explorer in a separate process and yield its address."""
+def running_explorer(
+    run: str, *, log: TextIO | None = None, open_files: int | None = None
+) -> Iterator[str]:
+    """Start the explorer in a separate process and yield its address, which contains its token.
+
+    Parameters
+    ----------
+    run
+        Folder or name of a trained model.
+    log
+        File for the messages of the explorer, instead of standard error.
+    open_files
+        Limit of the number of its open files.
+    """
     command = [sys.executable, "-m", "poecaps", "explore", run, "--no-browser"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:  # noqa: S603 (a fixed program)
+    if open_files is not None:
+        limit = f"ulimit -n {open_files:d} && exec {shlex.join(command)}"
+        command = ["/bin/sh", "-c", limit]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True) as server:  # noqa: S603 (a fixed program)
         assert server.stdout is not None  # noqa: S101 (it is a pipe)
-        found = re.search(r"http://127\.0\.0\.1:\d+", server.stdout.readline())
+        found = re.search(r"http://127\.0\.0\.1:\d+/\?token=\S+", server.stdout.readline())
         try:
             if found is None:
                 raise RuntimeError("the explorer did not start")
@@ -69,8 +85,9 @@ def load(
 ) -> Load:
     """Send requests from several clients, for some seconds or a number of requests per client.
 
-    The address must be on this machine.
+    The address must be on this machine; it contains the token of the explorer.
     """
+    url, _, token = address.partition("/?token=")
     if urlsplit(address).hostname != "127.0.0.1":
         raise ValueError(f"address must be on this machine, but is {address}")
     seen, lock = Load(), threading.Lock()
@@ -78,7 +95,8 @@ def load(
 
     def send_requests(number: int) -> None:
         choose, count = random.Random(number), 0  # noqa: S311 (not for security)
-        with httpx.Client(base_url=address, timeout=60, trust_env=False) as client:
+        headers = {"authorization": f"Bearer {token}"}
+        with httpx.Client(base_url=url, headers=headers, timeout=60, trust_env=False) as client:
             models = client.get("/api/models")
             name = models.json()[0] if models.status_code == 200 else None
             while (end is None or time.monotonic() < end) and (

@@ -65,6 +65,7 @@ LANGUAGES = {"python", "sh", "text", "math", "bibtex"}
 IMAGES = {"python": {"train": 2000, "test": 500}, "sh": {"train": 300, "test": 100}}
 PICTURES = ("my/pictures",)  # folders of pictures that commands name
 EXPLORER = "http://127.0.0.1:8000"  # address of the explorer in the documentation
+EXPLORER_TOKEN = "sT0iGkmXw4d7Zq2r"
 # Percentages that a page states, and the output that they are compared with.
 CLAIMS = {
     "README.md": (r"afterwards about (\d+) %", r"(\d+)% of variance lost"),
@@ -212,7 +213,7 @@ def commands(world: None, bundled: dict[str, Path], monkeypatch: pytest.MonkeyPa
 def explorer(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Serve the model mnist on a free port; clients of the documented address find it there."""
     model = ExplorerModel("mnist", "mnist", poecaps.load("mnist"))
-    with serving(server.create_app([model])) as address:
+    with serving(server.create_app([model], token=EXPLORER_TOKEN)) as address:
         clients: list[httpx.Client] = []
 
         def client(*, base_url: str, **options: Any) -> httpx.Client:

@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -23,7 +24,7 @@ from poecaps.cli.main import main
 from poecaps.cli.train import TrainingReporter
 from poecaps.code_density import DOMAIN_INFO, DOMAINS
 from poecaps.serialization import read_tensors
-from poecaps.training import PRESETS
+from poecaps.training import PRESETS, Progress
 from poecaps.training.checkpoint import CHECKPOINT
 from poecaps.training.config import Config
 from tests.cli.conftest import SMALL, arrays
@@ -172,6 +173,37 @@ def test_a_run_is_resumed_on_a_terminal(
     assert "\r\x1b[K" in seen
     assert "Traceback" not in seen
     assert json.loads((tmp_path / "run" / "run.json").read_text())["finished"]
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+def test_only_an_interrupt_that_saved_says_so(
+    signals: int,
+    source: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A second Ctrl-C does not wait for the end of the step."""
+
+    def interrupt(_: TrainingReporter, progress: Progress) -> None:
+        if progress.step == 2:
+            for _number in range(signals):
+                os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(TrainingReporter, "report", interrupt)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        options = ["--data", str(source), "--out", str(tmp_path / "run"), *SMALL]
+        status = main(["train", *options, "--autoencoder.epochs", "10", "--quiet"])
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert status == 130
+    said = capsys.readouterr().err
+    saved = read_tensors(tmp_path / "run" / CHECKPOINT)[1]["step"]
+    assert saved == (2 if signals == 1 else 0)
+    assert ("checkpoint saved; resume with: poecaps" in said) == (signals == 1)
+    assert ("the last checkpoint is" in said) == (signals == 2)
+    assert f"with: poecaps train --resume {tmp_path / 'run'}" in said
 
 
 def test_a_folder_with_a_run_is_refused_with_the_command_that_resumes_it(

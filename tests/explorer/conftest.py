@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 import torch
-import uvicorn
 
 import poecaps
 from poecaps.data import ImageSet
+from poecaps.explorer.connections import LimitedServer
 from poecaps.explorer.render import ExplorerModel
 from poecaps.explorer.server import create_app, listen
 from poecaps.options import Architecture, DensityOptions
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from fastapi import FastAPI
+
+TOKEN = "the-token-of-the-tests"
+BEARER = {"authorization": f"Bearer {TOKEN}"}
 
 
 @pytest.fixture(scope="session")
@@ -88,13 +91,13 @@ def walks() -> ExplorerModel:
 
 @pytest.fixture(scope="session")
 def app(digits: ExplorerModel, colours: ExplorerModel, walks: ExplorerModel) -> FastAPI:
-    return create_app([digits, colours, walks])
+    return create_app([digits, colours, walks], token=TOKEN)
 
 
 @contextmanager
-def serving(app: Any) -> Iterator[str]:
+def serving(app: Any, **limits: Any) -> Iterator[str]:
     """Serve an application on a free local port, as `poecaps explore` does; yield its URL."""
-    server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=2))
+    server = LimitedServer(app, **limits)
     with listen("127.0.0.1") as listener:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
@@ -113,7 +116,7 @@ def address(app: FastAPI) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def client(address: str) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=address, timeout=30, trust_env=False) as client:
+    with httpx.Client(base_url=address, headers=BEARER, timeout=30, trust_env=False) as client:
         yield client
 
 

@@ -16,7 +16,7 @@ from poecaps.code_density import DOMAINS
 from poecaps.explorer import chains
 from poecaps.explorer.render import Setting
 from poecaps.explorer.server import create_app
-from tests.explorer.conftest import serving
+from tests.explorer.conftest import TOKEN, serving
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -83,7 +83,7 @@ def opened(browser: Browser, address: str, problems: list[str]) -> Iterator[Call
             lambda message: problems.append(message.text) if message.type == "error" else None,
         )
         page.on("pageerror", lambda error: problems.append(str(error)))
-        page.goto(f"{address}/{fragment}")
+        page.goto(f"{address}/?token={TOKEN}{fragment}")
         expect(page.locator("#image[data-number]")).to_be_visible()
         return page
 
@@ -296,6 +296,24 @@ def test_a_copied_link_brings_everything_back(
     expect(again.locator("#sliders-title")).to_have_text("Expert 3")
 
 
+def test_the_token_is_needed_once_and_does_not_stay_in_the_address(
+    browser: Browser, opened: Callable[..., Page], address: str
+) -> None:
+    page = opened()
+    assert TOKEN not in page.url
+    page.reload()
+    expect(page.locator("#image[data-number]")).to_be_visible()
+    page.goto(address)  # as from a bookmark
+    expect(page.locator("#image[data-number]")).to_be_visible()
+    stranger = browser.new_context()
+    try:
+        answer = stranger.new_page().goto(address)
+        assert answer is not None
+        assert answer.status == 401
+    finally:
+        stranger.close()
+
+
 def test_nonsense_in_a_link_does_no_harm(opened: Callable[..., Page]) -> None:
     page = opened(
         "desktop", "#m=digits&x=999&d=up&s=-1&e=1:9e9:x;77:1:;0:-1:1,2,3,4,5,6,7,8;z&t=12345&i=%%%"
@@ -466,7 +484,7 @@ def test_a_single_model_is_named(browser: Browser, digits: ExplorerModel, screen
         SCREENS[screen],
         "digits <b> of many hands, with a name that is longer than a phone is wide",
     )
-    with serving(create_app([replace(digits, name=name)])) as address:
+    with serving(create_app([replace(digits, name=name)], token=None)) as address:
         page = browser.new_page(viewport={"width": size.width, "height": size.height})
         page.goto(address)
         expect(page.locator("#model-name")).to_have_text(name)

@@ -37,9 +37,13 @@ def test_it_prints_its_address_serves_and_ends_with_ctrl_c(digits: ExplorerModel
     ) as process:
         try:
             assert process.stdout is not None
-            found = re.search(r"http://127\.0\.0\.1:\d+/", process.stdout.readline())
+            found = re.search(
+                r"(http://127\.0\.0\.1:\d+/)\?token=[\w-]{32} ", process.stdout.readline()
+            )
             assert found
-            with httpx.Client(base_url=found[0], timeout=30, trust_env=False) as client:
+            with httpx.Client(base_url=found[1], timeout=30, trust_env=False) as client:
+                assert client.get("/api/models").status_code == 401
+                assert client.get(found[0].strip()).status_code == 303  # leaves a cookie
                 assert client.get("/api/models").json() == ["digits", "digits-2"]
                 assert client.get("/").status_code == 200
             process.send_signal(signal.SIGINT)
@@ -76,7 +80,41 @@ def test_the_browser_opens_and_others_are_warned_of(
     assert "warning" not in capsys.readouterr().err
     assert main(["explore", digits.source, "--host", "0.0.0.0", "--no-browser"]) == 0
     assert len(served["opened"]) == 1
-    assert "others can use the explorer" in capsys.readouterr().err
+    assert "everybody who has the address can use the explorer" in capsys.readouterr().err
+
+
+def test_the_token_is_random_ones_own_or_on_this_machine_none(
+    digits: ExplorerModel,
+    served: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    tokens = []
+    for options in (
+        [],
+        [],
+        ["--token", "my-own-token-0123"],
+        ["--no-token"],
+        ["--no-token", "--host", "::1"],
+    ):
+        assert main(["explore", digits.source, "--no-browser", *options]) == 0
+        tokens.append(served["token"])
+    assert len(set(tokens[:2])) == 2
+    assert min(map(len, tokens[:2])) == 32
+    assert tokens[2:] == ["my-own-token-0123", None, None]
+    monkeypatch.setenv("POECAPS_TOKEN", "of-the-environment")
+    assert main(["explore", digits.source, "--no-browser"]) == 0
+    assert served.pop("token") == "of-the-environment"
+    for options, reason in (
+        (["--no-token", "--host", "0.0.0.0"], "a token is required at host '0.0.0.0'"),
+        (["--token", "short"], "token must have 16 to 128 letters, digits, - or _"),
+        (["--token", "has spaces and such"], "some of them others"),
+        (["--token", "my-own-token-0123", "--no-token"], "leave out one of them"),
+    ):
+        capsys.readouterr()
+        assert main(["explore", digits.source, "--no-browser", *options]) == 2
+        assert reason in capsys.readouterr().err
+        assert "token" not in served
 
 
 def test_the_shipped_model_is_the_default(

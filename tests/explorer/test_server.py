@@ -23,8 +23,9 @@ from PIL import Image
 from benchmarks.explorer_load import load
 from poecaps.explorer import chains
 from poecaps.explorer.render import ExplorerModel, Setting
-from poecaps.explorer.server import STATIC, create_app
-from tests.explorer.conftest import serving
+from poecaps.explorer.security import is_loopback, new_token, require_token
+from poecaps.explorer.server import STATIC, create_app, serve
+from tests.explorer.conftest import BEARER, TOKEN, serving
 from tests.explorer.test_pictures import broken, png
 
 if TYPE_CHECKING:
@@ -344,7 +345,7 @@ def test_a_fault_is_a_json_error_that_tells_nothing(colours: ExplorerModel) -> N
     broken_model = ExplorerModel("broken", "nowhere", colours.network)
     object.__setattr__(broken_model, "decode", lambda _: 1 / 0)
     with (
-        serving(create_app([broken_model])) as address,
+        serving(create_app([broken_model], token=None)) as address,
         httpx.Client(base_url=address, trust_env=False) as client,
     ):
         answer = client.post("/api/models/broken/decode", json={"experts": []})
@@ -394,7 +395,7 @@ def test_a_page_of_our_own_may_ask(client: httpx.Client, address: str) -> None:
 
 
 def test_a_server_for_others_answers_to_addresses_but_not_to_names(digits: ExplorerModel) -> None:
-    app = create_app([digits], hosts=("127.0.0.1", "lab"), any_address=True)
+    app = create_app([digits], token=None, hosts=("127.0.0.1", "lab"), any_address=True)
     with serving(app) as address, httpx.Client(base_url=address, trust_env=False) as client:
         for host, status in {
             "192.168.0.7:81": 200,
@@ -403,6 +404,67 @@ def test_a_server_for_others_answers_to_addresses_but_not_to_names(digits: Explo
             "evil.example": 403,
         }.items():
             assert client.get("/api/models", headers={"host": host}).status_code == status
+
+
+EVERYTHING = ["/", "/app.js", "/api/models", "/api/models/digits", "/api/openapi.json", "/nothing"]
+
+
+@pytest.mark.parametrize("path", EVERYTHING)
+def test_without_the_token_nothing_is_answered(address: str, path: str) -> None:
+    port = urlsplit(address).port
+    wrong = "not-the-token-of-the-tests"
+    with httpx.Client(base_url=address, timeout=30, trust_env=False) as stranger:
+        for options in (
+            {},
+            {"params": {"token": wrong}},
+            {"params": {"token": ""}},
+            {"params": {"token": TOKEN[:-1]}},
+            {"headers": {"authorization": f"Bearer {wrong}"}},
+            {"headers": {"authorization": "Bearer"}},
+            {"headers": {"authorization": b"Bearer \xff"}},
+            {"headers": {"cookie": f"poecaps-explorer-{port}={wrong}"}},
+            {"headers": {"cookie": f"poecaps-explorer-1={TOKEN}"}},
+            {"headers": {"cookie": f"poecaps-explorer-{port}"}},
+        ):
+            answer = stranger.get(path, **options)
+            assert answer.status_code == 401
+            assert "the address that poecaps explore has printed" in error_of(answer)
+            assert "set-cookie" not in answer.headers
+        assert stranger.post("/api/models/digits/decode", json=PICTURE).status_code == 401
+
+
+def test_the_first_visit_leaves_a_cookie_and_hides_the_token(address: str) -> None:
+    with httpx.Client(base_url=address, timeout=30, trust_env=False) as browser:
+        answer = browser.get("/", params={"token": TOKEN})
+        assert (answer.status_code, answer.headers["location"]) == (303, "/")
+        assert answer.headers["cache-control"] == "no-store"
+        assert answer.headers["referrer-policy"] == "no-referrer"
+        cookie = answer.headers["set-cookie"]
+        assert "HttpOnly" in cookie
+        assert "SameSite=Lax" in cookie
+        for path in ("/", "/app.js", "/api/models", "/api/openapi.json"):
+            assert browser.get(path).status_code == 200
+        assert browser.post("/api/models/digits/decode", json=PICTURE).status_code == 200
+        foreign = {"origin": "http://127.0.0.1:1"}
+        assert browser.get("/api/models", headers=foreign).status_code == 403  # cookie or not
+
+
+def test_a_program_may_send_the_token_in_the_url_or_in_a_header(address: str) -> None:
+    for options in ({"params": {"token": TOKEN}}, {"headers": BEARER}):
+        answer = httpx.get(f"{address}/api/models", trust_env=False, timeout=30, **options)  # type: ignore[arg-type]
+        assert answer.status_code == 200
+
+
+def test_a_public_server_needs_a_token(digits: ExplorerModel) -> None:
+    for host in ("0.0.0.0", "::", "192.168.0.7", "lab"):
+        with pytest.raises(ValueError, match="a token is required at host"):
+            serve([digits], token=None, host=host, ready=pytest.fail)
+    with pytest.raises(ValueError, match="token must have 16 to 128 letters"):
+        serve([digits], token="short", ready=pytest.fail)
+    assert is_loopback("127.0.0.2")
+    assert not is_loopback("127.0.0.1.evil.example")
+    assert len({new_token() for _ in range(100)}) == 100
+    require_token(new_token(), "0.0.0.0")
 
 
 @pytest.mark.parametrize(
@@ -449,7 +511,7 @@ def test_the_page_needs_nothing_from_outside(client: httpx.Client) -> None:
 
 @pytest.fixture(scope="module")
 def narrow(digits: ExplorerModel) -> Iterator[httpx.Client]:
-    app = create_app([digits], max_body_bytes=10_000, body_timeout=0.5)
+    app = create_app([digits], token=None, max_body_bytes=10_000, body_timeout=0.5)
     with (
         serving(app) as address,
         httpx.Client(base_url=address, timeout=30, trust_env=False) as client,
@@ -492,7 +554,7 @@ def test_chains_run_off_the_event_loop(
 
     monkeypatch.setattr(chains, "advance", waiting)
     with (
-        serving(create_app([walks])) as address,
+        serving(create_app([walks], token=None)) as address,
         httpx.Client(base_url=address, timeout=30, trust_env=False) as client,
         ThreadPoolExecutor(1) as threads,
     ):
@@ -518,7 +580,7 @@ def test_a_crowd_gets_an_honest_429_and_the_server_goes_on(colours: ExplorerMode
         return decode(settings)
 
     object.__setattr__(slow, "decode", waiting)
-    app = create_app([slow], max_concurrent_requests=3)
+    app = create_app([slow], token=None, max_concurrent_requests=3)
     with serving(app) as address, ThreadPoolExecutor(8) as threads:
 
         def ask(_: int) -> httpx.Response:
@@ -542,7 +604,7 @@ def test_a_crowd_gets_an_honest_429_and_the_server_goes_on(colours: ExplorerMode
 def test_fifty_clients_at_once_get_answers_or_an_honest_429(
     address: str, client: httpx.Client
 ) -> None:
-    seen = load(address, 50, requests=8)
+    seen = load(f"{address}/?token={TOKEN}", 50, requests=8)
     assert seen.faults == []
     assert set(seen.statuses) <= {200, 429}
     assert seen.statuses[200] > 0
@@ -562,7 +624,10 @@ def test_schemathesis_finds_nothing(address: str, tmp_path: Path) -> None:
     )
     program = "import sys; from schemathesis.cli import schemathesis; sys.exit(schemathesis())"
     done = subprocess.run(
-        [sys.executable, "-c", program, "run", f"{address}/api/openapi.json", *options.split()],
+        [
+            *(sys.executable, "-c", program, "run", f"{address}/api/openapi.json"),
+            *("--header", f"Authorization: {BEARER['authorization']}", *options.split()),
+        ],
         env={
             **os.environ,
             "PYTHONPATH": path,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -20,7 +21,7 @@ import torch
 
 from poecaps.data import ImageSet
 from poecaps.serialization import read_tensors
-from poecaps.training import train
+from poecaps.training import resume, train
 from poecaps.training.checkpoint import CHECKPOINT
 from poecaps.training.distributed import Distributed, RandomNumbers
 from poecaps.training.interrupts import Interrupts
@@ -29,34 +30,37 @@ from tests.training.runs import OPTIONS, assert_same_weights, config_for, metric
 from tests.training.test_density import density_config
 from tests.training.test_views import config_with
 
+# torchrun, but a stopped process is killed after one second instead of thirty.
+TORCHRUN = """
+from torch.distributed import run
+from torch.distributed.elastic.multiprocessing.api import PContext
+PContext.close.__defaults__ = (None, 1)
+run.main()
+"""
 EXACT = ["--precision", "float32"]  # because bfloat16 rounds each share by itself
 
 
-def torchrun(data: Path, folder: Path, *options: str, restarts: int = 0) -> subprocess.Popen[str]:
+def torchrun(
+    data: Path, folder: Path, *options: str, restarts: int = 0, resume: bool = False, size: int = 2
+) -> subprocess.Popen[str]:
     loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
     launcher = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
+        *(sys.executable, "-c", TORCHRUN),
         "--standalone",
         "--nproc-per-node",
-        "2",
+        str(size),
     ]
     launcher += ["--max-restarts", str(restarts), "--local-addr", "127.0.0.1"]
+    start = ["--data", str(data), "--out", str(folder), *OPTIONS]
     arguments = [
-        *launcher,
-        "-m",
-        "poecaps",
-        "train",
-        "--data",
-        str(data),
-        "--out",
-        str(folder),
-        *OPTIONS,
-        *options,
-        "--no-figures",
+        *(*launcher, "-m", "poecaps", "train"),
+        *(["--resume", str(folder)] if resume else start),
+        *(*options, "--no-figures"),
     ]
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": loopback, "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {
+        "GLOO_SOCKET_IFNAME": loopback,
+        "OMP_NUM_THREADS": "1",
+    }
     return subprocess.Popen(
         arguments,
         env=environment,
@@ -84,16 +88,27 @@ def pair(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_two_processes_learn_what_one_learns(data: Path, pair: Path, tmp_path: Path) -> None:
-    """With dropout, Bernoulli mixing and competition: numbers are those of the whole batch."""
-    train(config_for(data, precision="float32"), tmp_path / "one")
-    ours, theirs = weights(pair), weights(tmp_path / "one")
+@pytest.fixture(scope="module")
+def single(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same run in one process."""
+    folder = tmp_path_factory.mktemp("single") / "run"
+    train(config_for(data, precision="float32"), folder)
+    return folder
+
+
+def assert_similar_weights(first: Path, second: Path) -> None:
+    """The weights are equal, except for the order of summation."""
+    ours, theirs = weights(first), weights(second)
     for name in theirs:
         if not name.startswith("code_density."):  # clusters may be numbered otherwise
             assert (ours[name] - theirs[name]).norm() <= 1e-3 * theirs[name].norm() + 1e-6, name
-    assert [line["stage"] for line in metrics(pair)] == [
-        line["stage"] for line in metrics(tmp_path / "one")
-    ]
+
+
+def test_two_processes_learn_what_one_learns(pair: Path, single: Path) -> None:
+    """With dropout, Bernoulli mixing and competition: numbers are those of the whole batch."""
+    assert_similar_weights(pair, single)
+    ours, theirs = metrics(pair), metrics(single)
+    assert [line["stage"] for line in ours] == [line["stage"] for line in theirs]
     assert json.loads((pair / "run.json").read_text())["starts"][0]["processes"] == 2
 
 
@@ -125,6 +140,12 @@ def test_two_processes_share_chains_and_views(data: Path, tmp_path: Path) -> Non
     assert last["acceptance"] == pytest.approx(expected["acceptance"], abs=1e-6)
 
 
+def test_the_logged_loss_is_that_of_the_whole_batch(pair: Path, single: Path) -> None:
+    ours, theirs = (torch.tensor([each["loss"] for each in metrics(run)]) for run in (pair, single))
+    assert (ours - theirs).abs().max() <= 1e-3 * theirs.abs().max()
+    assert len(theirs) > 10
+
+
 def children(process: subprocess.Popen[str]) -> list[int]:
     return [
         int(each)
@@ -132,19 +153,30 @@ def children(process: subprocess.Popen[str]) -> list[int]:
     ]
 
 
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the processes in /proc")
+def until_second_stage(process: subprocess.Popen[str], folder: Path) -> dict[str, Any]:
+    """Wait until a run is in its second stage, the first encoder; return its checkpoint."""
+    before: dict[str, Any] = {}
+    while before.get("stage") != 1:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+        if (folder / CHECKPOINT).exists():
+            _, before = read_tensors(folder / CHECKPOINT)
+    return before
+
+
+needs_proc = pytest.mark.skipif(
+    not Path("/proc/self/task").exists(), reason="finds the processes in /proc"
+)
+
+
+@needs_proc
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_worker_costs_at_most_the_steps_since_the_last_checkpoint(
     victim: int, data: Path, pair: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
     process = torchrun(data, folder, *EXACT, restarts=1)
-    before: dict[str, Any] = {}
-    while before.get("stage") != 1:  # its second stage, the first encoder
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.01)
-        if (folder / CHECKPOINT).exists():
-            _, before = read_tensors(folder / CHECKPOINT)
+    before = until_second_stage(process, folder)
     os.kill(children(process)[victim], signal.SIGKILL)
     finish(process)
     first, second = json.loads((folder / "run.json").read_text())["starts"]
@@ -155,6 +187,54 @@ def test_a_killed_worker_costs_at_most_the_steps_since_the_last_checkpoint(
     )  # but where the last checkpoint was
     assert_same_weights(folder, pair)
     assert metrics(folder) == metrics(pair)
+
+
+@needs_proc
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_stopped_worker_ends_the_attempt_and_the_next_one_goes_on(
+    victim: int, data: Path, pair: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    timeout = ["--process-timeout", "5"]
+    process = torchrun(data, folder, *EXACT, *timeout, restarts=3)  # for a slow machine
+    before = until_second_stage(process, folder)
+    os.kill(children(process)[victim], signal.SIGSTOP)
+    err = finish(process)
+    assert "poecaps: another process did not answer for 5 seconds" in err
+    assert "Traceback" not in err.split("poecaps: another process")[0]
+    _, second, *_ = json.loads((folder / "run.json").read_text())["starts"]
+    assert (second["stage"], second["step"]) >= ("encoder 1", before["step"])
+    assert_same_weights(folder, pair)
+    assert metrics(folder) == metrics(pair)
+
+
+@needs_proc
+def test_a_run_goes_on_with_fewer_or_more_processes(
+    data: Path, single: Path, tmp_path: Path
+) -> None:
+    """Begun by two, of which one is stopped, continued by four, then by one."""
+    folder = tmp_path / "run"
+    process = torchrun(data, folder, *EXACT, "--process-timeout", "5")
+    until_second_stage(process, folder)
+    os.kill(children(process)[1], signal.SIGSTOP)
+    _, err = process.communicate(timeout=300)
+    assert process.returncode != 0
+    assert len(re.findall("^poecaps: ", err, re.MULTILINE)) == 1  # of the process that waited
+    process = torchrun(data, folder, resume=True, size=3)
+    _, err = process.communicate(timeout=300)
+    assert process.returncode != 0
+    assert "must be a multiple of the number of processes, 3, but is 16" in err
+    process = torchrun(data, folder, "--process-timeout", "100", resume=True, size=4)
+    while read_tensors(folder / CHECKPOINT)[1]["stage"] < 3:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+    for each in children(process):
+        os.kill(each, signal.SIGKILL)
+    process.communicate(timeout=300)
+    resume(folder)
+    starts = json.loads((folder / "run.json").read_text())["starts"]
+    assert [each["processes"] for each in starts] == [2, 4, 1]
+    assert_similar_weights(folder, single)
 
 
 def test_an_interrupt_of_one_process_stops_all_between_two_steps(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import os
 import sys
 import webbrowser
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from tyro.conf import Positional, arg
+from tyro.conf import FlagCreatePairsOff, Positional, arg
 
 from poecaps import _checks as checks
 from poecaps import models
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from poecaps.explorer.render import ExplorerModel
 
 DEFAULT_MODEL = "mnist"
+TOKEN_VARIABLE = "POECAPS_TOKEN"  # noqa: S105 (the name of a variable)
 
 
 def explore(
@@ -37,6 +39,10 @@ def explore(
     *,
     host: str = "127.0.0.1",
     port: int = 0,
+    token: Annotated[
+        str | None, arg(metavar="TOKEN", help_behavior_hint="(default: a random one)")
+    ] = None,
+    no_token: FlagCreatePairsOff[bool] = False,
     browser: bool = True,
 ) -> None:
     """Explore the experts of a model in a browser: change parameters and watch the image change.
@@ -49,6 +55,10 @@ def explore(
         Address to listen on; any address other than this machine's own lets others connect.
     port
         Port to listen on; 0 selects a free port.
+    token
+        Secret part of the address. POECAPS_TOKEN in the environment is hidden from other users.
+    no_token
+        Let every program and user of this machine use the explorer.
     browser
         Open the page in a browser.
     """
@@ -61,6 +71,11 @@ def explore(
         raise OSError(
             f"the explorer needs {error.name}; pip install 'poecaps[explorer]'"
         ) from error
+    if no_token and token is not None:
+        raise ValueError("--no-token cannot be combined with --token; leave out one of them")
+    given = token or os.environ.get(TOKEN_VARIABLE) or security.new_token()
+    secret = None if no_token else given
+    security.require_token(secret, host)
     if not runs and DEFAULT_MODEL not in models.names():
         raise FileNotFoundError(
             f"the model {DEFAULT_MODEL} is not part of this installation; give a run, as in: "
@@ -71,16 +86,17 @@ def explore(
         opened.append(_open(run, [each.name for each in opened]))
 
     def ready(url: str) -> None:
-        if host not in security.LOCAL_HOSTS:
+        if not security.is_loopback(host):
             say(
-                f"warning: at {host} others can use the explorer, too, without a password",
+                f"warning: at {host} everybody who has the address can use the explorer, and read "
+                "along, because it is not encrypted",
                 file=sys.stderr,
             )
         say(f"the explorer is at {url} (stop it with Ctrl-C)")
         if browser:
             webbrowser.open(url)
 
-    server.serve(opened, host=host, port=port, ready=ready)
+    server.serve(opened, token=secret, host=host, port=port, ready=ready)
 
 
 def _open(run: str, taken: Sequence[str]) -> ExplorerModel:

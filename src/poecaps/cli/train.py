@@ -36,6 +36,7 @@ from poecaps.training import (
 from poecaps.training.checkpoint import newest_checkpoint
 from poecaps.training.config import Preset  # noqa: TC001 (tyro reads the annotations)
 from poecaps.training.distributed import Distributed
+from poecaps.training.errors import SavedInterrupt
 from poecaps.training.metrics import METRICS
 from poecaps.training.progress import TensorBoard, display
 
@@ -88,11 +89,11 @@ def train_command(preset_given: str) -> Callable[..., None]:
             Draw figures after training.
         """
         if resume is not None and (
-            out is not None or replace(config, device="auto") != PRESETS["default"]()
+            out is not None or _without_machine_options(config) != PRESETS["default"]()
         ):
             raise ValueError(
                 "--resume uses the options of the run; leave out all others except --device, "
-                "--quiet, --tensorboard and --figures"
+                "--process-timeout, --quiet, --tensorboard and --figures"
             )
         folder = (resume or out or _unused_folder(config.data)).expanduser()
         config.validate()
@@ -157,18 +158,26 @@ def _train(
     try:
         with closing(reporter):
             if resume:
-                device = None if config.device == "auto" else config.device
+                usual = PRESETS["default"]().process_timeout
                 result = resume_training(
-                    folder, device=device, report=reporter.report, found=reporter.found
+                    folder,
+                    device=None if config.device == "auto" else config.device,
+                    process_timeout=None
+                    if config.process_timeout == usual
+                    else config.process_timeout,
+                    report=reporter.report,
+                    found=reporter.found,
                 )
             else:
                 result = run_training(config, folder, report=reporter.report, found=reporter.found)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         newest = newest_checkpoint(folder)
         if first and newest is not None:
             age = max(0.0, time.time() - newest.stat().st_mtime)
+            saved = isinstance(interrupt, SavedInterrupt)
+            state = "checkpoint saved" if saved else f"the last checkpoint is {age:.0f} s old"
             say(
-                f"the last checkpoint is {age:.0f} s old; resume with: {_resume_command(folder)}",
+                f"{state}; resume with: {_resume_command(folder)}",
                 file=sys.stderr,
             )
         raise
@@ -185,6 +194,12 @@ def _train(
             say(line)
         _warn_of_failure(result)
     return result
+
+
+def _without_machine_options(config: Config) -> Config:
+    """Return options without those that may change when a run is resumed."""
+    usual = PRESETS["default"]()
+    return replace(config, device=usual.device, process_timeout=usual.process_timeout)
 
 
 def _resume_command(folder: Path) -> str:

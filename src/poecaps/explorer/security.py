@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
 import ipaddress
 import json
 import logging
+import re
+import secrets
 from typing import TYPE_CHECKING
+from urllib.parse import parse_qs
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, MutableMapping
@@ -18,6 +22,8 @@ MAX_BODY_BYTES = 8_000_000
 MAX_CONCURRENT_REQUESTS = 32  # further requests are answered with status 429
 BODY_TIMEOUT = 15.0  # seconds in which the body of a request must arrive
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
+TOKEN_BYTES = 24  # of a random token
+TOKEN = re.compile(r"[A-Za-z0-9_-]{16,128}")  # valid in a URL and in a cookie
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
     "img-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; "
@@ -38,6 +44,33 @@ class RejectedRequestError(Exception):
         self.status = status
 
 
+def new_token() -> str:
+    """Return a random token."""
+    return secrets.token_urlsafe(TOKEN_BYTES)
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine can connect to a server at this host."""
+    try:
+        return host in LOCAL_HOSTS or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def require_token(token: str | None, host: str) -> None:
+    """Raise ValueError if a token is invalid, or missing where others can connect."""
+    if token is None and not is_loopback(host):
+        raise ValueError(
+            f"a token is required at host {host!r}, where others can connect; "
+            f"only {', '.join(LOCAL_HOSTS)} may be without"
+        )
+    if token is not None and not TOKEN.fullmatch(token):
+        raise ValueError(
+            f"token must have 16 to 128 letters, digits, - or _, but has {len(token)} characters"
+            + (", some of them others" if 16 <= len(token) <= 128 else "")
+        )
+
+
 class SecurityMiddleware:
     """ASGI middleware that rejects unwanted requests and adds security headers to every response.
 
@@ -45,10 +78,18 @@ class SecurityMiddleware:
     in the header `Origin` or, if the site's DNS name was made to point to this machine, in `Host`.
     Both must be those of this server.
 
+    Other programs and other users of this machine can send any header. They do not know the token,
+    which is part of the URL that the browser opens first. The response to that request stores the
+    token in a cookie and redirects to the page, so that neither the address bar nor a copied link
+    contains it.
+
     Parameters
     ----------
     app
         The application to protect.
+    token
+        The token that requests must have: in a cookie, as the parameter `token` of the URL or in
+        the header `Authorization: Bearer TOKEN`. None: requests need no token.
     hosts
         Names, without port, under which this server may be addressed.
     any_address
@@ -62,13 +103,14 @@ class SecurityMiddleware:
         self,
         app: ASGIApp,
         *,
+        token: str | None,
         hosts: Iterable[str] = LOCAL_HOSTS,
         any_address: bool = False,
         max_body_bytes: int = MAX_BODY_BYTES,
         max_concurrent_requests: int = MAX_CONCURRENT_REQUESTS,
         body_timeout: float = BODY_TIMEOUT,
     ) -> None:
-        self.app = app
+        self.app, self.token = app, token
         self.hosts = frozenset(host.lower() for host in hosts)
         self.any_address = any_address
         self.max_body_bytes = max_body_bytes
@@ -97,14 +139,15 @@ class SecurityMiddleware:
                 message = {**message, "headers": [*message["headers"], *added]}
             await send(message)
 
+        headers = {
+            name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]
+        }
         try:
-            self._check_sender(
-                {
-                    name.decode("latin-1"): value.decode("latin-1")
-                    for name, value in scope["headers"]
-                },
-                scope,
-            )
+            self._check_sender(headers, scope)
+            if self._is_first_visit(scope):
+                await self._send_cookie(send_with_headers, scope)
+                return
+            self._check_token(headers, scope)
             if self.in_progress >= self.max_concurrent_requests:
                 raise RejectedRequestError(
                     429,
@@ -120,7 +163,7 @@ class SecurityMiddleware:
                 await self._discard_body(receive)
             await _send_error(send_with_headers, error)
         except Exception:
-            logging.getLogger(__name__).exception("%s %s failed", scope["method"], scope["path"])
+            logging.getLogger(__name__).exception("%s %r failed", scope["method"], scope["path"])
             if started:
                 raise
             await _send_error(
@@ -131,6 +174,41 @@ class SecurityMiddleware:
             )
         finally:
             self.in_progress -= counted
+
+    def _check_token(self, headers: MutableMapping[str, str], scope: Scope) -> None:
+        given = [
+            headers.get("authorization", "").removeprefix("Bearer "),
+            _query_token(scope),
+            _cookie(headers.get("cookie", ""), _cookie_name(scope)),
+        ]
+        if not any([self._is_token(each) for each in given]):  # noqa: C419 (in constant time)
+            raise RejectedRequestError(
+                401,
+                "the explorer needs its token; open the address that poecaps explore has printed, "
+                "or send the header Authorization: Bearer TOKEN",
+            )
+
+    def _is_token(self, text: str) -> bool:
+        return self.token is None or hmac.compare_digest(
+            text.encode("utf-8", "replace"), self.token.encode()
+        )
+
+    def _is_first_visit(self, scope: Scope) -> bool:
+        """Return whether a browser opens the page with the token in its URL."""
+        is_page = scope["method"] == "GET" and scope["path"] == "/"
+        return is_page and bool(given := _query_token(scope)) and self._is_token(given)
+
+    async def _send_cookie(self, send: Send, scope: Scope) -> None:
+        """Store the token in the browser, and redirect to the page without it."""
+        cookie = f"{_cookie_name(scope)}={self.token or ''}; Path=/; HttpOnly; SameSite=Lax"
+        headers = [
+            (b"location", b"/"),
+            (b"set-cookie", cookie.encode()),
+            (b"cache-control", b"no-store"),
+            (b"content-length", b"0"),
+        ]
+        await send({"type": "http.response.start", "status": 303, "headers": headers})
+        await send({"type": "http.response.body", "body": b""})
 
     def _check_sender(self, headers: MutableMapping[str, str], scope: Scope) -> None:
         host = headers.get("host", "")
@@ -194,6 +272,22 @@ class SecurityMiddleware:
             return
 
 
+def _query_token(scope: Scope) -> str:
+    query: str = scope["query_string"].decode("latin-1")
+    return parse_qs(query).get("token", [""])[0]
+
+
+def _cookie_name(scope: Scope) -> str:
+    """Return the name of the cookie; browsers send the cookies of a host to all of its ports."""
+    return f"poecaps-explorer-{scope['server'][1]}"
+
+
+def _cookie(header: str, name: str) -> str:
+    """Return the value of a cookie, or ""."""
+    pairs = (each.strip().partition("=") for each in header.split(";"))
+    return next((value for found, _, value in pairs if found == name), "")
+
+
 def _without_port(host: str) -> str:
     """Remove the port from a Host header, and the brackets from an IPv6 address."""
     if host.startswith("["):
@@ -218,6 +312,8 @@ def _replay(body: bytes, receive: Receive) -> Receive:
 async def _send_error(send: Send, error: RejectedRequestError) -> None:
     body = json.dumps({"error": str(error)}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    if error.status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
     if error.status == 429:
         headers.append((b"retry-after", b"1"))
     await send({"type": "http.response.start", "status": error.status, "headers": headers})

@@ -10,7 +10,6 @@ from pathlib import Path as FilePath
 from typing import TYPE_CHECKING, Annotated, Any, Literal, ParamSpec, TypeVar
 
 import torch
-import uvicorn
 from fastapi import Body, FastAPI, HTTPException, Path, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
@@ -19,6 +18,7 @@ from starlette.exceptions import HTTPException as StarletteError
 from poecaps._version import __version__
 from poecaps.code_density import Domain  # noqa: TC001 (FastAPI reads the annotations)
 from poecaps.explorer import chains, pictures
+from poecaps.explorer.connections import BACKLOG, LimitedServer, bounded_log
 from poecaps.explorer.render import STRIDE
 from poecaps.explorer.schema import (
     MAX_SEED,
@@ -32,7 +32,12 @@ from poecaps.explorer.schema import (
     PythonCode,
     Walk,
 )
-from poecaps.explorer.security import LOCAL_HOSTS, SecurityMiddleware
+from poecaps.explorer.security import (
+    LOCAL_HOSTS,
+    SecurityMiddleware,
+    is_loopback,
+    require_token,
+)
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
@@ -88,6 +93,7 @@ IMAGE_RESPONSE: dict[str, Any] = {"content": {**PNG_RESPONSE["content"], **BYTES
 def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
     meanings = {
         400: "The body is not JSON text.",
+        401: "The token is missing or wrong.",
         403: "The request comes from another site.",
         404: "There is no such model, expert, parameter, image or density.",
         408: "The request took too long to arrive.",
@@ -99,7 +105,7 @@ def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
     }
     return {
         status: {"model": Error, "description": meanings[status]}
-        for status in (400, 403, 404, 408, 413, 422, 429, *statuses)
+        for status in (400, 401, 403, 404, 408, 413, 422, 429, *statuses)
     }
 
 
@@ -129,8 +135,8 @@ class ModelRegistry:
         return await loop.run_in_executor(self.threads, lambda: function(*args, **kwargs))
 
 
-def create_app(models: Sequence[ExplorerModel], **limits: Any) -> FastAPI:
-    """Create the web application; `limits` are options of `SecurityMiddleware`."""
+def create_app(models: Sequence[ExplorerModel], *, token: str | None, **options: Any) -> FastAPI:
+    """Create the web application; `token` and `options` are those of `SecurityMiddleware`."""
     registry = ModelRegistry(models)
 
     @asynccontextmanager
@@ -142,13 +148,14 @@ def create_app(models: Sequence[ExplorerModel], **limits: Any) -> FastAPI:
         title="poecaps explorer",
         version=__version__,
         description="Explore the experts of a product of expert capsules. Requests and responses "
-        'are JSON, except for images; an error is {"error": "reason"}.',
+        'are JSON, except for images; an error is {"error": "reason"}. Every request needs the '
+        "token of the explorer, for example as the header Authorization: Bearer TOKEN.",
         docs_url=None,  # its page would load scripts from other sites
         redoc_url=None,
         openapi_url="/api/openapi.json",
         lifespan=lifespan,
     )
-    app.add_middleware(SecurityMiddleware, **limits)
+    app.add_middleware(SecurityMiddleware, token=token, **options)
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(StarletteError, _http_error)
     _add_models(app, registry)
@@ -456,6 +463,7 @@ def _serving(content: bytes, kind: str) -> Callable[[], Any]:
 def serve(
     models: Sequence[ExplorerModel],
     *,
+    token: str | None,
     host: str = "127.0.0.1",
     port: int = 0,
     ready: Callable[[str], None],
@@ -466,31 +474,31 @@ def serve(
     ----------
     models
         The models.
+    token
+        The token that requests must have; None is only allowed if others cannot connect.
     host, port
         Where to listen; port 0 selects a free port.
     ready
-        Called with the URL once the server accepts connections.
+        Called with the URL, which contains the token, once the server accepts connections.
+
+    Raises
+    ------
+    ValueError
+        If the token is invalid, or None at a host where others can connect.
     """
+    require_token(token, host)
     torch.set_num_threads(1)  # the threads of the registry share the cores
-    is_public = host not in LOCAL_HOSTS
-    app = create_app(
-        models,
-        hosts=(*LOCAL_HOSTS, host, socket.gethostname()) if is_public else LOCAL_HOSTS,
-        any_address=is_public,
-    )
-    config = uvicorn.Config(
-        app,
-        log_level="warning",
-        server_header=False,
-        proxy_headers=False,
-        timeout_graceful_shutdown=2,
-    )
+    is_public = not is_loopback(host)
+    names = [*LOCAL_HOSTS, host, *([socket.gethostname()] if is_public else [])]
+    app = create_app(models, token=token, hosts=names, any_address=is_public)
     with listen(host, port) as listener:
         shown = "127.0.0.1" if host in ALL_ADDRESSES else f"[{host}]" if ":" in host else host
+        query = "" if token is None else f"?token={token}"
         # Connections are queued from now on, even before the server runs.
-        ready(f"http://{shown}:{listener.getsockname()[1]}/")
+        ready(f"http://{shown}:{listener.getsockname()[1]}/{query}")
         try:
-            uvicorn.Server(config).run(sockets=[listener])
+            with bounded_log():
+                LimitedServer(app).run(sockets=[listener])
         except KeyboardInterrupt:  # the regular way to stop it
             return
 
@@ -499,7 +507,7 @@ def listen(host: str, port: int = 0) -> socket.socket:
     """Open a socket that accepts connections; port 0 selects a free port."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        listener = socket.create_server((host, port), family=family, backlog=128)
+        listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
     except socket.gaierror as error:
         raise ValueError(f"host must be an address of this machine, but is {host!r}") from error
     except OSError as error:

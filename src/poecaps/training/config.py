@@ -24,6 +24,7 @@ OPTIMIZERS: tuple[Optimizer, ...] = get_args(Optimizer)
 Criterion = Literal["margin", "agreement", "reconstruction", "energy"]
 CRITERIA: tuple[Criterion, ...] = get_args(Criterion)
 MAX_EPOCHS = 10**6
+MAX_PROCESS_TIMEOUT = 1e6  # seconds; torch counts milliseconds in 32 bits
 
 
 @dataclass(frozen=True)
@@ -228,6 +229,8 @@ class Config:
     """Precision of the convolutions; auto: bfloat16 if the device is fast with it, else float32."""
     checkpoint_every: float = 60.0
     """Seconds between checkpoints, the most that a crash can cost; 0: one after every step."""
+    process_timeout: float = 300.0
+    """Seconds for which several processes wait for one of them before they give up."""
 
     def validate(self) -> None:
         """Raise an error if an option is invalid.
@@ -280,6 +283,12 @@ class Config:
             )
         checks.require_int("batch_size", self.batch_size, 1, MAX_SIZE)
         checks.require_nonnegative("checkpoint_every", self.checkpoint_every)
+        checks.require_positive("process_timeout", self.process_timeout)
+        if self.process_timeout > MAX_PROCESS_TIMEOUT:
+            raise ValueError(
+                f"process_timeout must be at most {MAX_PROCESS_TIMEOUT:g} seconds, but is "
+                f"{self.process_timeout:g}"
+            )
         checks.require_int("seed", self.seed, 0, 2**63 - 1)
         texts = {"data": self.data, "data_path": self.data_path or "", "device": self.device}
         for name, text in texts.items():
@@ -365,7 +374,7 @@ Preset = Literal["default", "paper", "energy"]
 PRESETS: dict[str, Callable[[], Config]] = {"default": default, "paper": paper, "energy": energy}
 
 # Options that depend on the machine and do not change the trained model (but for rounding).
-MACHINE_OPTIONS = ("data_path", "device", "checkpoint_every")
+MACHINE_OPTIONS = ("data_path", "device", "checkpoint_every", "process_timeout")
 
 
 def nearest_preset(config: Config) -> str:

@@ -8,9 +8,12 @@ processes changes only the order of summation.
 
 from __future__ import annotations
 
+import math
 import os
+import re
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,6 +35,8 @@ class Distributed:
 
     rank: int = 0
     size: int = 1
+    timeout: float = math.inf
+    """Seconds after which an exchange with the other processes fails."""
 
     @classmethod
     def from_environment(cls) -> Distributed:
@@ -53,7 +58,7 @@ class Distributed:
         if self.size == 1:
             return
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-        with _connection_errors():
+        with self._errors():
             dist.all_reduce(flat)
         flat /= self.size
         sizes = [tensor.numel() for tensor in tensors]
@@ -65,23 +70,37 @@ class Distributed:
         if self.size == 1:
             return shard
         shards = [torch.empty_like(shard) for _ in range(self.size)]
-        with _connection_errors():
+        with self._errors():
             dist.all_gather(shards, shard.contiguous())
         return torch.cat(shards)
 
     def broadcast_from_main(self, tensors: Sequence[Tensor]) -> None:
         """Replace tensors, in place, by those of the main process."""
         if self.size > 1:
-            with _connection_errors():
+            with self._errors():
                 for tensor in tensors:
                     dist.broadcast(tensor, src=0)
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        """Raise TrainingError, with one line, if an exchange with the other processes fails."""
+        try:
+            yield
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            if re.search("timed? ?out", reason, re.IGNORECASE):
+                raise TrainingError(
+                    f"another process did not answer for {self.timeout:g} seconds; it is stopped, "
+                    "hung or unreachable, and if it is only slow, increase --process-timeout"
+                ) from error
+            raise TrainingError(f"another process has ended ({reason})") from error
 
     def any(self, value: bool, device: torch.device) -> bool:
         """Return whether `value` is true in any process."""
         if self.size == 1:
             return value
         count = torch.tensor([float(value)], device=device)
-        with _connection_errors():
+        with self._errors():
             dist.all_reduce(count)
         return bool(count.item() > 0)
 
@@ -123,16 +142,6 @@ class RandomNumbers:
         return [size * self.distributed.size if i == dim else size for i, size in enumerate(shape)]
 
 
-@contextmanager
-def _connection_errors() -> Iterator[None]:
-    """Raise TrainingError if another process is gone."""
-    try:
-        yield
-    except RuntimeError as error:
-        reason = str(error).splitlines()[0]
-        raise TrainingError(f"another process has stopped ({reason})") from error
-
-
 def restart_count() -> int:
     """Return how often `torchrun` has restarted all processes because one failed."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
@@ -151,29 +160,47 @@ def is_main_process() -> bool:
 
 
 @contextmanager
-def process_group(device: torch.device) -> Iterator[Distributed]:
+def process_group(device: torch.device, timeout: float) -> Iterator[Distributed]:
     """Connect to the other processes, if there are any, and disconnect at the end.
 
     A default process group that the caller has initialized is used as it is.
+
+    Parameters
+    ----------
+    device
+        Device of this process.
+    timeout
+        Seconds after which an exchange with the other processes fails. With gloo it raises
+        `TrainingError`; with NCCL, whose exchanges are asynchronous, its watchdog ends the process.
     """
     if dist.is_available() and dist.is_initialized():
         yield Distributed(dist.get_rank(), dist.get_world_size())
         return
-    distributed = Distributed.from_environment()
+    distributed = replace(Distributed.from_environment(), timeout=timeout)
     if distributed.size == 1:
         yield distributed
         return
-    store, rank, size = next(iter(rendezvous("env://")))
-    # torchrun keeps its store when it restarts processes, with the addresses of those that failed.
-    store = PrefixStore(f"attempt {restart_count()}", store)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        dist.init_process_group("nccl", store=store, rank=rank, world_size=size, device_id=device)
-    else:
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    with distributed._errors():
+        limit = timedelta(seconds=timeout)
+        store, rank, size = next(iter(rendezvous("env://", timeout=limit)))
+        # torchrun keeps its store when it restarts processes, with the addresses of those that
+        # failed.
+        store = PrefixStore(f"attempt {restart_count()}", store)
+        backend = "gloo"
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+            backend = "nccl"
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=rank,
+            world_size=size,
+            timeout=limit,
+            device_id=device if backend == "nccl" else None,
+        )
     try:
         yield distributed
-        with _connection_errors():
+        with distributed._errors():
             dist.barrier()
     finally:
         dist.destroy_process_group()

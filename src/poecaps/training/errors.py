@@ -1,4 +1,4 @@
-"""The exception of a failed training run."""
+"""The exceptions of a training run that does not reach its end."""
 
 from __future__ import annotations
 
@@ -7,3 +7,7 @@ class TrainingError(RuntimeError):
     """Training diverged, its results cannot be written, or another process has stopped."""
 
     __module__ = "poecaps"
+
+
+class SavedInterrupt(KeyboardInterrupt):
+    """An interrupt (Ctrl-C, SIGTERM) after which the last step was saved."""

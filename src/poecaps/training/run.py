@@ -116,6 +116,7 @@ def resume(
     folder: str | os.PathLike[str],
     *,
     device: str | None = None,
+    process_timeout: float | None = None,
     data: ImageSet | None = None,
     report: Report | None = None,
     found: Found | None = None,
@@ -134,6 +135,9 @@ def resume(
         Folder of the run.
     device
         Device to continue on; by default the one in the options of the run.
+    process_timeout
+        Seconds for which several processes wait for one of them; by default as in the options of
+        the run.
     data
         The training images, if the run was started with images in memory.
     report
@@ -154,7 +158,14 @@ def resume(
     poecaps.data.DataError
         If the images differ from those with which the run was started.
     """
-    return resume_training(folder, device=device, data=data, report=report, found=found).network
+    return resume_training(
+        folder,
+        device=device,
+        process_timeout=process_timeout,
+        data=data,
+        report=report,
+        found=found,
+    ).network
 
 
 def run_training(
@@ -183,25 +194,24 @@ def resume_training(
     folder: str | os.PathLike[str],
     *,
     device: str | None = None,
+    process_timeout: float | None = None,
     data: ImageSet | None = None,
     report: Report | None = None,
     found: Found | None = None,
 ) -> TrainingResult:
     """Continue a run as `resume` does, and return more than the network."""
     started, folder = time.perf_counter(), Path(folder)
+    given = {"device": device, "process_timeout": process_timeout}
+    changes: dict[str, Any] = {name: each for name, each in given.items() if each is not None}
     if not is_finished(folder):
         with _owned(folder):
             checkpoint = read_checkpoint(folder)
-            config = checkpoint.config
-            if device is not None:
-                config = replace(config, device=device)
-                config.validate()
+            config = replace(checkpoint.config, **changes)
+            config.validate()
             return _run(replace(checkpoint, config=config), folder, data, report, found)
     record = run_record.read(folder)
-    config = run_record.options_of(folder, record)
-    if device is not None:
-        config = replace(config, device=device)
-        config.validate()
+    config = replace(run_record.options_of(folder, record), **changes)
+    config.validate()
     return TrainingResult(
         CapsuleNetwork.load(folder, find_device(config.device)),
         folder,
@@ -266,7 +276,7 @@ def _run(
     """Train from a checkpoint on."""
     started, config, interrupts = time.perf_counter(), checkpoint.config, Interrupts()
     device = find_device(config.device)
-    with interrupts.installed(), process_group(device) as distributed:
+    with interrupts.installed(), process_group(device, config.process_timeout) as distributed:
         if is_new and distributed.any(distributed.is_main and not _is_empty(folder), device):
             remedy = "choose a new folder"
             if newest_checkpoint(folder) is not None:

@@ -49,14 +49,15 @@ class TrainingStep:
         self.buffers = list(stage.module.buffers())
 
     def __call__(self, indices: Tensor) -> Tensor:
-        """Train on the images with these indices: (B,) → loss ()."""
+        """Train on the images with these indices: (B,) → loss () of all of them."""
         self.optimizer.zero_grad()
         loss = self.stage.loss(self.distributed.shard(indices), self.random)
         loss.backward()
+        loss = loss.detach()
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-        self.distributed.all_reduce_mean([*gradients, *self.buffers])
+        self.distributed.all_reduce_mean([*gradients, *self.buffers, loss])
         self.optimizer.step()
-        return loss.detach()
+        return loss
 
 
 class GraphedStep:

@@ -26,7 +26,7 @@ from poecaps.training.checkpoint import (
     write_checkpoint,
     write_errors,
 )
-from poecaps.training.errors import TrainingError
+from poecaps.training.errors import SavedInterrupt, TrainingError
 from poecaps.training.features import FeatureCache
 from poecaps.training.metrics import MetricsLog
 from poecaps.training.optim import (
@@ -95,7 +95,7 @@ class Trainer:
         if config.batch_size % distributed.size:
             raise ValueError(
                 f"batch_size must be a multiple of the number of processes, {distributed.size}, "
-                f"but is {config.batch_size}"
+                f"but is {config.batch_size}; start another number of processes"
             )
         self.config, self.folder, self.report = config, folder, report
         self.device, self.distributed, self.interrupts = device, distributed, interrupts
@@ -310,7 +310,7 @@ class Trainer:
                 self._require_finite_weights(self.stages[index], step)
             self._save(index, step, optimizer)
         if interrupted:
-            raise KeyboardInterrupt
+            raise SavedInterrupt
 
     def _checkpoint_is_due(self, index: int, step: int) -> bool:
         """Return whether it is time for a checkpoint.
@@ -351,10 +351,12 @@ class Trainer:
         """If an error occurs between two stages, try to save the result of the earlier stages."""
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             if index > 0:
                 with suppress(TrainingError):
                     self._save(index, 0)
+                    if isinstance(error, KeyboardInterrupt):
+                        raise SavedInterrupt from error
             raise
 
     def _start_record(self, checkpoint: Checkpoint) -> dict[str, Any]:
