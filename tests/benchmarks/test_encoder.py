@@ -39,7 +39,7 @@ def test_the_benchmark_measures(
     ("option", "message"),
     [
         (["--batch", "20000"], "--batch must be at most 10000"),
-        (["--counts", "0"], "must be a whole number of at least 1, but is 0"),
+        (["--counts", "0"], "encoder.views.count must be a whole number from 1 to 1000, but is 0"),
     ],
 )
 def test_invalid_options_are_errors(
