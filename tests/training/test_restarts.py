@@ -205,7 +205,7 @@ def test_fine_tuning_goes_on_with_the_encoder_that_was_kept(data: Path, whole: P
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"restarts": 0}, r"encoder\.restarts must be a whole number of at least 1, but is 0"),
+        ({"restarts": 0}, r"encoder\.restarts must be a whole number from 1 to 1000, but is 0"),
         ({"criterion": "best"}, r"encoder\.criterion must be .*margin.*but is 'best'"),
         (
             {"criterion": "agreement", "views": ViewOptions()},

@@ -23,7 +23,7 @@ Optimizer = Literal["adam", "sgd"]
 OPTIMIZERS: tuple[Optimizer, ...] = get_args(Optimizer)
 Criterion = Literal["margin", "agreement", "reconstruction", "energy"]
 CRITERIA: tuple[Criterion, ...] = get_args(Criterion)
-MAX_EPOCHS = 10**6
+MAX_EPOCHS, MAX_RESTARTS = 10**6, 1000
 MAX_PROCESS_TIMEOUT = 1e6  # seconds; torch counts milliseconds in 32 bits
 
 
@@ -113,7 +113,7 @@ class EncoderStage(CapsuleStage):
         if not isinstance(self.views, ViewOptions):
             raise TypeError(f"{name}.views must be ViewOptions, but is {self.views!r}")
         self.views.validate(f"{name}.views.")
-        checks.require_int(f"{name}.restarts", self.restarts, 1)
+        checks.require_int(f"{name}.restarts", self.restarts, 1, MAX_RESTARTS)
         checks.require_choice(f"{name}.criterion", self.criterion, CRITERIA)
         if self.restarts > 1 and self.init_std == 0:
             raise ValueError(
