@@ -37,7 +37,13 @@ def config_with(data: Path, **changes: Any) -> Config:
     )
     changed = replace(encoder, **{"restarts": 3, **changes})
     autoencoder = Stage(epochs=1, learning_rate=5e-3)
-    return without_epochs(data, autoencoder=autoencoder, encoder=changed, precision="float32")
+    return without_epochs(
+        data,
+        autoencoder=autoencoder,
+        encoder=changed,
+        precision="float32",
+        checkpoint_every=0,
+    )
 
 
 def selections(folder: Path) -> dict[str, Any]:

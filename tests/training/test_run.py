@@ -265,7 +265,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(
 ) -> None:
     folder = tmp_path / "run"
     with pytest.raises(Stop):
-        train(config_for(data), folder, report=stop_at_10)
+        train(config_for(data, checkpoint_every=0), folder, report=stop_at_10)
     steps = [read_tensors(folder / name)[1]["step"] for name in (CHECKPOINT, PREVIOUS)]
     assert steps == [9, 8]
     content = bytearray((folder / CHECKPOINT).read_bytes())
@@ -294,7 +294,7 @@ def test_a_checkpoint_of_a_later_version_is_not_passed_over(data: Path, tmp_path
 def test_a_checkpoint_must_be_from_the_run_of_the_record(data: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with pytest.raises(Stop):
-        train(config_for(data), folder, report=stop_at_10)
+        train(config_for(data, checkpoint_every=0), folder, report=stop_at_10)
     tensors, about = read_tensors(folder / CHECKPOINT)
     about["config"]["encoder"]["learning_rate"] = 0.3
     write_tensors(folder / CHECKPOINT, tensors, about)
@@ -306,7 +306,7 @@ def test_a_run_of_format_version_2_is_resumed(data: Path, finished: Path, tmp_pa
     """One checkpoint whose tensors have a checksum, and a record without one."""
     folder = tmp_path / "run"
     with pytest.raises(Stop):
-        train(config_for(data), folder, report=stop_at_10)
+        train(config_for(data, checkpoint_every=0), folder, report=stop_at_10)
     as_version_2(folder / CHECKPOINT)
     (folder / PREVIOUS).unlink()
     (folder / "run.json").write_text(json.dumps(run_record.read(folder)))
