@@ -72,7 +72,7 @@ OPTIONS = (
     --decoder.epochs 3 --decoder.learning-rate 0.03 --decoder.single-expert-share 0.5
     --pixel-decoder.epochs 2 --pixel-decoder.optimizer sgd --pixel-decoder.learning-rate 0.1
     --pixel-decoder.single-expert-share 0.5 --batch-size 16 --device cpu --checkpoint-every 0""")
-)  # the same as config_for
+)  # the same as config_for, with a checkpoint after every step
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
