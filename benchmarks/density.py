@@ -23,8 +23,8 @@ The first two variants have no density: their experts learn by contrastive diver
 measured density is that of the paper, e^(−F) on the product of unit balls. Its base measure is
 uniform, and nats are relative to it.
 
-With `--on held-out`, the last images of the training set are left out of the training and measured
-on; options are chosen there. `--on test` trains on all of them and measures on the test images.
+By default, the last 5,000 training images are left out of the training and measured on; options are
+chosen there. `--held-out 0` trains on all of them and measures on the test images.
 `--pictures FOLDER` writes eighty draws of each variant, not selected. `--table FILE` prints FILE as
 a table.
 """
@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -44,7 +44,6 @@ from benchmarks import variants
 from benchmarks.variants import Job, Variant, preset_with
 from poecaps import plotting, sampling
 from poecaps._modules import in_batches
-from poecaps.data import load
 from poecaps.energy import CapsuleDensity
 from poecaps.evaluation import frechet_distance, load_classifier, measures
 from poecaps.likelihood import estimate_log_partition
@@ -179,14 +178,14 @@ def density_of_experts(experts: CapsuleExperts) -> CapsuleDensity:
 def run(job: Job) -> dict[str, Any]:
     """Train and measure, and return the row."""
     config, o = job.config(STUDY), job.options
-    training, images = _images(o.data, o.path, o.on)
+    training, images = variants.load_images(o)
     with job.folder() as folder:
         network, trained = variants.train_and_time(config, folder, training)
     row = job.row(config) | trained
     if network is None:
         return row
     model = measured(network)
-    row |= {"on": o.on, "steps": o.steps, "temperatures": o.temperatures}
+    row |= {"held_out": o.held_out, "steps": o.steps, "temperatures": o.temperatures}
     row["nats"] = likelihood(model, images, temperatures=o.temperatures, seed=job.seed)
     classifier = load_classifier(o.data, device=model.device)
     measure = partial(measure_draws, model, images=images, classifier=classifier)
@@ -226,20 +225,6 @@ def save_pictures(model: Measured, capsules: Tensor, path: Path) -> None:
         pictures = decode(capsules[:DRAWS_FOR_TIME])
         file = path.with_name(f"{path.name}-{name.replace('_', '-')}.png")
         plotting.image_grid(pictures.cpu(), file, columns=20)
-
-
-def _images(data: str, path: str | None, on: str) -> tuple[ImageSet, ImageSet]:
-    """Return the images to train on and those to measure on."""
-    training = load(data, path=path)
-    if on == "test":
-        return training, load(data, split="test", path=path)
-    held_out = min(HELD_OUT, len(training) // 2)
-    return _part(training, slice(None, -held_out)), _part(training, slice(-held_out, None))
-
-
-def _part(data: ImageSet, part: slice) -> ImageSet:
-    labels = None if data.labels is None else data.labels[part]
-    return replace(data, images=data.images[part], labels=labels)
 
 
 @torch.no_grad()
@@ -375,12 +360,7 @@ def table(rows: Sequence[Mapping[str, Any]], columns: variants.Columns | None = 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train and measure the requested variants, or print a file as a table."""
     parser = variants.make_parser(__doc__, samples=5000)
-    parser.add_argument(
-        "--on",
-        choices=("held-out", "test"),
-        default="held-out",
-        help="images to measure on (default: held-out)",
-    )
+    variants.add_held_out(parser, HELD_OUT)
     parser.add_argument(
         "--steps", type=int, default=600, help="steps of a chain from noise (default: 600)"
     )

@@ -27,10 +27,11 @@ from benchmarks.routing import (
     ORDERS,
     PLAIN_TORCH,
     Sizes,
+    make_problem,
     route_with_votes,
     route_without_votes,
 )
-from poecaps import CapsuleExperts, squash
+from poecaps import CapsuleExperts
 from poecaps import functional as F
 
 if TYPE_CHECKING:
@@ -147,22 +148,6 @@ PASSES: dict[str, Pass] = {
 # Versions
 
 
-def _problem(sizes: Sizes, dtype: torch.dtype = torch.float32) -> tuple[CapsuleExperts, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    layer = CapsuleExperts(
-        sizes.inputs,
-        sizes.in_dim,
-        sizes.experts,
-        sizes.out_dim,
-        iterations=sizes.iterations,
-        sharpness=sizes.sharpness,
-        normalize=sizes.normalize,
-    )
-    layer.reset_parameters(std=0.1, generator=generator)
-    x = squash(torch.randn(sizes.batch, sizes.inputs, sizes.in_dim, generator=generator))
-    return layer.to(dtype), x.to(dtype)
-
-
 def _layer_step(name: str, layer: CapsuleExperts, x: Tensor) -> Step:
     """Return a pass of a layer, called as a user calls it."""
     leaf = x.clone().requires_grad_()
@@ -189,17 +174,19 @@ def _layer_step(name: str, layer: CapsuleExperts, x: Tensor) -> Step:
 
 def _ours(name: str, sizes: Sizes, *, is_compiling: bool) -> dict[str, Step]:
     """Return the versions of poecaps, the best instruction set first."""
-    layer, x = _problem(sizes)
+    layer, x = make_problem(sizes)
     step = _layer_step(name, layer, x)
     steps = {f"poecaps, {each}": _with(each, step) for each in instruction_sets()}
-    plain, _ = _problem(sizes)
+    plain, _ = make_problem(sizes)
     plain.backend = "torch"
     steps[PLAIN_TORCH] = _layer_step(name, plain, x)
     if name == "forward":
         steps["poecaps, autocast to bfloat16"] = _autocast(step)
         for dtype in (torch.bfloat16, torch.float16):
-            half = _problem(sizes, dtype)
-            steps[f"poecaps, {str(dtype).removeprefix('torch.')}"] = _layer_step(name, *half)
+            half, _ = make_problem(sizes)
+            steps[f"poecaps, {str(dtype).removeprefix('torch.')}"] = _layer_step(
+                name, half.to(dtype), x.to(dtype)
+            )
         if is_compiling:
             traced = torch.compile(layer, dynamic=False, fullgraph=True)
             steps["poecaps, torch.compile"] = torch.no_grad()(lambda: traced(x))
@@ -224,7 +211,7 @@ def _autocast(step: Step) -> Step:
 
 def _einsum(name: str, sizes: Sizes, *, is_compiled: bool) -> dict[str, Step]:
     """Return einsum in each order of contractions."""
-    layer, x = _problem(sizes)
+    layer, x = make_problem(sizes)
     weight = layer.weight.detach()
     steps: dict[str, Step] = {}
     if name == "learning step":

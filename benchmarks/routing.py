@@ -453,7 +453,7 @@ class Version:
         elif self.kind == "plain":
             step = _plain_step(sizes, device)
         else:
-            step = _step(*_problem(sizes, device, reference=self.kind == "reference"))
+            step = _step(*make_problem(sizes, device, reference=self.kind == "reference"))
         step = machine.with_precision("high" if self.tf32 else "", step)
         return machine.captured(step) if self.graph else step
 
@@ -505,9 +505,10 @@ def _decoder_versions(device: torch.device) -> dict[str, Version]:
     return versions | {"reference": Version("decoder reference")}
 
 
-def _problem(
-    sizes: Sizes, device: torch.device, *, reference: bool = False
+def make_problem(
+    sizes: Sizes, device: torch.device | str = "cpu", *, reference: bool = False
 ) -> tuple[CapsuleExperts, Tensor]:
+    """Make a layer with random weights, and capsules for it."""
     generator = torch.Generator().manual_seed(0)
     layer = CapsuleExperts(
         sizes.inputs,
@@ -530,7 +531,7 @@ def _step(layer: CapsuleExperts, x: Tensor) -> Step:
 
 def _plain_step(sizes: Sizes, device: torch.device) -> Step:
     """Return the step of the plain PyTorch backend."""
-    layer, x = _problem(sizes, device)
+    layer, x = make_problem(sizes, device)
     layer.backend = "torch"
     return _step(layer, x)
 
@@ -563,7 +564,7 @@ def _gradient(layer: CapsuleExperts | CapsuleDecoder, loss: Tensor) -> Tensor | 
 
 
 def _einsum(sizes: Sizes, device: torch.device, order: str, mode: str) -> Step:
-    layer, x = _problem(sizes, device)
+    layer, x = make_problem(sizes, device)
     weight = layer.weight.detach()
     step = ORDERS[order]
     if mode:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from benchmarks import density
+from benchmarks import variants
 from benchmarks.density import (
     STUDY,
     draw_from_base,
@@ -40,7 +40,8 @@ SMALL: dict[str, Any] = {
     "model__density__experts": (3, 5),
     "model__density__linear_dims": 2,
     "model__density__base_components": 4,
-    "autoencoder__epochs": 1,
+    "batch_size": 16,
+    "autoencoder__epochs": 4,
     "density__epochs": 1,
     "density__chains": 16,
     "density__lifetime": 6,
@@ -72,20 +73,23 @@ def few_digits(monkeypatch: pytest.MonkeyPatch) -> ImageSet:
     """The bundled digits, but only 200 of them."""
     data = load("mnist-sample")
     few = replace(data, images=data.images[:200], labels=None)
-    monkeypatch.setattr(density, "load", lambda *_, **__: few)
+    monkeypatch.setattr(variants, "load", lambda *_, **__: few)
     return few
 
 
 @pytest.mark.usefixtures("same_process", "few_digits")
-@pytest.mark.parametrize("on", ["held-out", "test"])
+@pytest.mark.parametrize("held_out", [0, 50])
 def test_a_variant_is_trained_and_measured(
-    on: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    held_out: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setitem(STUDY, "small", energy_with(**SMALL))
     rows = tmp_path / "rows.json"
     arguments = ["--data", "mnist-sample", "--device", "cpu", "--only", "small"]
-    arguments += ["--samples", "20", "--steps", "6", "--temperatures", "5", "--on", on]
-    arguments += ["--pictures", str(tmp_path / "pictures")]
+    arguments += ["--samples", "20", "--steps", "30", "--temperatures", "5"]
+    arguments += ["--held-out", str(held_out), "--pictures", str(tmp_path / "pictures")]
     main([*arguments, "--seeds", "0,1", "--json", str(rows)])
     found = json.loads(rows.read_text())
     assert [row["seed"] for row in found] == [0, 1]
@@ -98,7 +102,7 @@ def test_a_variant_is_trained_and_measured(
         assert row["base_draws"]["tied"] != row["draws"]["tied"]
         assert row["reconstructions"]["tied"]["frechet"] < row["base_draws"]["tied"]["frechet"]
         assert row["nearest"]["images"]["tied"] > 0
-        assert row["on"] == on
+        assert row["held_out"] == held_out
         assert "--preset energy" in row["command"]
     assert len(list((tmp_path / "pictures").glob("mnist-sample-small-[01]-*.png"))) == 8
     capsys.readouterr()

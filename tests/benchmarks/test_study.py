@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from argparse import Namespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -44,20 +44,24 @@ def test_no_two_lists_have_a_name_in_common() -> None:
         assert STUDY[name] == CLASSES[name]
 
 
+def small_with(**changes: Any) -> Variant:
+    """Return a small network with one epoch in every stage."""
+    stages = ("autoencoder", "encoder", "decoder", "pixel_decoder")
+    return default_with(
+        model__features=8,
+        model__capsule_dim=4,
+        model__experts=((3, 5),),
+        batch_size=16,
+        **{f"{stage}__epochs": 1 for stage in stages},
+        **changes,
+    )
+
+
 @pytest.mark.usefixtures("same_process")
 def test_a_variant_is_trained_and_evaluated_once(
     bars: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    small = {
-        "model__features": 8,
-        "model__capsule_dim": 4,
-        "model__experts": ((3, 5),),
-        "model__equalized_components": 2,
-    }
-    few = {
-        f"{stage}__epochs": 1 for stage in ("autoencoder", "encoder", "decoder", "pixel_decoder")
-    }
-    monkeypatch.setitem(STUDY, "small", default_with(**small, **few, batch_size=16))
+    monkeypatch.setitem(STUDY, "small", small_with(model__equalized_components=2))
     rows = tmp_path / "rows.json"
     data = ["--data", str(bars), "--device", "cpu", "--samples", "20"]
 
@@ -135,17 +139,8 @@ def test_other_errors_are_raised(
 def test_rows_of_classes_have_measures_of_clusterings(
     bars: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    small = {
-        "model__features": 8,
-        "model__capsule_dim": 4,
-        "model__experts": ((3, 5),),
-        "encoder__views__count": 2,
-        "encoder__restarts": 2,
-    }
-    few = {
-        f"{stage}__epochs": 1 for stage in ("autoencoder", "encoder", "decoder", "pixel_decoder")
-    }
-    monkeypatch.setitem(CLASSES, "small", default_with(**small, **few, batch_size=16))
+    small = small_with(encoder__views__count=2, encoder__restarts=2)
+    monkeypatch.setitem(CLASSES, "small", small)
     rows = tmp_path / "rows.json"
     data = ["--data", str(bars), "--device", "cpu", "--samples", "20"]
     main([*data, "--classes", "--only", "small", "--json", str(rows)])

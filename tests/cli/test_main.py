@@ -133,7 +133,7 @@ def test_misuse_has_status_2_and_names_the_remedy(
         ),
         (
             ["train", "--out", "{run}"],
-            "is not empty; resume the run in it, or choose a new folder",
+            "is not empty; choose a new folder, or resume its run with: ",
         ),
         (
             ["train", "--data", "pictures"],

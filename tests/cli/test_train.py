@@ -218,8 +218,7 @@ def test_a_folder_with_a_run_is_refused_with_the_command_that_resumes_it(
     assert main(["train", "--out", str(folder), "--quiet"]) == 1
     command = f"poecaps train --resume {shlex.quote(str(folder))}"
     assert capsys.readouterr().err.endswith(
-        f"{folder} is not empty; resume the run in it, or choose a new folder; "
-        f"resume it with: {command}\n"
+        f"{folder} is not empty; choose a new folder, or resume its run with: {command}\n"
     )
 
 

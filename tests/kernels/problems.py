@@ -24,6 +24,16 @@ OPTIONS = [
     for agreement in dispatch.IMPLEMENTED_AGREEMENTS
 ]
 
+# B, I, K, J, D: more inputs than experts, and fewer; none, one or several of the vectors, tiles,
+# chunks and pairs of experts of the compiled code are full.
+PARTLY_FULL_SIZES = [
+    (1, 1, 1, 1, 1),
+    (5, 13, 5, 3, 17),
+    (16, 16, 8, 4, 16),
+    (37, 101, 8, 5, 16),
+    (17, 9, 16, 30, 5),
+]
+
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton is not installed"
 )

@@ -17,6 +17,7 @@ from poecaps.kernels.torch_routing import backward, many_to_few
 from tests.kernels.problems import (
     BACKENDS,
     OPTIONS,
+    PARTLY_FULL_SIZES,
     assert_gradients,
     gradients,
     needs_simd,
@@ -29,15 +30,7 @@ if TYPE_CHECKING:
     from poecaps.kernels.dispatch import Backend
     from poecaps.kernels.protocol import RoutingBackend
 
-# B, I, K, J, D: more inputs than experts, and fewer; vectors and tiles that are full and not full.
-SIZES = [
-    (1, 1, 1, 1, 1),
-    (5, 13, 5, 3, 17),
-    (16, 16, 8, 4, 16),
-    (37, 101, 8, 5, 16),
-    (17, 9, 16, 30, 5),
-    (18, 23, 17, 2, 2),
-]
+SIZES = [*PARTLY_FULL_SIZES, (18, 23, 17, 2, 2)]
 
 
 @pytest.mark.parametrize("sizes", [(3, 5, 3, 2, 4), (2, 3, 2, 6, 3)])

@@ -26,6 +26,7 @@ from poecaps.kernels.cpu import build, routing
 from poecaps.kernels.torch_routing import many_to_few
 from tests.kernels.problems import (
     OPTIONS,
+    PARTLY_FULL_SIZES,
     assert_learned,
     assert_routed,
     gradient,
@@ -41,15 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-# B, I, K, J, D: none, one or several of the vectors, tiles, chunks and pairs of experts are full.
-SIZES = [
-    (1, 1, 1, 1, 1),
-    (5, 13, 5, 3, 17),
-    (16, 16, 8, 4, 16),
-    (37, 101, 8, 5, 16),
-    (17, 9, 16, 30, 5),
-    (18, 23, 17, 2, 1),
-]
+SIZES = [*PARTLY_FULL_SIZES, (18, 23, 17, 2, 1)]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -537,6 +537,26 @@ def test_chains_of_the_model_are_draws_with_weights_of_a_mean(
     assert chains.acceptance > 0.3
 
 
+def test_the_given_random_numbers_decide_the_metropolis_test(
+    density: CapsuleDensity, generator: torch.Generator
+) -> None:
+    """Those of the whole batch of chains, of which every process has its share."""
+
+    class Chosen(RandomNumbers):
+        number = 0.0
+
+        def uniform(self, *shape: int, dim: int = 0) -> Tensor:
+            return torch.full_like(super().uniform(*shape, dim=dim), self.number)
+
+    chains, random = chains_on(density, generator, lifetime=0), Chosen(generator, Distributed())
+    chains.step_size.value.fill_(1.5)
+    chains.advance(random)
+    assert chains.acceptance == 1
+    random.number = 1.0  # only lower energies are accepted
+    chains.advance(random)
+    assert chains.acceptance < 0.8
+
+
 def test_persistent_chains_are_draws_and_never_start_anew(
     density: CapsuleDensity, generator: torch.Generator
 ) -> None:

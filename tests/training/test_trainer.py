@@ -50,12 +50,6 @@ def test_a_trained_network_beats_the_mean_image(data: Path, tmp_path: Path) -> N
         error = (network.reconstruct(images) - images).square().mean()
         assert error < 0.8 * (images - images.mean(0)).square().mean()
 
-        def negatives(domain: Any) -> float:
-            drawn = network.generate(200, domain, generator=torch.Generator().manual_seed(0))
-            return (drawn.mean((1, 2, 3)) > 0.5).float().mean().item()
-
-        assert negatives("restricted") <= negatives("complete")
-
 
 @pytest.mark.parametrize("mixing", F.MIXINGS)
 @pytest.mark.parametrize("version", ["plain", "compiled"])

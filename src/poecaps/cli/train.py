@@ -184,7 +184,8 @@ def _train(
     except FileExistsError as error:
         if newest_checkpoint(folder) is None:
             raise
-        message = f"{error}; resume it with: {_resume_command(folder)}"
+        message = f"{folder} is not empty; choose a new folder, or resume its run with: "
+        message += _resume_command(folder)
         raise FileExistsError(message) from error
     if first and not quiet:
         seconds = time.perf_counter() - started
