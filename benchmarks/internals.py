@@ -10,6 +10,7 @@ from unittest import mock
 import torch
 
 from poecaps._devices import find_device, use_bfloat16
+from poecaps._graphs import MIN_REPLAYS, WARMUP_CALLS, Graphed
 from poecaps.cli.arguments import command_for
 from poecaps.kernels import cpu, dispatch
 from poecaps.kernels.cpu import build
@@ -20,7 +21,7 @@ from poecaps.training.distributed import Distributed
 from poecaps.training.features import FeatureCache
 from poecaps.training.optim import make_optimizer, set_learning_rate
 from poecaps.training.stages import EncoderTrainer, make_stages
-from poecaps.training.steps import MIN_REPLAYS, WARMUP_STEPS, GraphedStep, TrainingStep
+from poecaps.training.steps import TrainingStep
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -102,8 +103,8 @@ def release_buffers() -> None:
 # Training
 
 
-WARM_UP_STEPS = WARMUP_STEPS + 1  # steps after which libraries are initialised
-CAPTURE_STEPS = WARMUP_STEPS + MIN_REPLAYS  # steps of a stage from which one is captured
+WARM_UP_STEPS = WARMUP_CALLS + 1  # steps after which libraries are initialised
+CAPTURE_STEPS = WARMUP_CALLS + MIN_REPLAYS  # steps of a stage from which one is captured
 
 
 @contextmanager
@@ -161,7 +162,7 @@ class StageSteps:
         network.eval()
         stage.module.train()
         step = TrainingStep(stage, self.optimizer, distributed, self.generator)
-        self.step = GraphedStep(step, self.generator) if self.cuda_graph else step
+        self.step = Graphed(step, device, self.generator) if self.cuda_graph else step
         order = torch.randperm(len(data), generator=torch.Generator().manual_seed(0)).to(device)
         size = config.batch_size
         self.batches = order[: len(data) // size * size].split(size)

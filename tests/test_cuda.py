@@ -10,7 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from poecaps import CapsuleExperts, check_capsules, squash
+from poecaps import (
+    CapsuleDensity,
+    CapsuleExperts,
+    _graphs,
+    check_capsules,
+    likelihood,
+    sampling,
+    squash,
+)
 from poecaps import functional as F
 from poecaps.autoencoder import ConvAutoencoder
 from poecaps.kernels import convolution, dispatch
@@ -245,7 +253,7 @@ def test_training_by_replays_gives_what_plain_steps_give(
         recorded.append(can_record(*arguments))
         return recorded[-1]
 
-    monkeypatch.setattr(trainer, "MIN_REPLAYS", 1)
+    monkeypatch.setattr(_graphs, "MIN_REPLAYS", 1)
     monkeypatch.setattr(trainer.Trainer, "_can_graph", note)
     replayed = train(config, tmp_path / "replayed").state_dict()
     assert recorded == [True] * 7
@@ -254,6 +262,81 @@ def test_training_by_replays_gives_what_plain_steps_give(
     for name, value in plain.items():
         if not name.startswith("code_density."):  # clusters may be numbered otherwise
             assert (replayed[name] - value).norm() <= 0.02 * value.norm() + 1e-6, name
+
+
+DENSITIES: dict[str, dict[str, Any]] = {
+    "even": {},
+    "components": {"base_components": 3},
+    "ball": {"base": "ball"},
+    "routing": {"iterations": 3, "backend": "triton"},
+}
+SAMPLERS: dict[str, dict[str, Any]] = {
+    "hmc": {},
+    "langevin": {"sampler": "langevin"},
+    "gibbs": {"sampler": "gibbs"},
+    "tempering": {"ladder": (1.0, 0.5, 0.0)},
+    "strip": {"keep_every": 20},
+}
+
+
+def _gpu_density(**options: Any) -> CapsuleDensity:
+    generator = torch.Generator("cuda").manual_seed(0)
+    density = CapsuleDensity(
+        16, 8, 8, 16, linear_dims=3, strength=2.0, device="cuda", generator=generator, **options
+    )
+    if options.get("base_components"):
+        density.base.fit([torch.randn(64, 16, 8, device="cuda", generator=generator)])
+    return density
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("name", DENSITIES)
+def test_replayed_chains_are_those_of_plain_steps(
+    name: str, sampler: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    density, options = _gpu_density(**DENSITIES[name]), SAMPLERS[sampler]
+
+    def draw() -> sampling.Samples:
+        generator = torch.Generator("cuda").manual_seed(1)
+        return sampling.sample(density, 8, steps=40, anneal=40, generator=generator, **options)
+
+    replays = 0
+    replay = torch.cuda.CUDAGraph.replay
+
+    def count(graph: torch.cuda.CUDAGraph) -> None:
+        nonlocal replays
+        replays += 1
+        replay(graph)
+
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", count)
+    replayed = draw()
+    assert replays == 80 - _graphs.WARMUP_CALLS
+    monkeypatch.setattr(_graphs, "MIN_REPLAYS", 1000)
+    plain = draw()
+    assert replays == 80 - _graphs.WARMUP_CALLS
+    torch.testing.assert_close(replayed.free_energy, plain.free_energy, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(replayed.capsules, plain.capsules, rtol=1e-3, atol=1e-3)
+    assert replayed.acceptance == pytest.approx(plain.acceptance)
+    assert len(replayed.strip) == len(plain.strip)
+    for ours, theirs in zip(replayed.strip, plain.strip, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", DENSITIES)
+def test_replayed_estimates_are_those_of_plain_steps(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    density = _gpu_density(**DENSITIES[name])
+
+    def estimate() -> likelihood.LogPartition:
+        generator = torch.Generator("cuda").manual_seed(1)
+        return likelihood.estimate_log_partition(density, chains=16, steps=60, generator=generator)
+
+    replayed = estimate()
+    monkeypatch.setattr(_graphs, "MIN_REPLAYS", 1000)
+    plain = estimate()
+    assert replayed.forward == pytest.approx(plain.forward, abs=1e-2)
+    assert replayed.reverse == pytest.approx(plain.reverse, abs=1e-2)
 
 
 def test_a_run_goes_on_on_a_gpu(tmp_path: Path) -> None:

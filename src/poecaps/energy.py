@@ -394,6 +394,14 @@ class CapsuleDensity(CapsuleRouting):
         """Whether the votes are mixed evenly, so that z is a matrix product."""
         return self.iterations == 1 or self.sharpness == 0
 
+    @property
+    def is_capturable(self) -> bool:
+        """Whether the energy and its gradient can be captured in a CUDA graph."""
+        if self.is_even:
+            return self.weight.is_cuda
+        options: dict[str, Any] = {"routing": self.routing, "needs_grad": True}
+        return dispatch.choose(self.weight, self.weight, self.backend, **options) == "triton"
+
     def reset_parameters(self, std: float = 0.01, generator: torch.Generator | None = None) -> None:
         """Draw W from N(0, std²), and set strengths and origins to their initial values."""
         super().reset_parameters(std, generator)

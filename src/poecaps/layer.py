@@ -110,6 +110,15 @@ class CapsuleRouting(nn.Module):
             self.iterations, float(self.sharpness), self.normalize, self.agreement
         )
 
+    @property
+    def is_capturable(self) -> bool:
+        """Whether a learning step can be captured in a CUDA graph.
+
+        Backends other than Triton read values on the host.
+        """
+        weight = self.weight
+        return dispatch.choose(weight, weight, self.backend, routing=self.routing) == "triton"
+
     def reset_parameters(self, std: float = 0.01, generator: torch.Generator | None = None) -> None:
         """Draw W from N(0, std²)."""
         checks.require_nonnegative("std", std)

@@ -22,9 +22,11 @@ from poecaps import _checks as checks
 from poecaps.energy import CapsuleDensity, GaussianBase
 from poecaps.sampling import (
     INITIAL_STEP_SIZE,
+    Chains,
     DensityTarget,
     StepSize,
     Target,
+    captured,
     hmc_step,
     sample,
     start_chains,
@@ -287,21 +289,26 @@ def _anneal(
     order = range(steps, 0, -1) if reverse else range(1, steps + 1)
     chains = start_chains(target, u, t[-1 if reverse else 0].expand(len(u)))
     log_weights = torch.zeros(len(u), dtype=torch.float64, device=u.device)
+
+    def step(*state: Tensor) -> tuple[Chains, Tensor]:
+        momentum = torch.randn(u.shape, generator=generator, device=u.device, dtype=u.dtype)
+        uniform = torch.rand(len(u), generator=generator, device=u.device, dtype=u.dtype)
+        return hmc_step(
+            target,
+            Chains(*state[:-1]),
+            momentum,
+            uniform,
+            step_size=state[-1],
+            leapfrog_steps=leapfrog_steps,
+        )
+
+    move = captured(step, target, steps, generator)
     for index in order:
         if not reverse:  # the weight of a state does not depend on the step that follows it
             log_weights -= ((t[index] - t[index - 1]) * chains.energy).double()
         if step_sizes is not None:
             size.value.copy_(step_sizes[index - 1])
-        momentum = torch.randn(u.shape, generator=generator, device=u.device, dtype=u.dtype)
-        uniform = torch.rand(len(u), generator=generator, device=u.device, dtype=u.dtype)
-        chains, accepted = hmc_step(
-            target,
-            chains.at(t[index].expand(len(u))),
-            momentum,
-            uniform,
-            step_size=size.value,
-            leapfrog_steps=leapfrog_steps,
-        )
+        chains, accepted = move(*chains.at(t[index].expand(len(u))).tensors, size.value)
         if step_sizes is None:
             size.update(accepted.to(u).mean())
             found[index - 1] = size.value

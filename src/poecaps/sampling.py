@@ -26,6 +26,7 @@ import torch
 
 from poecaps import _checks as checks
 from poecaps import functional as F
+from poecaps._graphs import Graphed, pays_off
 from poecaps.energy import CapsuleDensity, GaussianBase, energy_and_gradient
 
 if TYPE_CHECKING:
@@ -128,6 +129,11 @@ class DensityTarget:
         self._matrix = base.times_root(weight.T).T.contiguous()
         if reduced and weight.shape[1] < weight.shape[0]:
             self._directions, self._matrix = torch.linalg.qr(self._matrix)
+
+    @property
+    def is_capturable(self) -> bool:
+        """Whether steps on this target can be captured in a CUDA graph."""
+        return self.evidence is None and self.density.is_capturable
 
     def coordinates(self, u: Tensor) -> Tensor:
         """Return the coordinates in which chains move: y = Qᵀu, or u itself if none are left out.
@@ -235,6 +241,11 @@ class Chains:
     gradient: Tensor
     inverse_temperature: Tensor
 
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Position, energy, gradient and inverse temperature."""
+        return self.position, self.energy, self.gradient, self.inverse_temperature
+
     def at(self, inverse_temperature: Tensor) -> Chains:
         """Return the same states at other inverse temperatures (B,)."""
         return replace(self, inverse_temperature=inverse_temperature)
@@ -306,6 +317,32 @@ def hmc_step(
         ),
         accepted,
     )
+
+
+def captured(
+    move: Callable[..., tuple[Chains, Tensor]],
+    target: Target,
+    steps: int,
+    generator: torch.Generator | None,
+) -> Callable[..., tuple[Chains, Tensor]]:
+    """Return a step of chains that is captured as a CUDA graph where that is possible and pays off.
+
+    Parameters
+    ----------
+    move
+        Maps the tensors of `Chains` and the step size () to the new chains and whether each of them
+        was accepted. The next call overwrites these results.
+    target
+        The density on which the chains run.
+    steps
+        Number of calls.
+    generator
+        Source of the random numbers of `move`.
+    """
+    if not isinstance(target, DensityTarget) or not target.is_capturable:
+        return move
+    device = target.density.weight.device
+    return Graphed(move, device, generator) if pays_off(steps, device) else move
 
 
 def swap_replicas(
@@ -534,15 +571,21 @@ def sample(
     def capsules() -> Tensor:
         return density.base.from_white(target.positions(chains.position[:count], noise))
 
+    move = captured(
+        lambda *state: _move(
+            target, Chains(*state[:-1]), sampler, state[-1], leapfrog_steps, project, generator
+        ),
+        target,
+        total,
+        generator,
+    )
     for step in range(total):
         if step < anneal:
             share = 1.0 if start is not None else (step + 1) / anneal
             chains = chains.at((ladder_t * share).repeat_interleave(count))
         else:
             size.frozen = True
-        chains, accepted = _move(
-            target, chains, sampler, size.value, leapfrog_steps, project, generator
-        )
+        chains, accepted = move(*chains.tensors, size.value)
         size.update(accepted.to(**like).mean())
         if step >= anneal:
             accepted_count += accepted[:count].to(**like).mean()
@@ -551,7 +594,7 @@ def sample(
                 chains, swapped = swap_replicas(chains, ladder_t, uniform, odd=step % 2 == 1)
                 swaps += swapped.to(**like).mean(1)
                 tries[step % 2 :: 2] += 1
-            trace.append(chains.energy[:count])
+            trace.append(chains.energy[:count].clone())
         if keep_every and (step + 1) % keep_every == 0:
             strip.append(capsules())
         if report is not None:

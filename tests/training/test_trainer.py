@@ -12,6 +12,7 @@ import torch
 
 from poecaps import functional as F
 from poecaps import unsquash
+from poecaps.energy import CapsuleDensity
 from poecaps.kernels import cpu, dispatch
 from poecaps.layer import CapsuleDecoder, CapsuleExperts, CapsuleRouting
 from poecaps.serialization import read_tensors
@@ -27,7 +28,6 @@ from poecaps.training import (
 from poecaps.training.checkpoint import CHECKPOINT
 from poecaps.training.distributed import RandomNumbers
 from poecaps.training.stages import AutoencoderTrainer
-from poecaps.training.trainer import _routes_by_triton
 from tests.training.runs import assert_same_weights, config_for, metrics, without_epochs
 
 if TYPE_CHECKING:
@@ -244,9 +244,14 @@ def test_the_paper_preset_trains(data: Path, tmp_path: Path) -> None:
     assert torch.equal(network.preprocessing.matrix, torch.eye(8).expand(4, 8, 8))
 
 
-@pytest.mark.parametrize("layer", [CapsuleExperts(3, 2, 4, 5), CapsuleDecoder(4, 5, 3, 2)])
-def test_layers_that_do_not_run_in_triton_are_not_captured(layer: CapsuleRouting) -> None:
-    """Experts and decoders alike, also inside of another module."""
-    assert not _routes_by_triton(layer)
-    assert not _routes_by_triton(torch.nn.ModuleList([torch.nn.Linear(2, 2), layer]))
-    assert _routes_by_triton(torch.nn.Linear(2, 2))
+@pytest.mark.parametrize(
+    "layer",
+    [
+        CapsuleExperts(3, 2, 4, 5),
+        CapsuleDecoder(4, 5, 3, 2),
+        CapsuleDensity(3, 2, 4, 5),
+        CapsuleDensity(3, 2, 4, 5, iterations=3),
+    ],
+)
+def test_layers_on_a_cpu_are_not_captured(layer: CapsuleRouting) -> None:
+    assert not layer.is_capturable

@@ -10,9 +10,8 @@ import torch
 
 from poecaps._devices import use_bfloat16
 from poecaps._files import ModelError
+from poecaps._graphs import Graphed, pays_off
 from poecaps.data import DataError
-from poecaps.energy import CapsuleDensity
-from poecaps.kernels import dispatch
 from poecaps.layer import CapsuleRouting
 from poecaps.network import CapsuleNetwork
 from poecaps.options import Architecture
@@ -38,13 +37,13 @@ from poecaps.training.optim import (
 from poecaps.training.progress import Progress, ProgressMeter
 from poecaps.training.seeds import Stream, derive_seed, make_generator
 from poecaps.training.stages import StageTrainer, make_stages
-from poecaps.training.steps import MIN_REPLAYS, WARMUP_STEPS, GraphedStep, TrainingStep
+from poecaps.training.steps import TrainingStep
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from torch import Tensor, nn
+    from torch import Tensor
 
     from poecaps.data import ImageSet
     from poecaps.training.config import Config
@@ -190,19 +189,23 @@ class Trainer:
 
     def _make_step(
         self, stage: StageTrainer, optimizer: Optimizer, generator: torch.Generator, steps: int
-    ) -> TrainingStep | GraphedStep:
+    ) -> Callable[[Tensor], Tensor]:
         step = TrainingStep(stage, optimizer, self.distributed, generator)
-        return GraphedStep(step, generator) if self._can_graph(stage, steps) else step
+        can_graph = self._can_graph(stage, steps)
+        return Graphed(step, self.device, generator) if can_graph else step
 
     def _can_graph(self, stage: StageTrainer, steps: int) -> bool:
         """Return whether the steps of a stage can be CUDA graphs, and are enough to be worth it."""
         return (
-            self.device.type == "cuda"
+            pays_off(steps, self.device)
             and self.distributed.size == 1
-            and steps >= WARMUP_STEPS + MIN_REPLAYS
             and stage.options.optimizer == "adam"
             and stage.data_on_device()
-            and _routes_by_triton(stage.module)
+            and all(
+                layer.is_capturable
+                for layer in stage.module.modules()
+                if isinstance(layer, CapsuleRouting)
+            )
         )
 
     def _synchronize(self, stage: StageTrainer) -> None:
@@ -407,18 +410,3 @@ class _ImageOrder:
             self.epoch = epoch
             self.order = torch.randperm(self.count, generator=generator).to(self.device)
         return self.order[position * self.batch_size : (position + 1) * self.batch_size]
-
-
-def _routes_by_triton(module: nn.Module) -> bool:
-    """Return whether all capsule layers of a module that route do so in Triton.
-
-    Other backends read values on the host, which cannot be captured in a CUDA graph. A density
-    with even mixing is a matrix product, and does not route.
-    """
-    layers = [layer for layer in module.modules() if isinstance(layer, CapsuleRouting)]
-    return all(
-        (isinstance(layer, CapsuleDensity) and layer.is_even)
-        or dispatch.choose(layer.weight, layer.weight, layer.backend, routing=layer.routing)
-        == "triton"
-        for layer in layers
-    )
