@@ -107,9 +107,16 @@ class Size:
     annealing_steps: int = 1000
     """Temperatures of annealed importance sampling."""
     annealing_chains: int = 128
-    analysers: tuple[tuple[int, int], ...] = ((10, 64), (20, 32), (50, 32))
+    analysers: tuple[tuple[int, int], ...] = (
+        (20, 32),
+        (50, 32),
+        (50, 64),
+        (100, 32),
+        (100, 64),
+        (200, 32),
+    )
     """Candidates: number of factor analysers, and of factors."""
-    iterations: int = 20
+    iterations: int = 50
     """Of expectation maximization."""
 
 
@@ -616,8 +623,19 @@ def table(report: Mapping[str, Any]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in (head, rule, *rows))
 
 
+def found_before(report: Mapping[str, Any], path: Path | None) -> list[dict[str, Any]]:
+    """Return the results of an interrupted run with the same options, images and machine."""
+    if path is None or not path.exists():
+        return []
+    before: dict[str, Any] = json.loads(path.read_text())
+    now = json.loads(json.dumps(report))  # with lists for tuples
+    same = all(before[key] == now[key] for key in ("command", "machine", "data", "size"))
+    models: list[dict[str, Any]] = before["models"] if same else []
+    return models
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print the table, and write the JSON file."""
+    """Measure, print the table, and write the JSON file; go on where a run was interrupted."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -664,7 +682,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "published": published(options.data, problem),
     }
     print(json.dumps(report["data"] | report["machine"], indent=1, ensure_ascii=False), flush=True)
+    report["models"] = found_before(report, options.json)
+    known = {found["name"] for found in report["models"]}
     for name, fit in models(problem).items():
+        if name in known:
+            continue
         with warnings.catch_warnings():
             # How far the two estimates of log Z are from each other is in the table.
             warnings.filterwarnings("ignore", message="log Z is uncertain")

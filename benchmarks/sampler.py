@@ -117,11 +117,19 @@ def steps_of(case: Case, device: torch.device) -> dict[str, Callable[[], Tensor]
 
     def step_on(target: Any) -> Callable[[], Tensor]:
         chains = start_chains(target, position, one)
-        options = {"step_size": STEP_SIZE, "leapfrog_steps": LEAPFROG_STEPS}
+        step_size = torch.full((), STEP_SIZE, device=device)
 
         @torch.no_grad()
         def step() -> Tensor:
-            return hmc_step(target, chains, momentum, uniform, **options)[0].position  # type: ignore[arg-type]
+            moved, _ = hmc_step(
+                target,
+                chains,
+                momentum,
+                uniform,
+                step_size=step_size,
+                leapfrog_steps=LEAPFROG_STEPS,
+            )
+            return moved.position
 
         return step
 

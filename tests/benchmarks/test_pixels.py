@@ -311,6 +311,26 @@ def test_the_script_measures_every_model(
             assert difference == pytest.approx(width)
 
 
+def test_an_interrupted_script_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pixels, "QUICK", replace(TINY, routed_steps=0))
+    file = tmp_path / "pixels.json"
+    data = save_images(tmp_path / "bars.npz", 220, 40)
+    arguments = ["--data", data, "--device", "cpu", "--quick", "--json", str(file)]
+    pixels.main(arguments)
+    whole = json.loads(file.read_text())
+    file.write_text(json.dumps(whole | {"models": whole["models"][:-1]}))
+    capsys.readouterr()
+    pixels.main(arguments)
+    again, printed = json.loads(file.read_text()), capsys.readouterr().out
+    assert printed.count(" bits/dim, ") == 1
+    for before, after in zip(whole["models"], again["models"], strict=True):
+        assert before | {"seconds": 0} == after | {"seconds": 0}
+    pixels.main([*arguments, "--seed", "1"])  # another problem starts from the beginning
+    assert capsys.readouterr().out.count(" bits/dim, ") == len(whole["models"])
+
+
 def test_experts_start_as_the_sides_of_numbers() -> None:
     images = random_images(80, 0)
     problem = make_problem(images, images, TINY, 0, torch.device("cpu"))
