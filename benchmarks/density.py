@@ -12,6 +12,9 @@ draws
     From chains that start from noise, decoded by the tied filters of the autoencoder and, if the
     model has one, by the pixel decoder: the share that a classifier recognises, the effective
     number of classes, the Fréchet distance, and the share that is recognisable only when mirrored.
+resampled_draws
+    The same with chains that are weighted and resampled while they are annealed: every mode is
+    drawn as often as it is probable, and not as often as the annealing finds it.
 base_draws, reconstructions
     The same for draws of the base measure alone, and for the capsules of training images: what the
     experts start from, and the best that any density over these capsules can give.
@@ -196,6 +199,8 @@ def run(job: Job) -> dict[str, Any]:
         "split_rhat": samples.split_rhat,
         **measure(samples.capsules),
     }
+    resampled = sample_from_noise(model.density, o.samples, o.steps, job.seed, resample=True)
+    row["resampled_draws"] = measure(resampled.capsules)
     base_draws = draw_from_base(model.density, o.samples, job.seed)
     row["base_draws"] = measure(base_draws)
     row["reconstructions"] = measure(capsules_of(model, training, o.samples))
@@ -261,19 +266,26 @@ def likelihood(
 
 
 @torch.no_grad()
+def sample_from_noise(
+    density: CapsuleDensity, count: int, steps: int, seed: int, *, resample: bool = False
+) -> Samples:
+    """Draw by chains from noise, as `poecaps generate --domain model` does."""
+    anneal = round(sampling.ANNEALED_SHARE * steps)
+    return sampling.sample(
+        density,
+        count,
+        steps=steps - anneal,
+        anneal=anneal,
+        resample=resample,
+        generator=torch.Generator(density.weight.device).manual_seed(seed),
+    )
+
+
 def draw(density: CapsuleDensity, count: int, steps: int, seed: int) -> tuple[Samples, float]:
     """Draw from noise; return the samples, and the seconds of a second call for eighty draws."""
-    anneal = round(sampling.ANNEALED_SHARE * steps)
-
-    def sample(count: int, seed: int) -> Samples:
-        generator = torch.Generator(density.weight.device).manual_seed(seed)
-        return sampling.sample(
-            density, count, steps=steps - anneal, anneal=anneal, generator=generator
-        )
-
-    samples = sample(count, seed)
+    samples = sample_from_noise(density, count, steps, seed)
     start = time.perf_counter()
-    sample(DRAWS_FOR_TIME, seed + 1).capsules.sum().item()
+    sample_from_noise(density, DRAWS_FOR_TIME, steps, seed + 1).capsules.sum().item()
     return samples, round(time.perf_counter() - start, 2)
 
 
@@ -345,6 +357,11 @@ DRAW_COLUMNS = {
     "only mirrored": ("draws.tied.only_mirrored", ".1%"),
     "Fréchet distance, pixel decoder": ("draws.pixel_decoder.frechet", ".0f"),
 }
+RESAMPLED_COLUMNS = {
+    "recognisable, resampled": ("resampled_draws.tied.recognisable", ".1%"),
+    "classes, resampled": ("resampled_draws.tied.classes", ".2f"),
+    "Fréchet distance, resampled": ("resampled_draws.tied.frechet", ".0f"),
+}
 TIME_COLUMNS = {
     "training, s": ("training_seconds", ".0f"),
     "80 draws, s": ("draws.seconds", ".1f"),
@@ -353,7 +370,7 @@ TIME_COLUMNS = {
 
 def table(rows: Sequence[Mapping[str, Any]], columns: variants.Columns | None = None) -> str:
     """Format rows as a Markdown table, by default with all columns; see `variants.table`."""
-    columns = columns or NATS_COLUMNS | DRAW_COLUMNS | TIME_COLUMNS
+    columns = columns or NATS_COLUMNS | DRAW_COLUMNS | RESAMPLED_COLUMNS | TIME_COLUMNS
     return variants.table(rows, {name: name for name in STUDY}, columns, "density")
 
 

@@ -256,19 +256,6 @@ def fit_rbm(
 
 
 @torch.no_grad()
-def draw_from_rbm(
-    rbm: GaussianRBM, count: int, *, steps: int, leapfrog_steps: int, generator: torch.Generator
-) -> Tensor:
-    """Draw by chains that are annealed from N(0, 1) and then stay at t = 1, `steps` steps each."""
-    position = rbm.sample_base(count, generator)
-    size = StepSize(position.new_tensor(INITIAL_STEP_SIZE))
-    for step in range(2 * steps):
-        size.frozen = step >= steps
-        t = min(1.0, (step + 1) / steps)
-        position = _move(rbm, position, t, size, leapfrog_steps, generator)
-    return position
-
-
 def _move(
     target: Target,
     position: Tensor,

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from benchmarks.density import DRAW_COLUMNS, NATS_COLUMNS
 from benchmarks.density import table as density_table
+from benchmarks.pixels import table as pixels_table
 from benchmarks.routing import COPY_RATES, ORDERS, PLAIN_TORCH, PRODUCT_RATES, SIZE_NAMES, share
 from benchmarks.study import table as study_table
 from benchmarks.variants import cell, lookup
@@ -676,6 +677,12 @@ def _three_digits(number: float) -> str:
     return f"{number:,.0f}" if abs(number) >= 100 else f"{number:.3g}"
 
 
+CHOSEN_DENSITIES = {
+    "mnist": "energy",
+    "fashion-mnist": "energy, variances up to 100, lives of 600 steps",
+}
+
+
 def density_nats(data: str) -> str:
     """List the log-likelihoods of the densities."""
     return density_table(numbers(data, "density"), NATS_COLUMNS)
@@ -686,9 +693,14 @@ def density_draws(data: str) -> str:
     return density_table(numbers(data, "density"), DRAW_COLUMNS)
 
 
+def density_pixels(data: str) -> str:
+    """List the likelihoods of images in pixels."""
+    return pixels_table(numbers(data, "pixels"))
+
+
 def density_parts(data: str) -> str:
-    """List what the base measure and the experts of the preset `energy` give."""
-    rows = [row for row in numbers(data, "density") if row["variant"] == "energy"]
+    """List what the base measure and the experts give, for the options chosen for the data."""
+    rows = [row for row in numbers(data, "density") if row["variant"] == CHOSEN_DENSITIES[data]]
     parts = {
         "base measure": "base_draws",
         "base measure and experts": "draws",
@@ -721,6 +733,7 @@ TABLES: dict[str, Callable[..., str]] = {  # name in the comment of a page: tabl
     "density-nats": density_nats,
     "density-draws": density_draws,
     "density-parts": density_parts,
+    "density-pixels": density_pixels,
     "claims": paper_claims,
     "pace": speed_target_table,
     "machine": machine_description,

@@ -179,3 +179,12 @@ def ball_nodes(dim: int, count: int) -> tuple[Tensor, Tensor]:
     radius, angle = torch.cartesian_prod(middle, 2 * math.pi * middle).unbind(1)
     points = radius.unsqueeze(-1) * torch.stack((angle.cos(), angle.sin()), dim=1)
     return points, (radius * 2 * math.pi / count**2).log()
+
+
+def two_modes(strengths: tuple[float, float]) -> CapsuleDensity:
+    """A density of one number with two experts, which recognise positive and negative numbers."""
+    density = CapsuleDensity(1, 1, 2, 1, linear_dims=1, dtype=torch.float64)
+    with torch.no_grad():
+        density.weight.copy_(torch.tensor([1.0, -1.0]).view(1, 2, 1, 1))
+        density.log_strength.copy_(torch.tensor(strengths).log())
+    return density

@@ -18,6 +18,7 @@ from poecaps.sampling import (
     SAMPLERS,
     Chains,
     DensityTarget,
+    ImportanceWeights,
     Sampler,
     StepSize,
     autocorrelation,
@@ -29,7 +30,7 @@ from poecaps.sampling import (
     start_chains,
     swap_replicas,
 )
-from tests.densities import ZOO, Known, from_zoo, make_density
+from tests.densities import ZOO, Known, from_zoo, make_density, two_modes
 
 # Densities for which routing is differentiated need the most time.
 COUNT, FEW = 2000, 500
@@ -508,6 +509,45 @@ def test_the_same_seed_gives_the_same_draws(sampler: Sampler, generator: torch.G
     assert not torch.equal(drawn(3), drawn(4))
 
 
+def test_resampled_chains_have_the_probabilities_of_the_modes(generator: torch.Generator) -> None:
+    density = two_modes((10.0, 10.2))
+    expected = (Known(density).draws(100_000, generator) > 0).double().mean()
+    assert 0.3 < expected < 0.4
+    found, resampled = (
+        (
+            sample(
+                density, 4000, steps=20, anneal=100, resample=resample, generator=generator
+            ).capsules
+            > 0
+        )
+        .double()
+        .mean()
+        for resample in (False, True)
+    )
+    assert abs(found - expected) > 0.1  # the chains do not cross
+    assert abs(resampled - expected) < 0.06
+
+
+def test_weights_choose_the_chains_that_go_on(generator: torch.Generator) -> None:
+    numbers = torch.arange(8, dtype=torch.float64)
+    chains = Chains(numbers.unsqueeze(1), numbers, numbers.unsqueeze(1), torch.ones(8))
+    weights = ImportanceWeights(chains, generator)
+    same = weights.update(0.1 * numbers, chains)  # none has much more weight than others
+    assert same.energy.tolist() == list(range(8))
+    assert weights.effective_sample_size() > 4
+    mean, _ = weights.log_mean()
+    moved = weights.update(torch.where(numbers < 2, 50.0 - 0.1 * numbers, 0.0), same)
+    assert moved.energy.tolist() == moved.position[:, 0].tolist() == [0] * 4 + [1] * 4
+    assert weights.origins.tolist() == [0] * 4 + [1] * 4
+    assert weights.effective_sample_size() == pytest.approx(2)
+    expected = math.log(2 / 8) + 50
+    assert mean > 0
+    assert weights.log_weights.tolist() == pytest.approx([expected] * 8)
+    assert weights.log_mean()[0] == pytest.approx(expected)
+    again = weights.resample(moved)
+    assert again.energy.tolist() == [0] * 4 + [1] * 4
+
+
 def test_the_strip_holds_the_start_and_the_states_on_the_way(generator: torch.Generator) -> None:
     density = from_zoo("even", generator)
     start, reports = torch.randn(4, 2, 1, generator=generator).double(), []
@@ -557,6 +597,10 @@ def test_samples_know_their_diagnostics(generator: torch.Generator) -> None:
         ({"step_size": 0.0}, ValueError, "step_size must be above 0"),
         ({"step_size": math.nan}, ValueError, "step_size must be a finite number"),
         ({"sampler": "gibb"}, ValueError, "sampler must be one of .*; did you mean 'gibbs'"),
+        ({"resample": True, "anneal": 0}, ValueError, "resample=True needs several chains"),
+        ({"resample": True, "ladder": (1.0, 0.5)}, ValueError, "resample=True needs several"),
+        ({"resample": True, "count": 1}, ValueError, "resample=True needs several chains"),
+        ({"resample": True, "start": torch.zeros(4, 2, 1).double()}, ValueError, "resample=True"),
         ({"ladder": (1.0,)}, ValueError, "ladder must be two or more inverse temperatures"),
         ({"ladder": (0.9, 0.5)}, ValueError, r"from 1 down to at least 0, but is \(0.9, 0.5\)"),
         ({"ladder": (1.0, -0.1)}, ValueError, "ladder must be two or more inverse temperatures"),

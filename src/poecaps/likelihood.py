@@ -24,11 +24,11 @@ from poecaps.sampling import (
     INITIAL_STEP_SIZE,
     Chains,
     DensityTarget,
+    ImportanceWeights,
     StepSize,
     Target,
     captured,
     hmc_step,
-    sample,
     start_chains,
 )
 
@@ -72,7 +72,8 @@ class LogPartition:
     forward_error, reverse_error
         Standard errors of the two.
     effective_sample_size
-        (Σ w)²/Σ w² of the forward weights; few if the estimate rests on a few chains.
+        Number of independent forward chains on which the estimate rests, see
+        `poecaps.sampling.ImportanceWeights`.
     chains, steps
         Number of chains and of temperatures.
     """
@@ -106,9 +107,10 @@ def estimate_log_partition(
 
     Chains move from the base measure (t = 0) to the model (t = 1) by one step of Hamiltonian Monte
     Carlo at each of `steps` values of t, and log w = −Σ Δt F. The mean of w is an unbiased
-    estimate of Z, so that of log w is at most log Z in expectation. In reverse, chains that start
-    at draws of the model give an upper estimate. Step sizes are chosen by a pilot run of other
-    chains and then fixed.
+    estimate of Z, so that its logarithm is at most log Z in expectation. In reverse, chains that
+    start at draws of the model give an upper estimate. In both directions, chains are resampled if
+    a few have most of the weight (`poecaps.sampling.ImportanceWeights`). Step sizes are chosen by a
+    pilot run of other chains and then fixed.
 
     Parameters
     ----------
@@ -121,8 +123,8 @@ def estimate_log_partition(
     leapfrog_steps
         Leapfrog steps of a trajectory.
     start : (chains, I, K), optional
-        Draws of the model for the reverse direction; by default those of `poecaps.sampling.sample`
-        with `steps` steps of annealing and as many at t = 1.
+        Draws of the model for the reverse direction; by default the ends of the forward chains,
+        resampled by their weights.
     generator
         Source of random numbers, on the device of the density.
     report
@@ -133,56 +135,29 @@ def estimate_log_partition(
     UserWarning
         If the two estimates differ by more than 10 nats, in either direction.
     """
-    checks.require_int("chains", chains, 2)
-    checks.require_int("steps", steps, 1)
+    target = DensityTarget(density, reduced=True)
     if start is not None:
         density._check(start, ball=False, name="start")
-        if len(start) != chains:
-            raise ValueError(f"start must hold {chains} states, but holds {len(start)}")
-    stages = 3 if start is not None else 5
-    done = 0
-
-    def tick(*_: int) -> None:
-        nonlocal done
-        done += 1
-        if report is not None:
-            report(done, stages * steps)
-
-    target = DensityTarget(density, reduced=True)
-
-    def draw(count: int) -> Tensor:
-        capsules = start
-        if capsules is None:
-            capsules = sample(
-                density,
-                count,
-                steps=steps,
-                anneal=steps,
-                leapfrog_steps=leapfrog_steps,
-                generator=generator,
-                report=tick,
-            ).capsules
-        return target.coordinates(density.base.to_white(capsules))
-
+        start = target.coordinates(density.base.to_white(start))
     return bracket_log_partition(
         target,
-        draw,
         chains=chains,
         steps=steps,
         leapfrog_steps=leapfrog_steps,
+        start=start,
         generator=generator,
-        report=tick,
+        report=report,
     )
 
 
 @torch.no_grad()
 def bracket_log_partition(
     target: AnnealedTarget,
-    draw: Callable[[int], Tensor],
     *,
     chains: int = 128,
     steps: int = 1000,
     leapfrog_steps: int = 5,
+    start: Tensor | None = None,
     generator: torch.Generator | None = None,
     report: Callable[[int, int], None] | None = None,
 ) -> LogPartition:
@@ -192,11 +167,15 @@ def bracket_log_partition(
     ----------
     target
         The energy and its base measure.
-    draw
-        Returns a number of draws of the model in the coordinates of the target, (count, N).
+    start : (chains, N), optional
+        Draws of the model in the coordinates of the target.
     chains, steps, leapfrog_steps, generator, report
         See `estimate_log_partition`.
     """
+    checks.require_int("chains", chains, 2)
+    checks.require_int("steps", steps, 1)
+    if start is not None and len(start) != chains:
+        raise ValueError(f"start must hold {chains} states, but holds {len(start)}")
     done = 0
 
     def tick() -> None:
@@ -211,22 +190,15 @@ def bracket_log_partition(
         "tick": tick,
     }
     u = target.sample_base(PILOT_CHAINS, generator)
-    sizes = _anneal(target, u, steps, step_sizes=None, **options)[1]
+    _, _, sizes = _anneal(target, u, steps, step_sizes=None, **options)
     u = target.sample_base(chains, generator)
-    forward = _anneal(target, u, steps, step_sizes=sizes, **options)[0]
-    backward = _anneal(target, draw(chains), steps, step_sizes=sizes, reverse=True, **options)[0]
-    low, low_error = _log_mean_exp(forward)
-    high, high_error = _log_mean_exp(backward)
-    weights = (forward - forward.max()).double().exp()
-    result = LogPartition(
-        low,
-        -high,
-        low_error,
-        high_error,
-        (weights.sum().square() / weights.square().sum()).item(),
-        chains,
-        steps,
-    )
+    ends, forward, _ = _anneal(target, u, steps, step_sizes=sizes, **options)
+    (low, low_error), effective = forward.log_mean(), forward.effective_sample_size()
+    if start is None:
+        start = forward.resample(ends).position
+    _, backward, _ = _anneal(target, start, steps, step_sizes=sizes, reverse=True, **options)
+    high, high_error = backward.log_mean()
+    result = LogPartition(low, -high, low_error, high_error, effective, chains, steps)
     if not abs(result.bracket) <= WIDE_BRACKET:
         warnings.warn(
             f"log Z is uncertain: the two estimates are {result.forward:.1f} and "
@@ -273,12 +245,14 @@ def _anneal(
     generator: torch.Generator | None,
     tick: Callable[[], None],
     reverse: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Move chains along t, and add up their log-weights.
+) -> tuple[Chains, ImportanceWeights, Tensor]:
+    """Move chains along t, and weight them.
 
     Returns
     -------
-    log_weights : (B,)
+    chains
+        The ends of the chains.
+    weights
         Of Z, or in reverse of 1/Z.
     step_sizes : (steps,)
         Step size at each t: those given, or adapted ones if None is given.
@@ -288,7 +262,7 @@ def _anneal(
     found = u.new_empty(steps) if step_sizes is None else step_sizes
     order = range(steps, 0, -1) if reverse else range(1, steps + 1)
     chains = start_chains(target, u, t[-1 if reverse else 0].expand(len(u)))
-    log_weights = torch.zeros(len(u), dtype=torch.float64, device=u.device)
+    weights = ImportanceWeights(chains, generator)
 
     def step(*state: Tensor) -> tuple[Chains, Tensor]:
         momentum = torch.randn(u.shape, generator=generator, device=u.device, dtype=u.dtype)
@@ -304,8 +278,9 @@ def _anneal(
 
     move = captured(step, target, steps, generator)
     for index in order:
+        difference = t[index] - t[index - 1]
         if not reverse:  # the weight of a state does not depend on the step that follows it
-            log_weights -= ((t[index] - t[index - 1]) * chains.energy).double()
+            chains = weights.update(-difference * chains.energy, chains)
         if step_sizes is not None:
             size.value.copy_(step_sizes[index - 1])
         chains, accepted = move(*chains.at(t[index].expand(len(u))).tensors, size.value)
@@ -313,15 +288,6 @@ def _anneal(
             size.update(accepted.to(u).mean())
             found[index - 1] = size.value
         if reverse:
-            log_weights += ((t[index] - t[index - 1]) * chains.energy).double()
+            chains = weights.update(difference * chains.energy, chains)
         tick()
-    return log_weights, found
-
-
-def _log_mean_exp(values: Tensor) -> tuple[float, float]:
-    """Return the logarithm of the mean of e^values (B,), and its standard error."""
-    highest = values.max()
-    weights = (values - highest).exp()
-    mean = weights.mean()
-    error = weights.std() / mean / math.sqrt(len(values))
-    return (highest + mean.log()).item(), error.item()
+    return chains, weights, found

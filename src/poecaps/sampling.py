@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
@@ -250,6 +251,10 @@ class Chains:
         """Return the same states at other inverse temperatures (B,)."""
         return replace(self, inverse_temperature=inverse_temperature)
 
+    def select(self, index: Tensor) -> Chains:
+        """Return the chains with these numbers (B,)."""
+        return Chains(*(each[index] for each in self.tensors))
+
 
 def start_chains(target: Target, position: Tensor, inverse_temperature: Tensor) -> Chains:
     """Start chains at positions (B, N) and inverse temperatures (B,)."""
@@ -343,6 +348,92 @@ def captured(
         return move
     device = target.density.weight.device
     return Graphed(move, device, generator) if pays_off(steps, device) else move
+
+
+class ImportanceWeights:
+    """Weights of chains while t changes, with resampling (sequential Monte Carlo).
+
+    Chains that are moved from t to t + Δt are weighted by e^(−Δt F), so that weighted chains
+    represent P_t also where chains do not cross from one mode to another. If a few chains have most
+    of the weight, the chains that go on are drawn in proportion to their weights, and all have the
+    mean weight after that. The mean weight is an unbiased estimate of Z_t/Z_0.
+
+    P. Del Moral, A. Doucet, A. Jasra, "Sequential Monte Carlo samplers", 2006.
+
+    Parameters
+    ----------
+    chains
+        The chains, whose weights are 1.
+    generator
+        Source of random numbers.
+
+    Attributes
+    ----------
+    log_weights : (B,)
+        Logarithms of the weights, float64.
+    origins : (B,)
+        The first chain from which each chain descends.
+    """
+
+    def __init__(self, chains: Chains, generator: torch.Generator | None) -> None:
+        energy = chains.energy
+        self.generator = generator
+        self.log_weights = torch.zeros_like(energy, dtype=torch.float64)
+        self.origins = self._numbers = torch.arange(len(energy), device=energy.device)
+        self._resampled = self.log_weights.new_zeros(())  # how often
+
+    def update(self, log_ratio: Tensor, chains: Chains) -> Chains:
+        """Multiply the weights by e^log_ratio (B,), and resample if fewer than half are effective.
+
+        Returns
+        -------
+        chains
+            Those that go on.
+        """
+        self.log_weights += log_ratio.double()
+        share = self.log_weights.softmax(0)
+        return self._resample(chains, len(share) * share.square().sum() > 2)
+
+    def resample(self, chains: Chains) -> Chains:
+        """Resample, so that all chains have the same weight: → the chains that go on."""
+        return self._resample(chains, torch.ones_like(self.origins[0], dtype=torch.bool))
+
+    def _resample(self, chains: Chains, needed: Tensor) -> Chains:
+        """Resample if `needed` () is true; it is not read on the host."""
+        count = len(self.log_weights)
+        uniform = torch.rand(
+            (), generator=self.generator, device=self.origins.device, dtype=torch.float64
+        )
+        # Systematic: evenly spaced points on the line on which every chain has its share.
+        ends = self.log_weights.softmax(0).cumsum(0)
+        chosen = torch.searchsorted(ends, (self._numbers + uniform) / count).clamp(max=count - 1)
+        index = torch.where(needed, chosen, self._numbers)
+        mean = torch.logsumexp(self.log_weights, 0) - math.log(count)
+        self.log_weights = torch.where(needed, mean, self.log_weights)
+        self.origins = self.origins[index]
+        self._resampled += needed
+        return chains.select(index)
+
+    def effective_sample_size(self) -> float:
+        """Return (Σ w)²/Σ w², with w the weight of all descendants of a first chain."""
+        return 1 / self._by_origin().square().sum().item()
+
+    def log_mean(self) -> tuple[float, float]:
+        """Return the logarithm of the mean weight, and its standard error.
+
+        The variance is that of A. Lee and N. Whiteley, "Variance estimation in the particle
+        filter", 2018. Without resampling, it is that of the mean of independent weights.
+        """
+        count = len(self.log_weights)
+        value = torch.logsumexp(self.log_weights, 0) - math.log(count)
+        factor = (count / (count - 1)) ** (self._resampled.item() + 1)
+        variance = 1 - factor * (1 - self._by_origin().square().sum().item())
+        return value.item(), math.sqrt(max(variance, 0.0))
+
+    def _by_origin(self) -> Tensor:
+        """Return the share of the descendants of each first chain in the weight: (B,)."""
+        share = self.log_weights.softmax(0)
+        return torch.zeros_like(share).index_add_(0, self.origins, share)
 
 
 def swap_replicas(
@@ -481,6 +572,7 @@ def sample(
     evidence: Callable[[Tensor], Tensor] | None = None,
     clamped: Tensor | None = None,
     temperature: float = 1.0,
+    resample: bool = False,
     keep_every: int | None = None,
     generator: torch.Generator | None = None,
     report: Callable[[int, int], None] | None = None,
@@ -520,6 +612,10 @@ def sample(
         Capsules that keep the values of `start`: draw the others given these.
     temperature
         Draw from P_(1/temperature) in place of P; above 1 is closer to the base measure.
+    resample
+        Weight the chains while they are annealed, and resample them (`ImportanceWeights`). The
+        modes of P are then drawn as often as they are probable, up to the noise of `count` chains;
+        otherwise as often as the annealing finds them.
     keep_every
         Keep the states of every so many steps in `Samples.strip`.
     generator
@@ -536,6 +632,11 @@ def sample(
     if step_size is not None:
         checks.require_positive("step_size", step_size)
     levels = _check_ladder(ladder)
+    if resample and (len(levels) > 1 or start is not None or not anneal or count == 1):
+        raise ValueError(
+            "resample=True needs several chains that are annealed from the base measure: "
+            "leave start and ladder out, with anneal of at least 1 and count of at least 2"
+        )
     if sampler == "langevin":
         leapfrog_steps = 1
     weight, total = density.weight, anneal + steps
@@ -579,12 +680,17 @@ def sample(
         total,
         generator,
     )
+    weights = ImportanceWeights(chains, generator) if resample else None
     for step in range(total):
         if step < anneal:
             share = 1.0 if start is not None else (step + 1) / anneal
             chains = chains.at((ladder_t * share).repeat_interleave(count))
+            if weights is not None:
+                chains = weights.update(-ladder_t / anneal * chains.energy, chains)
         else:
             size.frozen = True
+            if weights is not None and step == anneal:
+                chains = weights.resample(chains)
         chains, accepted = move(*chains.tensors, size.value)
         size.update(accepted.to(**like).mean())
         if step >= anneal:
