@@ -350,6 +350,28 @@ def captured(
     return Graphed(move, device, generator) if pays_off(steps, device) else move
 
 
+def systematic(log_weights: Tensor, uniform: Tensor) -> Tensor:
+    """Choose chains in proportion to their weights, by systematic resampling.
+
+    On a line on which every chain has its share of the weight, evenly spaced points choose chains.
+
+    Parameters
+    ----------
+    log_weights : (…, B)
+    uniform : (…)
+        Uniform random numbers from 0 to 1, the place of the first point.
+
+    Returns
+    -------
+    index : (…, B)
+        Numbers of the chains that go on, in rising order.
+    """
+    count = log_weights.shape[-1]
+    ends = log_weights.softmax(-1).cumsum(-1)
+    points = torch.arange(count, device=ends.device) + uniform.to(ends).unsqueeze(-1)
+    return torch.searchsorted(ends, points / count).clamp(max=count - 1)
+
+
 class ImportanceWeights:
     """Weights of chains while t changes, with resampling (sequential Monte Carlo).
 
@@ -404,10 +426,7 @@ class ImportanceWeights:
         uniform = torch.rand(
             (), generator=self.generator, device=self.origins.device, dtype=torch.float64
         )
-        # Systematic: evenly spaced points on the line on which every chain has its share.
-        ends = self.log_weights.softmax(0).cumsum(0)
-        chosen = torch.searchsorted(ends, (self._numbers + uniform) / count).clamp(max=count - 1)
-        index = torch.where(needed, chosen, self._numbers)
+        index = torch.where(needed, systematic(self.log_weights, uniform), self._numbers)
         mean = torch.logsumexp(self.log_weights, 0) - math.log(count)
         self.log_weights = torch.where(needed, mean, self.log_weights)
         self.origins = self.origins[index]

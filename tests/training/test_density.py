@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +32,7 @@ from poecaps.training.chains import LearningChains
 from poecaps.training.checkpoint import CHECKPOINT, read_checkpoint
 from poecaps.training.config import DensityStage, stage_options
 from poecaps.training.distributed import Distributed, RandomNumbers
-from tests.densities import Known, make_density
+from tests.densities import Known, make_density, two_modes
 from tests.training.runs import Stop, assert_same_weights, metrics, weights, without_epochs
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ CHAINS, NUMBERS, COMPONENTS = 16, 32, 4  # 8 capsules of dimension 4
 VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "usual": ({}, {}),
     "without linear coordinates": ({"linear_dims": 0}, {"average": 0.0}),
+    "groups": ({}, {"groups": 4}),
     "persistent": ({"base_components": 0}, {"lifetime": 0, "optimizer": "sgd"}),
     "routed on the ball": ({"base": "ball", "base_components": 0, "iterations": 3}, {}),
 }
@@ -415,6 +417,10 @@ def test_only_the_preset_energy_has_a_density() -> None:
         ({"chains": 4}, ValueError, "chains must be a whole number from 5 to 1048576, but is 4"),
         ({"chains": 8.5}, TypeError, "chains must be a whole number"),
         ({"lifetime": -1}, ValueError, "lifetime must be a whole number of at least 0"),
+        ({"groups": -4}, ValueError, "groups must be a whole number of at least 0, but is -4"),
+        ({"groups": 3, "chains": 6}, ValueError, "density.groups must be 0, or at least 4 with"),
+        ({"groups": 4, "chains": 10}, ValueError, "divide density.chains, 10, but is 4"),
+        ({"groups": 4, "lifetime": 0}, ValueError, "groups must be 0, or at least 4 with"),
         ({"leapfrog_steps": 0}, ValueError, "leapfrog_steps must be .* from 1 to 100"),
         ({"target_acceptance": 0.0}, ValueError, "density.target_acceptance between 0 and 1"),
         ({"target_acceptance": 1.0}, ValueError, "density.target_acceptance between 0 and 1"),
@@ -486,12 +492,13 @@ def density(generator: torch.Generator) -> CapsuleDensity:
     return make_density(generator, 2, 1, 2, 2, linear_dims=1).float()
 
 
+@pytest.mark.parametrize("groups", [0, 4])
 @pytest.mark.parametrize("lifetime", [1, 2, 3, 7, 49, 187])
 def test_every_chain_starts_anew_once_in_a_lifetime(
-    lifetime: int, density: CapsuleDensity, generator: torch.Generator
+    lifetime: int, groups: int, density: CapsuleDensity, generator: torch.Generator
 ) -> None:
     """No start is missed by rounding."""
-    chains = chains_on(density, generator, lifetime=lifetime, chains=64)
+    chains = chains_on(density, generator, lifetime=lifetime, groups=groups, chains=64)
     for start in (0, 1000 * lifetime):
         starts, arrivals = torch.zeros(64), torch.zeros(64)
         for step in range(start, start + 4 * lifetime):
@@ -505,12 +512,12 @@ def test_every_chain_starts_anew_once_in_a_lifetime(
         assert lifetime < 3 or torch.equal(arrivals, torch.full((64,), 4.0))
 
 
-@pytest.mark.parametrize("count", [5, 8, 64])
+@pytest.mark.parametrize(("count", "groups"), [(5, 0), (8, 0), (64, 0), (64, 4), (64, 8)])
 def test_some_chains_are_always_at_the_model(
-    count: int, density: CapsuleDensity, generator: torch.Generator
+    count: int, groups: int, density: CapsuleDensity, generator: torch.Generator
 ) -> None:
     for lifetime in (1, 2, 7, 50):
-        chains = chains_on(density, generator, chains=count, lifetime=lifetime)
+        chains = chains_on(density, generator, chains=count, groups=groups, lifetime=lifetime)
         for step in range(2 * lifetime):
             chains.step.fill_(step)
             share = (
@@ -520,7 +527,23 @@ def test_some_chains_are_always_at_the_model(
                 .item()
             )
             assert share > 0
-            assert share == pytest.approx(1 / 3, abs=1.5 / count + 0.05)
+            assert share == pytest.approx(1 / 3, abs=1.5 / (groups or count) + 0.05)
+
+
+@pytest.mark.parametrize("groups", [0, 4])
+def test_groups_have_the_probabilities_of_the_modes(
+    groups: int, generator: torch.Generator
+) -> None:
+    """Annealing finds both modes equally often, but one has 35 % of the probability."""
+    density = two_modes((10.0, 10.2)).float()
+    chains = chains_on(density, generator, chains=2000, groups=groups, lifetime=150)
+    random = RandomNumbers(generator, Distributed())
+    found = []
+    for _ in range(450):
+        capsules, weight = chains.advance(random)
+        found.append((weight * (capsules.flatten() > 0)).sum().item())
+    expected = 0.354 if groups else 0.5
+    assert statistics.mean(found[150:]) == pytest.approx(expected, abs=0.05)
 
 
 def test_chains_of_the_model_are_draws_with_weights_of_a_mean(
@@ -617,6 +640,8 @@ def test_processes_share_the_chains(density: CapsuleDensity, generator: torch.Ge
     assert torch.equal(torch.cat([part.position for part in parts]), one.position)
     with pytest.raises(ValueError, match=r"density.chains must be a multiple of the number of"):
         chains_on(density, generator, Distributed(0, 2), chains=11)
+    with pytest.raises(ValueError, match="groups must be a multiple of the number of processes, 2"):
+        chains_on(density, generator, Distributed(0, 2), chains=20, groups=5)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -112,9 +112,11 @@ def test_two_processes_learn_what_one_learns(pair: Path, single: Path) -> None:
     assert json.loads((pair / "run.json").read_text())["starts"][0]["processes"] == 2
 
 
-def test_two_processes_share_chains_and_views(data: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("groups", [0, 4])
+def test_two_processes_share_chains_and_views(groups: int, data: Path, tmp_path: Path) -> None:
     """Chains, images, views and random numbers are divided; the decoders have no steps."""
-    arguments = """
+    arguments = f"""
+        --density.groups {groups}
         --autoencoder.epochs 1 --encoder.epochs 2 --decoder.epochs 0 --pixel-decoder.epochs 0
         --model.density.experts 3 4 --model.density.linear-dims 2 --model.density.strength 2
         --model.density.base-components 4 --density.epochs 2 --density.chains 16
@@ -123,7 +125,8 @@ def test_two_processes_share_chains_and_views(data: Path, tmp_path: Path) -> Non
         --encoder.views.count 3 --encoder.views.rotation 30 --encoder.views.mirror"""
     finish(torchrun(data, tmp_path / "two", *EXACT, *arguments.split()))
     encoder = config_with(data).encoder
-    train(replace(density_config(data), encoder=encoder, precision="float32"), tmp_path / "one")
+    config = density_config(data, stage={"groups": groups})
+    train(replace(config, encoder=encoder, precision="float32"), tmp_path / "one")
     ours, theirs = weights(tmp_path / "two"), weights(tmp_path / "one")
     parts = ("density.", "whitening.", "encoders.")
     names = [name for name in theirs if name.startswith(parts)]

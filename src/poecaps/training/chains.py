@@ -11,10 +11,12 @@ from poecaps._files import ModelError
 from poecaps.sampling import (
     ANNEALED_SHARE,
     INITIAL_STEP_SIZE,
+    Chains,
     DensityTarget,
     StepSize,
     hmc_step,
     start_chains,
+    systematic,
 )
 
 if TYPE_CHECKING:
@@ -44,6 +46,11 @@ class LearningChains:
     While a chain is annealed, it adds up its weight in annealed importance sampling, so that the
     chains also give a running estimate of log Z.
 
+    Annealing does not find the modes of a density as often as they are probable. With
+    `options.groups`, all chains of a group have the same age. They are resampled in proportion to
+    their weights when fewer than half of them are effective, and when they arrive at t = 1
+    (`poecaps.sampling.ImportanceWeights`), so that the draws have the modes in their proportions.
+
     Parameters
     ----------
     density
@@ -63,11 +70,23 @@ class LearningChains:
                 f"density.chains must be a multiple of the number of processes, "
                 f"{distributed.size}, but is {options.chains}"
             )
+        if options.groups % distributed.size:
+            raise ValueError(
+                f"density.groups must be a multiple of the number of processes, "
+                f"{distributed.size}, but is {options.groups}"
+            )
         count, device = options.chains // distributed.size, density.weight.device
         size = density.in_capsules * density.in_dim
         # Any part of the multiples of the golden ratio is spread evenly, also that of one process.
         # None of them is 0: a chain that starts anew at a whole age could miss it by rounding.
-        offsets = (torch.arange(1, options.chains + 1, dtype=torch.float64) * GOLDEN_RATIO) % 1
+        if options.groups:
+            numbers = torch.arange(options.groups, dtype=torch.float64)
+            offsets = ((numbers + GOLDEN_RATIO) / options.groups).repeat_interleave(
+                options.chains // options.groups
+            )
+        else:
+            numbers = torch.arange(1, options.chains + 1, dtype=torch.float64)
+            offsets = (numbers * GOLDEN_RATIO) % 1
         self.all_offsets = offsets.to(device)
         self.offsets = distributed.shard(self.all_offsets)
         self.position = torch.zeros(count, size, device=device)
@@ -104,6 +123,8 @@ class LearningChains:
         target = DensityTarget(self.density)
         chains = start_chains(target, position, t)
         self._add_weights(chains.energy, t, before, is_new)
+        if self.options.groups:
+            chains = self._resample(chains, before, random)
         chains, accepted = hmc_step(
             target,
             chains,
@@ -183,6 +204,23 @@ class LearningChains:
         self.log_z.copy_(torch.where(arrives, weight, self.log_z))
         self.has_arrived.copy_(torch.where(arrives, torch.ones_like(weight), self.has_arrived))
         self.log_weight.copy_(weight)
+
+    def _resample(self, chains: Chains, before: Tensor, random: RandomNumbers) -> Chains:
+        """Resample the groups in which few chains have most of the weight, or which arrive."""
+        groups = self.options.groups // self.distributed.size
+        log_weights, t, before = (
+            each.view(groups, -1) for each in (self.log_weight, chains.inverse_temperature, before)
+        )
+        size = log_weights.shape[1]
+        share = log_weights.softmax(1)
+        few = size * share.square().sum(1) > 2
+        needed = torch.where(t[:, 0] < 1, few, before[:, 0] < 1).unsqueeze(1)
+        numbers = torch.arange(size, device=t.device)
+        index = torch.where(needed, systematic(log_weights, random.uniform(groups)), numbers)
+        mean = torch.logsumexp(log_weights, 1, keepdim=True) - math.log(size)
+        self.log_weight.copy_(torch.where(needed, mean, log_weights).flatten())
+        first = size * torch.arange(groups, device=t.device).unsqueeze(1)
+        return chains.select((first + index).flatten())
 
     def _adapt(self, acceptance: Tensor) -> None:
         """Adapt the step size to the mean acceptance at t = 1."""

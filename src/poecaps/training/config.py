@@ -166,6 +166,8 @@ class DensityStage(CapsuleStage):
     """Number of chains, of all processes together."""
     lifetime: int = 300
     """Steps after which a chain starts anew from the base measure; 0: chains are persistent."""
+    groups: int = 0
+    """Groups of chains of the same age, which are weighted and resampled; 0: no weights."""
     leapfrog_steps: int = 5
     """Leapfrog steps of a trajectory of Hamiltonian Monte Carlo."""
     target_acceptance: float = 0.8
@@ -184,6 +186,13 @@ class DensityStage(CapsuleStage):
         checks.require_int(f"{name}.lifetime", self.lifetime, 0)
         # Of fewer than 5 chains that are annealed, none may be at t = 1 in some of the steps.
         checks.require_int(f"{name}.chains", self.chains, 5 if self.lifetime else 2, MAX_SIZE)
+        checks.require_int(f"{name}.groups", self.groups, 0)
+        # Of fewer than 4 groups, none may be at t = 1 in some of the steps.
+        if self.groups and (not self.lifetime or self.groups < 4 or self.chains % self.groups):
+            raise ValueError(
+                f"{name}.groups must be 0, or at least 4 with {name}.lifetime above 0 and divide "
+                f"{name}.chains, {self.chains}, but is {self.groups}"
+            )
         checks.require_int(f"{name}.leapfrog_steps", self.leapfrog_steps, 1, MAX_ITERATIONS)
         checks.require_share(f"{name}.target_acceptance", self.target_acceptance)
         checks.require_share(f"{name}.average", self.average)
