@@ -73,6 +73,7 @@ def test_saving_that_fails_at_any_call_leaves_the_old_model_or_the_new(
     with Faults(None, FAULTS[fault]).installed() as faults:
         old.save(tmp_path)
     assert len(faults.names) > 10
+    assert not faults.dirty  # contents and names are on disk
     for at, name in enumerate(faults.names):
         old.save(tmp_path)
         try:
@@ -140,7 +141,9 @@ def test_interrupted_calls_are_repeated(
 # Temporary files
 
 
-@pytest.mark.parametrize("moment", ["before it is locked", "while it is written", "at its renaming"])
+@pytest.mark.parametrize(
+    "moment", ["before it is locked", "while it is written", "at its renaming"]
+)
 def test_the_temporary_file_of_a_living_process_is_not_swept(
     moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
