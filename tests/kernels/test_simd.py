@@ -499,15 +499,20 @@ def test_an_interrupt_ends_one_long_call(
     torch.set_num_threads(threads)
     x, weight = problem((1, 100_000, 4, 2, 4), generator)
     assert cpu.why_not(x, weight) is None  # it is compiled
+    is_late = threading.Event()
+    watch = threading.Timer(30, is_late.set)  # far more than the moment until the interrupt
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    watch.start()
     signal.setitimer(signal.ITIMER_REAL, 0.5)
     try:
         with pytest.raises(KeyboardInterrupt):
             compute(x, weight)
+        routing._pool().shutdown()  # waits for the threads
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-    routing._pool().shutdown()  # waits for the threads
+        watch.cancel()
+    assert not is_late.is_set()
 
 
 @needs_simd
