@@ -485,7 +485,7 @@ def go_back(
     return [each for each in found if each is not None]
 
 
-LONG = 100_000  # passes that take some milliseconds each
+LONG = 30_000  # passes that take some milliseconds each
 
 
 @needs_simd
