@@ -56,7 +56,8 @@ class Faults:
 
     def __init__(self, at: int | None, fault: Callable[..., Any]) -> None:
         self.at, self.fault, self.names = at, fault, list[str]()
-        self.dirty: set[tuple[int, int]] = set()  # files with content that is not on disk
+        # Files and folders with contents and names that are not on disk.
+        self.dirty: set[tuple[int, int]] = set()
 
     def call(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
         """Make a call, or the fault."""
@@ -77,7 +78,10 @@ class Faults:
             assert _identity(Path(arguments[0]).stat()) not in self.dirty, "renamed before fsync"
         if name == "fsync":
             self.dirty.discard(_identity(os.fstat(arguments[0])))
-        return self.call(name, function, *arguments)
+        result = self.call(name, function, *arguments)
+        if name == "replace":
+            self.dirty.add(_identity(Path(arguments[1]).parent.stat()))
+        return result
 
     @contextmanager
     def installed(self) -> Iterator[Faults]:
@@ -215,6 +219,7 @@ def fail_everywhere(
     np.save(data, images())
     with Faults(None, killed).installed() as faults:
         train(config(data, options.steps), whole)
+    assert not faults.dirty, "the end is not flushed"
 
     def start() -> None:
         with Faults(at, FAULTS[fault]).installed(), suppress(*EXPECTED):

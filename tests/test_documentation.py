@@ -91,7 +91,7 @@ class Block:
         )
 
     def commands(self) -> Iterator[list[str]]:
-        for line in self.body.replace("\\\n", " ").splitlines():
+        for line in re.split(r"\n|\|\|", self.body.replace("\\\n", " ")):
             words = shlex.split(line, comments=True)
             if words:
                 yield words

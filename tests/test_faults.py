@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import subprocess
@@ -72,6 +73,7 @@ def test_saving_that_fails_at_any_call_leaves_the_old_model_or_the_new(
     with Faults(None, FAULTS[fault]).installed() as faults:
         old.save(tmp_path)
     assert len(faults.names) > 10
+    assert not faults.dirty  # contents and names are on disk
     for at, name in enumerate(faults.names):
         old.save(tmp_path)
         try:
@@ -133,6 +135,49 @@ def test_interrupted_calls_are_repeated(
         state = CapsuleNetwork.load(tmp_path).state_dict()
         assert all(torch.equal(state[name], each) for name, each in network.state_dict().items())
     assert len(signals) > 10
+
+
+# --------------------------------------------------------------------------------------------------
+# Temporary files
+
+
+@pytest.mark.parametrize(
+    "moment", ["before it is locked", "while it is written", "at its renaming"]
+)
+def test_the_temporary_file_of_a_living_process_is_not_swept(
+    moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of a killed one is, at the same moment."""
+    killed = tmp_path / ".model.safetensors-0123456789abcdef.part"
+    times = 0
+
+    def sweep() -> None:
+        nonlocal times
+        times += 1
+        killed.touch()
+        _files.sweep(tmp_path)
+        assert not killed.exists()
+
+    def sweep_first(*arguments: Any, **options: Any) -> None:
+        with monkeypatch.context() as undone:
+            undone.setattr(module, name, function)
+            if not times:
+                sweep()
+        function(*arguments, **options)
+
+    module, name = (os, "replace") if "renaming" in moment else (_files, "_lock_temporary")
+    function = getattr(module, name)
+    if "written" not in moment:
+        monkeypatch.setattr(module, name, sweep_first)
+    with _files.atomic_write(tmp_path / "codes.npz") as file:
+        file.write(b"codes")
+        file.flush()
+        if "written" in moment:
+            sweep()
+    assert times == 1
+    assert [(each.name, each.read_bytes()) for each in tmp_path.iterdir()] == [
+        ("codes.npz", b"codes")
+    ]
 
 
 # --------------------------------------------------------------------------------------------------

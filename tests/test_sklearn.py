@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import pickle
+import pydoc
 import re
 import subprocess
 import sys
@@ -451,3 +452,57 @@ def test_a_failed_training_leaves_no_model(
                 use(rows)
         getattr(estimator, method)(rows)
         assert estimator.transform(rows).shape == (len(rows), 24)
+
+
+def failing(function: Any) -> Any:
+    """Return a function that does what another one does, and then fails."""
+
+    def fail(*given: Any, **options: Any) -> None:
+        function(*given, **options)
+        raise KeyboardInterrupt
+
+    return fail
+
+
+@pytest.mark.parametrize(
+    ("is_table", "part"),
+    [
+        (True, "poecaps._table.TabularModel.train_one_epoch"),
+        (True, "poecaps._table.TabularModel.finalize"),
+        (False, "poecaps.sklearn.fine_tune"),
+        (False, "poecaps.code_density.CodeDensity.fit"),
+    ],
+)
+def test_more_rows_in_vain_change_nothing(
+    is_table: bool, part: str, digits: Array, wine: Array, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither what is answered, nor what is learned afterwards."""
+    rows = wine if is_table else digits
+    estimator = table() if is_table else small(image_shape=(8, 8), kernel_size=2)
+    with monkeypatch.context() as patched:
+        patched.setattr(part, failing(pydoc.locate(part)))
+        if part != "poecaps.sklearn.fine_tune":  # the first call trains without it
+            with pytest.raises(KeyboardInterrupt):
+                estimator.partial_fit(rows)
+            with pytest.raises(NotFittedError):
+                estimator.transform(rows)
+    estimator.partial_fit(rows[:100])
+    other = pickle.loads(pickle.dumps(estimator))
+    with monkeypatch.context() as patched:
+        patched.setattr(part, failing(pydoc.locate(part)))
+        with pytest.raises(KeyboardInterrupt):
+            estimator.partial_fit(rows[100:])
+    for _ in range(2):
+        np.testing.assert_array_equal(estimator.transform(rows), other.transform(rows))
+        np.testing.assert_array_equal(estimator.sample(3), other.sample(3))
+        assert estimator.n_samples_seen_ == other.n_samples_seen_
+        for each in (estimator, other):
+            each.partial_fit(rows[100:])
+
+
+def test_more_images_that_diverge_are_an_error(digits: Array) -> None:
+    made = small(image_shape=(8, 8)).partial_fit(digits)
+    codes = made.transform(digits)
+    with pytest.raises(TrainingError, match=r"^encoder 1 diverged; lower learning_rate$"):
+        made.set_params(learning_rate=1e30).partial_fit(digits)
+    np.testing.assert_array_equal(made.transform(digits), codes)

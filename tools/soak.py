@@ -194,9 +194,14 @@ def _can_isolate() -> bool:
 
 def _is_finished(folder: Path) -> bool:
     try:
-        return bool(json.loads((folder / "run.json").read_text()).get("finished"))
+        return bool(_record(folder).get("finished"))
     except FileNotFoundError:
         return False
+
+
+def _record(folder: Path) -> dict[str, Any]:
+    record: dict[str, Any] = json.loads((folder / "run.json").read_text())
+    return record
 
 
 def _progress(folder: Path) -> int:
@@ -241,7 +246,7 @@ def main(*, minutes: float = 10.0, seed: int | None = None) -> int:
     seed = random.SystemRandom().randrange(10**6) if seed is None else seed
     isolated = _can_isolate()
     print(f"seed {seed}; network cuts: {'yes' if isolated else 'no, not permitted'}", flush=True)
-    end, same, runs = time.monotonic() + 60 * minutes, 0, 0
+    end, same, runs, attempts = time.monotonic() + 60 * minutes, 0, 0, 0
     with tempfile.TemporaryDirectory(prefix="poecaps-soak-") as name:
         folder = Path(name)
         _make_images(folder / "bars.npy")
@@ -252,10 +257,12 @@ def main(*, minutes: float = 10.0, seed: int | None = None) -> int:
             runs += 1
             soak.train(folder / f"run-{runs}", disturbed=True)
             same += _is_same(folder / f"run-{runs}", folder / "undisturbed")
+            attempts += len(_record(folder / f"run-{runs}")["starts"])
             faults = ", ".join(f"{count} {kind}" for kind, count in sorted(soak.faults.items()))
             print(
                 f"{runs} runs, {same} identical to the undisturbed one; faults: {faults}; "
-                f"{soak.starts} calls of torchrun; {soak.tracebacks} tracebacks",
+                f"{soak.starts} calls of torchrun, {attempts} starts of the training; "
+                f"{soak.tracebacks} tracebacks",
                 flush=True,
             )
     return int(same < runs or soak.tracebacks > 0)

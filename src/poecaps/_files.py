@@ -26,6 +26,11 @@ from datetime import datetime, timezone
 from io import BufferedReader, BufferedWriter, FileIO
 from typing import IO, TYPE_CHECKING, Any
 
+try:
+    import fcntl
+except ModuleNotFoundError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
@@ -80,17 +85,21 @@ def atomic_write(path: Path, *, previous: Path | None = None) -> Iterator[IO[byt
         File that keeps the old content of `path`, in the same folder. After a crash at any moment,
         one of both files is complete.
     """
-    temporary, old = _temporary(path), None
-    try:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | NOFOLLOW | CLOEXEC | BINARY
-        with BufferedWriter(FileIO(os.open(temporary, flags, 0o666), "wb")) as file:
+    with contextlib.ExitStack() as stack:
+        temporary, handle = _create_temporary(path)
+        stack.callback(_unlink, temporary)
+        with BufferedWriter(FileIO(handle, "wb")) as file:
+            if fcntl is not None:  # the file stays locked until it has its final name
+                stack.callback(os.close, os.dup(handle))
             yield file
             file.flush()
             os.fsync(file.fileno())
+        old = None
         if previous is not None and path.exists():
             try:
                 # Not to `previous` at once: `path` may be damaged, and the new file is not there.
-                os.link(path, old := _temporary(path))
+                stack.callback(_unlink, old := _temporary(path))
+                os.link(path, old)
             except OSError:  # a file system without hard links
                 old = None
                 os.replace(path, previous)
@@ -98,10 +107,6 @@ def atomic_write(path: Path, *, previous: Path | None = None) -> Iterator[IO[byt
         if old is not None and previous is not None:
             os.replace(old, previous)
         _flush_folder(path.parent)
-    finally:
-        _unlink(temporary)
-        if old is not None:
-            _unlink(old)
 
 
 def append_line(path: Path, line: str) -> None:
@@ -116,11 +121,50 @@ def append_line(path: Path, line: str) -> None:
 def sweep(folder: Path) -> None:
     """Delete the temporary files that killed processes left in a folder and its subfolders.
 
-    Call it only if no other process writes there.
+    A file that a living process writes is locked, and stays.
     """
     for file in (*folder.glob(".*.part"), *folder.glob("*/.*.part")):
         if TEMPORARY.fullmatch(file.name):
-            _unlink(file)
+            with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+                if fcntl is not None:  # Windows does not delete an open file anyway
+                    handle = os.open(file, os.O_RDWR | NOFOLLOW | NONBLOCK | CLOEXEC)
+                    stack.callback(os.close, handle)
+                    _lock_temporary(handle, wait=False)
+                os.unlink(file)
+
+
+def _create_temporary(path: Path) -> tuple[Path, int]:
+    """Create a file in the folder of another one, and lock it."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | NOFOLLOW | CLOEXEC | BINARY
+    while True:
+        temporary = _temporary(path)
+        handle = os.open(temporary, flags, 0o666)
+        try:
+            if fcntl is None:
+                return temporary, handle
+            _lock_temporary(handle, wait=True)
+            if temporary.exists():  # another process may have deleted it before it was locked
+                return temporary, handle
+        except BaseException:
+            os.close(handle)
+            _unlink(temporary)
+            raise
+        os.close(handle)
+
+
+def _lock_temporary(handle: int, *, wait: bool) -> None:
+    """Lock an open file until it is closed, where the file system has locks.
+
+    Raises
+    ------
+    BlockingIOError
+        If another process has locked it, unless `wait`.
+    """
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise
 
 
 def _unlink(path: Path) -> None:
@@ -263,14 +307,12 @@ def _acquire(path: Path) -> int:
 
 def _lock_handle(handle: int) -> None:
     """Lock an open file; raise BlockingIOError if another process has locked it."""
-    try:
-        import fcntl
-    except ModuleNotFoundError:  # Windows
+    if fcntl is None:
         import msvcrt
 
         try:
             os.lseek(handle, MAX_JSON, os.SEEK_SET)  # behind the text, which others may read
-            msvcrt.locking(handle, msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined]
+            msvcrt.locking(handle, msvcrt.LK_NBLCK, 1)
         except OSError as error:
             raise BlockingIOError from error
         finally:

@@ -5,8 +5,10 @@ This module needs scikit-learn: ``pip install 'poecaps[sklearn]'``. `import poec
 
 from __future__ import annotations
 
+import copy
 import math
 import tempfile
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -36,7 +38,7 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError(missing, name="sklearn") from error
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from torch import Tensor
 
@@ -48,6 +50,7 @@ Array = np.ndarray[Any, Any]
 RESERVOIR_SIZE = 2000
 # Learning rates of `partial_fit` on images after its first call, relative to those of `fit`.
 FINE_TUNING_RATIO = 0.1
+TRAINED = ("model_", "experts_", "_optimizer")  # attributes that training alters
 NEVER = 2**31  # seconds between checkpoints: the folder of a run is deleted, so none is resumed
 
 
@@ -122,7 +125,8 @@ class CapsuleExpertsTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixi
     call does the same as `fit`, and later calls leave the convolutions and the density of
     `density_experts` unchanged, so the first images should be many and typical. After each call the
     decoder of a table and the density of codes are fitted to a uniform sample of 2,000 of all rows
-    so far.
+    so far. A call that fails or is interrupted changes nothing, whereas a failed `fit` leaves the
+    estimator unfitted.
 
     `inverse_transform` and `sample` return images in the layout of `fit`, from 0 to 1.
 
@@ -219,31 +223,32 @@ class CapsuleExpertsTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixi
             Not used.
         """
         first = not self.__sklearn_is_fitted__()
-        if first:
-            rows = self._begin(X)
-        else:
-            self._validate_parameters()
-            rows = self._validate_rows(X)
-        if self.image_shape_ is None:
-            self._partial_fit_table(rows, first=first)
-        elif first:
-            self._train(rows)
-        else:
-            images, seed = self._images(rows), self._seed()
-            fine_tune(
-                self.model_,
-                self._config(len(rows)),
-                images,
-                learning_rate_ratio=FINE_TUNING_RATIO,
-                seed=seed,
-            )
-        self._finish(rows, self.n_iter if first and self.image_shape_ is not None else 1)
-        sample = self._reservoir[0]
-        if self.image_shape_ is None:
-            self.model_.finalize(_as_tensor(sample), self._generator())
-        elif not first:
-            codes = self._encode(sample).to(self._device())
-            self.model_.code_density.fit(codes, self._generator())
+        with self._unchanged_by_failure():
+            if first:
+                rows = self._begin(X)
+            else:
+                self._validate_parameters()
+                rows = self._validate_rows(X)
+            if self.image_shape_ is None:
+                self._partial_fit_table(rows, first=first)
+            elif first:
+                self._train(rows)
+            else:
+                images, seed = self._images(rows), self._seed()
+                fine_tune(
+                    self.model_,
+                    self._config(len(rows)),
+                    images,
+                    learning_rate_ratio=FINE_TUNING_RATIO,
+                    seed=seed,
+                )
+            self._finish(rows, self.n_iter if first and self.image_shape_ is not None else 1)
+            sample = self._reservoir[0]
+            if self.image_shape_ is None:
+                self.model_.finalize(_as_tensor(sample), self._generator())
+            elif not first:
+                codes = self._encode(sample).to(self._device())
+                self.model_.code_density.fit(codes, self._generator())
         return self
 
     def transform(self, X: Any) -> Array:
@@ -351,12 +356,27 @@ class CapsuleExpertsTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixi
         """Return whether a training has ended; a failed one leaves no model."""
         return hasattr(self, "experts_")
 
+    @contextmanager
+    def _unchanged_by_failure(self) -> Iterator[None]:
+        """Restore all attributes if an error or an interrupt ends the block."""
+        trained = {each: value for each, value in vars(self).items() if each in TRAINED}
+        before = vars(self) | copy.deepcopy(trained)  # all others are replaced, not altered
+        random = self._random.get_state() if trained else None
+        try:
+            yield
+        except BaseException:
+            self.__dict__.clear()
+            self.__dict__.update(before)
+            if trained:
+                self._random.set_state(random)
+            raise
+
     # Validation of X and of the parameters
 
     def _begin(self, X: Any, min_samples: int = 1) -> Array:
         """Validate all parameters and X, and reset the fitted attributes."""
         self._validate_parameters()
-        for name in ("model_", "experts_", "_optimizer"):
+        for name in TRAINED:
             if hasattr(self, name):
                 delattr(self, name)
         given = np.asarray(X).shape[1:] if _ndim(X) in (3, 4) else None

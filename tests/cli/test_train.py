@@ -24,8 +24,8 @@ from poecaps.cli.main import main
 from poecaps.cli.train import TrainingReporter
 from poecaps.code_density import DOMAIN_INFO, DOMAINS
 from poecaps.serialization import read_tensors
-from poecaps.training import PRESETS, Progress
-from poecaps.training.checkpoint import CHECKPOINT
+from poecaps.training import PRESETS, Progress, record
+from poecaps.training.checkpoint import CHECKPOINT, PREVIOUS
 from poecaps.training.config import Config
 from tests.cli.conftest import SMALL, arrays
 
@@ -220,6 +220,49 @@ def test_a_folder_with_a_run_is_refused_with_the_command_that_resumes_it(
     assert capsys.readouterr().err.endswith(
         f"{folder} is not empty; choose a new folder, or resume its run with: {command}\n"
     )
+
+
+def test_one_line_resumes_a_run_or_starts_it(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a machine that is taken away now and then would do at every boot."""
+    folder, how = tmp_path / "run", ["--quiet", "--no-figures"]
+    start = ["train", "--data", str(source), "--out", str(folder), *SMALL, *how]
+
+    def boot() -> int:
+        return main(["train", "--resume", str(folder), *how]) and main(start)
+
+    def starts() -> int:
+        return len(record.read(folder)["starts"])
+
+    def weights() -> dict[str, torch.Tensor]:
+        return read_tensors(folder / "model.safetensors")[0]
+
+    def is_same(found: dict[str, torch.Tensor]) -> bool:
+        return all(torch.equal(each, finished[name]) for name, each in found.items())
+
+    assert boot() == 0
+    assert starts() == 1
+    finished = weights()
+    assert boot() == 0
+    assert starts() == 1  # it was finished
+    (folder / "model.safetensors").unlink()
+    assert boot() == 0
+    assert starts() == 2
+    assert is_same(weights())
+    for name in (CHECKPOINT, PREVIOUS):
+        (folder / name).write_bytes(b"damaged")
+    (folder / "model.safetensors").unlink()
+    left = {file: file.read_bytes() for file in folder.iterdir()}
+    capsys.readouterr()
+    assert boot() == 1
+    assert f"{PREVIOUS} is damaged" in capsys.readouterr().err
+    assert {file: file.read_bytes() for file in folder.iterdir()} == left
+    for file in left:
+        file.unlink()
+    (folder / ".lock").touch()  # killed before the first checkpoint
+    assert boot() == 0
+    assert is_same(weights())
 
 
 def test_a_run_may_be_resumed_on_another_device(

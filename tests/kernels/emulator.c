@@ -42,9 +42,9 @@ int main(int count, char **arguments)
                 break;
             }
     memcpy(&job, words, sizeof job);
-    if (!strcmp(arguments[1], "route")) route(&job);
-    else if (!strcmp(arguments[1], "learn")) learn(&job);
-    else if (!strcmp(arguments[1], "backward")) backward(&job);
+    if (!strcmp(arguments[1], "route")) while (route(&job, 0)) continue;
+    else if (!strcmp(arguments[1], "learn")) while (learn(&job, 0)) continue;
+    else if (!strcmp(arguments[1], "backward")) while (backward(&job, 0)) continue;
     else return 2;
     for (int r = 0; r < regions; r++) fwrite(memory[r], 1, bytes[r], stdout);
     return 0;

@@ -46,7 +46,7 @@ pytestmark = pytest.mark.skipif(
 SIZES = [(9, 21, 8, 3, 16), (5, 4, 3, 9, 5)]
 
 
-def emulate(name: str, program: Path, job: Job, tensors: list[Tensor]) -> None:
+def emulate(name: str, program: Path, job: Job, tensors: list[Tensor]) -> int:
     """Run a function of `routing.c` on copies of the tensors, and copy the results back."""
     message = bytes(job)
     for each in tensors:
@@ -60,6 +60,7 @@ def emulate(name: str, program: Path, job: Job, tensors: list[Tensor]) -> None:
         ctypes.memmove(each.untyped_storage().data_ptr(), output[:count], count)
         output = output[count:]
     assert output == b""
+    return 0
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +89,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch, programs: Path) -> None:
         functions = (partial(emulate, name, program) for name in names)
         return Library(build.NEON.lanes, *functions)
 
-    def run(batch: routing._Batch, function: partial[None]) -> None:
+    def run(batch: routing._Batch, function: partial[int]) -> None:
         given = [batch.x, batch.weight, batch.workspace, *batch.tensors]
         tensors = given if batch.grad_weight is None else [*given, batch.grad_weight]
         different = {each.untyped_storage().data_ptr(): each for each in tensors}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import signal
 import stat
 import subprocess
 import sys
@@ -39,7 +40,7 @@ from tests.kernels.problems import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 SIZES = [*PARTLY_FULL_SIZES, (18, 23, 17, 2, 1)]
@@ -431,10 +432,10 @@ def test_an_interrupt_while_other_threads_work(
     begin, others = threading.Event(), ThreadPoolExecutor(1)
 
     class Pool:
-        def submit(self, work: Any) -> Any:
+        def submit(self, work: Any, number: int) -> Any:
             def later() -> None:
                 begin.wait()
-                work()
+                work(number)
 
             futures.append(others.submit(later))
             raise KeyboardInterrupt
@@ -460,6 +461,82 @@ def test_an_interrupt_while_other_threads_work(
     futures[0].result()
     others.shutdown()
     assert_learned(cpu, x, weight, given, **competition(weight))
+
+
+def route_at_length(x: Tensor, weight: Tensor) -> None:
+    routing.route(x, weight, options(LONG, "outputs", "cosine"))
+
+
+def learn_at_length(x: Tensor, weight: Tensor) -> None:
+    learned(cpu, x, weight, options(1, "outputs", "cosine"), k=LONG)
+
+
+def go_back_at_length(x: Tensor, weight: Tensor) -> None:
+    z = torch.ones(LONG, len(x), *weight.shape[1:3])
+    go_back(x, weight, z, z[0], options(LONG, "outputs", "cosine"))
+
+
+def go_back(
+    x: Tensor, weight: Tensor, z: Tensor, grad_z: Tensor, given: F.RoutingOptions
+) -> list[Tensor]:
+    """Return the gradients in x and in the weight."""
+    needed = {"needs_grad_x": True, "needs_grad_weight": True}
+    found = routing.routing_backward(x, weight, z, grad_z, None, given, **needed)
+    return [each for each in found if each is not None]
+
+
+LONG = 30_000  # passes that take some milliseconds each
+
+
+@needs_simd
+@pytest.mark.usefixtures("three_threads")
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("compute", [route_at_length, learn_at_length, go_back_at_length])
+def test_an_interrupt_ends_one_long_call(
+    compute: Callable[[Tensor, Tensor], None], threads: int, generator: torch.Generator
+) -> None:
+    """All threads stop; the whole call would take minutes."""
+    torch.set_num_threads(threads)
+    x, weight = problem((1, 100_000, 4, 2, 4), generator)
+    assert cpu.why_not(x, weight) is None  # it is compiled
+    is_late = threading.Event()
+    watch = threading.Timer(30, is_late.set)  # far more than the moment until the interrupt
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    watch.start()
+    signal.setitimer(signal.ITIMER_REAL, 0.5)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            compute(x, weight)
+        routing._pool().shutdown()  # waits for the threads
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        watch.cancel()
+    assert not is_late.is_set()
+
+
+@needs_simd
+@pytest.mark.usefixtures("fresh", "three_threads")
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("normalize", F.AXES)
+def test_calls_that_return_after_every_task_change_no_bit(
+    normalize: F.Axis, threads: int, monkeypatch: pytest.MonkeyPatch, generator: torch.Generator
+) -> None:
+    x, weight = problem((70, 60, 8, 5, 16), generator)
+    given, grad_z = options(3, normalize, "cosine"), torch.randn(70, 5, 16, generator=generator)
+
+    def results() -> list[Tensor]:
+        step = learned(cpu, x, weight, given, k=2, **competition(weight))
+        routed = routing.route(x, weight, given)
+        back = go_back(x, weight, routed.preactivations, grad_z, given)
+        return [step.loss, gradient(step), routed.coefficients, routed.preactivations, *back]
+
+    expected = results()
+    torch.set_num_threads(threads)
+    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-DMAX_SECONDS=0"))
+    build._library.cache_clear()
+    for found, each in zip(results(), expected, strict=True):
+        assert torch.equal(found, each)
 
 
 def run(script: str, **environment: str) -> subprocess.CompletedProcess[str]:

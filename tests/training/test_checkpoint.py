@@ -118,13 +118,31 @@ def test_an_interrupt_saves_and_prints_the_command_to_resume(
     process.send_signal(number)
     _, err = process.communicate()
     assert process.returncode == 130
-    assert f"resume with: poecaps train --resume '{folder}'" in err
+    said = err.splitlines()
+    assert said.count(f"checkpoint saved; resume with: poecaps train --resume '{folder}'") == 1
+    assert said[-1] == "poecaps: interrupted"
     assert "Traceback" not in err
     _, about = read_tensors(folder / CHECKPOINT)
     assert about["stage"] >= 1
     assert about["stage"] > 1 or about["step"] > 0  # not only between stages
     resume(folder)
     assert_same_weights(folder, finished)
+
+
+def test_a_second_command_is_told_who_trains(data: Path, tmp_path: Path) -> None:
+    folder, often = tmp_path / "run", ("--autoencoder.epochs", "1000000")
+    start = command("train", "--data", data, "--out", folder, "--quiet", *OPTIONS, *often)
+    process = subprocess.Popen(start)
+    try:
+        wait_for_lines(process, folder, 2)
+        for second in (start, command("train", "--resume", folder, "--quiet")):
+            told = subprocess.run(second, capture_output=True, text=True)
+            assert told.returncode == 1
+            assert told.stderr.count("\n") == 1
+            assert f"{folder} is in use by process {process.pid} on " in told.stderr
+    finally:
+        process.kill()
+        process.wait()
 
 
 @pytest.mark.parametrize(

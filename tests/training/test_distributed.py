@@ -74,7 +74,12 @@ def torchrun(
 
 
 def finish(process: subprocess.Popen[str]) -> str:
-    _, err = process.communicate(timeout=300)
+    try:
+        _, err = process.communicate(timeout=300)
+    except subprocess.TimeoutExpired:
+        for each in (*children(process), process.pid):
+            os.kill(each, signal.SIGKILL)
+        raise
     assert process.returncode == 0, err
     return err
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from poecaps import ModelError
+from poecaps import ModelError, _files
 from poecaps.data import DataError, ImageSet
 from poecaps.serialization import read_tensors, write_tensors
 from poecaps.training import (
@@ -232,6 +232,27 @@ def test_a_killed_process_leaves_no_lock(data: Path, finished: Path, tmp_path: P
     resume(folder)
     assert_same_weights(folder, finished)
     assert not (folder / ".lock").exists()
+
+
+def test_a_lock_that_its_owner_deletes_meanwhile_is_no_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A third process would create and lock another file of the same name."""
+    path, lock_handle = tmp_path / ".lock", _files._lock_handle
+    times: list[int] = []
+
+    def lock_late(handle: int) -> None:
+        times.append(handle)
+        if len(times) == 1:
+            path.unlink()
+        lock_handle(handle)
+
+    monkeypatch.setattr(_files, "_lock_handle", lock_late)
+    with _files.lock(path):
+        assert path.exists()
+        with pytest.raises(_files.LockedError), _files.lock(path):
+            pass
+    assert len(times) == 3
 
 
 def test_a_failed_start_leaves_no_folder(tmp_path: Path) -> None:

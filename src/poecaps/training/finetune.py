@@ -9,6 +9,7 @@ import torch
 
 from poecaps._modules import device_of
 from poecaps.training.distributed import Distributed, RandomNumbers
+from poecaps.training.errors import TrainingError
 from poecaps.training.features import FeatureCache
 from poecaps.training.stages import AutoencoderTrainer, DensityTrainer, make_stages
 
@@ -45,6 +46,11 @@ def fine_tune(
         Learning rate as a fraction of the initial learning rate of each stage.
     seed
         Seed of the order of the images and of all random numbers.
+
+    Raises
+    ------
+    TrainingError
+        If training diverges; the network is of no use then.
     """
     device = device_of(network)
     cache = FeatureCache(data, network, device, Distributed(), bfloat16=False)
@@ -68,6 +74,8 @@ def fine_tune(
             optimizer.zero_grad(set_to_none=True)
             stage.loss(indices, random).backward()
             optimizer.step()
+        if stage.has_diverged():
+            raise TrainingError(f"{stage.name} diverged; lower learning_rate")
         stage.module.eval()
         stage.finish()
     network.eval().requires_grad_(False)

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 # Images on which the density does not learn: a twentieth of them, but at most so many.
 HELD_OUT_DIVISOR, MAX_HELD_OUT = 20, 1000
+EXPLODED_WEIGHT = 1e3  # mean absolute value of weights that have diverged
 SCORED_IMAGES = 4096  # most training images by which one of several encoders is chosen
 
 
@@ -100,6 +101,11 @@ class StageTrainer(ABC):
     def learning_rate_factors(self) -> list[float]:
         """Return the factor of the learning rate of each parameter, after `prepare`."""
         return [1.0 for _ in self.module.parameters()]
+
+    def has_diverged(self) -> bool:
+        """Return whether the weights are not finite, or far too large."""
+        means = [parameter.detach().abs().mean() for parameter in self.module.parameters()]
+        return not bool((torch.stack(means) < EXPLODED_WEIGHT).all())
 
     def finish(self) -> None:  # noqa: B027 (most stages have nothing to do)
         """Bring the trained part into the form in which later stages use it."""

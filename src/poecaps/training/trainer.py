@@ -55,7 +55,6 @@ if TYPE_CHECKING:
 
 METRICS_PER_EPOCH = 2
 INTERRUPT_CHECK_STEPS = 10  # steps between two exchanges about interrupts with other processes
-EXPLODED_WEIGHT = 1e3  # mean absolute value of weights that have diverged
 MAX_DENSITY_IMAGES = 100_000  # codes to which the density is fitted, a random subset of more images
 
 
@@ -267,8 +266,7 @@ class Trainer:
 
     def _require_finite_weights(self, stage: StageTrainer, step: int) -> None:
         """Raise TrainingError if the weights of a stage are not finite, or far too large."""
-        means = [parameter.detach().abs().mean() for parameter in stage.module.parameters()]
-        if not bool((torch.stack(means) < EXPLODED_WEIGHT).all()):
+        if stage.has_diverged():
             raise self._divergence(stage, step)
 
     def _divergence(self, stage: StageTrainer, step: int) -> TrainingError:

@@ -64,13 +64,13 @@ class Job(ctypes.Structure):
         ("tile", _size),
         ("scratch", _pointer),
         ("scratch_size", _size),
-        ("joined", _size),
         ("taken", _size),
         ("done", _size),
     )
 
 
-Function = Callable[[Job], None]
+# Takes a job and the number of the calling thread; returns whether it must be called again.
+Function = Callable[[Job, int], int]
 
 
 @dataclass(frozen=True)
@@ -113,5 +113,5 @@ def load(path: Path, lanes: int) -> Library:
     if job_size() != ctypes.sizeof(Job):
         raise OSError(f"struct job in {path} has another size than its Python counterpart")
     for function in functions:
-        function.restype, function.argtypes = None, [ctypes.POINTER(Job)]
+        function.restype, function.argtypes = ctypes.c_int, [ctypes.POINTER(Job), _size]
     return Library(lanes, *functions)

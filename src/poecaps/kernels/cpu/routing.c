@@ -18,6 +18,8 @@
    The work is split into tasks. The result of a task depends neither on the thread that runs it nor
    on the time, so the number of threads does not change a bit of any result. */
 
+#include <stdint.h>
+
 #include "lanes.h"
 
 #ifdef _WIN32
@@ -27,6 +29,7 @@
 #define yield_thread() SwitchToThread()
 #else
 #include <sched.h>
+#include <time.h>
 #define EXPORT
 #define yield_thread() sched_yield()
 #endif
@@ -37,6 +40,10 @@
 #define PREFETCH 3 /* inputs whose maps are prefetched: hides latency, and fits the L1 cache */
 #define CACHE_LINE 16 /* floats */
 #define WIDE ((D + LANES - 1) / LANES) /* vectors filled by the D numbers of one image and expert */
+#define NO_TASK PTRDIFF_MAX
+#ifndef MAX_SECONDS
+#define MAX_SECONDS 0.1 /* after which a call returns, so that its caller notices an interrupt */
+#endif
 
 /* One block of images. `Job` in job.py has the same fields in the same order. */
 struct job {
@@ -74,12 +81,13 @@ struct job {
     size tile;                     /* inputs whose gradients are computed together */
     vec *scratch;                  /* `scratch_size` vectors for each thread */
     size scratch_size;
-    size joined, taken, done;      /* shared by the threads: threads, tasks taken, tasks done */
+    size taken, done;              /* shared by the threads: tasks taken, tasks done */
 };
 
 struct worker {
     struct job *job;
     vec *scratch;
+    double end;       /* time after which no further task is taken */
     size first, next; /* numbers of tasks: the first of this stage, the next of this worker */
 };
 
@@ -636,15 +644,30 @@ static void weight_gradient(const struct job *job, size n, vec *scratch)
 #include "backward.h"
 
 /* ------------------------------------------------------------------------------------------------
-   Threads. Any number of threads may call `route`, `learn` or `backward` with the same job. Tasks
-   are numbered across all stages and taken in order; the tasks of a stage start when all tasks
-   before them are done. No thread waits for a thread that has not taken a task. */
+   Threads. Any number of threads may call `route`, `learn` or `backward` with the same job, each
+   with a `number` of its own, from 0 on. Tasks are numbered across all stages and taken in order;
+   the tasks of a stage start when all tasks before them are done. No thread waits for a thread that
+   has not taken a task.
 
-static struct worker join(struct job *job)
+   A call returns 0 if no task is left, and 1 after MAX_SECONDS. It has then finished the tasks that
+   it took, so that the caller may give up, or call it again. */
+
+static double seconds(void)
 {
-    size number = __atomic_fetch_add(&job->joined, 1, __ATOMIC_RELAXED);
+#ifdef _WIN32
+    return GetTickCount64() * 1e-3;
+#else
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec + now.tv_nsec * 1e-9;
+#endif
+}
+
+static struct worker join(struct job *job, size number)
+{
+    vec *scratch = job->scratch + number * job->scratch_size;
     size next = __atomic_fetch_add(&job->taken, 1, __ATOMIC_RELAXED);
-    return (struct worker){job, job->scratch + number * job->scratch_size, 0, next};
+    return (struct worker){job, scratch, seconds() + MAX_SECONDS, 0, next};
 }
 
 /* Run `count` tasks of the same function. Those of a later step have the numbers after them. */
@@ -655,31 +678,34 @@ static void run_stage(struct worker *worker, task *function, size step, size cou
         while (__atomic_load_n(&job->done, __ATOMIC_ACQUIRE) < worker->first) yield_thread();
         function(job, step * count + worker->next - worker->first, worker->scratch);
         __atomic_fetch_add(&job->done, 1, __ATOMIC_RELEASE);
-        worker->next = __atomic_fetch_add(&job->taken, 1, __ATOMIC_RELAXED);
+        if (seconds() < worker->end)
+            worker->next = __atomic_fetch_add(&job->taken, 1, __ATOMIC_RELAXED);
+        else
+            worker->next = NO_TASK;
     }
     worker->first += count;
 }
 
 /* Route a block of images: write z and, if asked for, c. */
-EXPORT void route(struct job *job)
+EXPORT int route(struct job *job, size number)
 {
-    struct worker worker = join(job);
+    struct worker worker = join(job, number);
     run_stage(&worker, load_batch_last, 0, job->groups);
-    if (!job->normalize_outputs) {
+    if (!job->normalize_outputs)
         run_stage(&worker, route_expert, 0, job->experts * job->groups);
-        return;
-    }
-    run_stage(&worker, clear_agreement_sums, 0, job->groups);
-    for (size r = 0; r < job->iterations; r++) {
+    else
+        run_stage(&worker, clear_agreement_sums, 0, job->groups);
+    for (size r = 0; job->normalize_outputs && r < job->iterations; r++) {
         run_stage(&worker, r ? route_chunk : route_chunk_uniformly, 0, job->chunks * job->groups);
         run_stage(&worker, finish_iteration, r, job->groups * job->experts);
     }
+    return worker.next == NO_TASK;
 }
 
 /* Mix a block of images after `route`, and add its part of the gradient. */
-EXPORT void learn(struct job *job)
+EXPORT int learn(struct job *job, size number)
 {
-    struct worker worker = join(job);
+    struct worker worker = join(job, number);
     run_stage(&worker, positive_phase, 0, job->groups * job->experts);
     for (size k = 0; k < job->mixing_steps; k++) {
         run_stage(&worker, mix_chunk, 0, job->chunks * job->groups);
@@ -687,12 +713,13 @@ EXPORT void learn(struct job *job)
                   job->groups * job->experts);
     }
     if (job->grad_weight) run_stage(&worker, weight_gradient, 0, (job->inputs + TILE - 1) / TILE);
+    return worker.next == NO_TASK;
 }
 
 /* Compute the gradients of a block of images in x and in the weight; `route` recorded z. */
-EXPORT void backward(struct job *job)
+EXPORT int backward(struct job *job, size number)
 {
-    struct worker worker = join(job);
+    struct worker worker = join(job, number);
     size pairs = job->groups * job->experts;
     run_stage(&worker, load_batch_last, 0, job->groups);
     run_stage(&worker, start_backward, 0, pairs);
@@ -702,6 +729,7 @@ EXPORT void backward(struct job *job)
         run_stage(&worker, back_from_chunks, r, pairs);
     }
     run_stage(&worker, back_through_votes, 0, (job->inputs + job->tile - 1) / job->tile);
+    return worker.next == NO_TASK;
 }
 
 /* Let the caller check that its structure has the layout of this one. */

@@ -506,27 +506,32 @@ class _Batch:
     def _run(self, function: Function) -> None:
         """Run all tasks on this thread and, as far as they start in time, on others.
 
-        There are as many threads as PyTorch uses. An interrupt may arrive at any time, while other
-        threads still work. So each run has its own copy of the job, and the function that the
-        threads run refers to all memory that the job points to.
+        There are as many threads as PyTorch uses. The function returns now and then, so that an
+        interrupt is noticed, and then no thread calls it again. The interrupt may arrive at any
+        time, while other threads still work. So each run has its own copy of the job, and the
+        function that the threads run refers to all memory that the job points to.
         """
         job = Job.from_buffer_copy(self.job)
         memory = (self, *self.tensors)
+        is_given_up = False
 
-        def work(_: object = memory) -> None:
-            function(job)
+        def work(number: int, _: object = memory) -> None:
+            while not is_given_up and function(job, number):
+                pass
 
         others: list[Future[None]] = []
         try:
-            for _ in range(1, self.threads):
-                # Appended one by one, so that an exception does not lose the futures before it.
-                others.append(_pool().submit(work))  # noqa: PERF401
-        except RuntimeError:  # no thread can be started, or the interpreter shuts down
-            pass
-        work()
-        for future in others:
-            if not future.cancel():
-                future.result()
+            with suppress(RuntimeError):  # no thread can be started, or the interpreter shuts down
+                for number in range(1, self.threads):
+                    # Appended one by one, so that an exception does not lose the futures before it.
+                    others.append(_pool().submit(work, number))  # noqa: PERF401
+            work(0)
+            for future in others:
+                if not future.cancel():
+                    future.result()
+        except BaseException:
+            is_given_up = True
+            raise
 
     def release(self) -> None:
         """Leave the workspace to the next call."""
