@@ -165,6 +165,7 @@ class CapsuleRouting(nn.Module):
         )
         checks.require_shape(name, x, "BIK", (None, self.in_capsules, self.in_dim), remedy)
         checks.require_same_dtype(name, x, "the layer's weight", self.weight)
+        checks.require_same_device(name, x, "the layer's weight", self.weight)
         checks.check_values_on_cpu(x, name, ball=ball)
 
 
@@ -553,6 +554,7 @@ class CapsuleDecoder(CapsuleRouting):
         shape = (len(y), self.out_capsules, self.out_dim)
         checks.require_shape("x", x, "BIK", shape, "give the capsules that the experts y encode")
         checks.require_same_dtype("x", x, "the layer's weight", self.weight)
+        checks.require_same_device("x", x, "the layer's weight", self.weight)
         checks.check_values_on_cpu(x, "x", ball=True)
         backend = dispatch.select(y, self.weight, self.backend, routing=self.routing)
         step = backend.decoder_contrastive_divergence(y, x, self.weight, self.routing)

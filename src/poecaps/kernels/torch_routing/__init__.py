@@ -35,6 +35,7 @@ __all__ = [
     "reconstruct",
     "reconstruct_from",
     "reconstruction",
+    "routing_backward",
     "routing_by_agreement",
     "why_not",
 ]
