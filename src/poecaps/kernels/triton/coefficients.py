@@ -15,6 +15,7 @@ with lse the log-sum-exp of the softmax: one number per (j, b) if it runs over t
 
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -166,34 +167,34 @@ class Coefficients:
     lse: Tensor
     logits: Tensor | None = None
 
-    @property
+    @cached_property
     def source(self) -> Source:
         """Where kernels take the coefficients from: UNIFORM, LOGITS or RECOMPUTE."""
         if self.routing.iterations == 1:
             return Source.UNIFORM
         return Source.RECOMPUTE if self.logits is None else Source.LOGITS
 
-    @property
+    @cached_property
     def logits_or_any(self) -> Tensor:
         """The logits, or any tensor for a kernel that does not read them."""
         return self.x if self.logits is None else self.logits
 
-    @property
+    @cached_property
     def beta(self) -> float:
         """Sharpness β, always a float: kernels are compiled for the type of a number."""
         return float(self.routing.sharpness)
 
-    @property
+    @cached_property
     def normalize_inputs(self) -> bool:
         """Whether the softmax runs over the inputs."""
         return self.routing.normalize == "inputs"
 
-    @property
+    @cached_property
     def cosine(self) -> bool:
         """Whether the agreement is the cosine."""
         return self.routing.agreement == "cosine"
 
-    @property
+    @cached_property
     def bounded(self) -> bool:
         """Whether the logits are so small that the softmax needs no maximum."""
         return self.cosine and self.beta * (self.routing.iterations - 1) <= MAX_BOUNDED_LOGIT

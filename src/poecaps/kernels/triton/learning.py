@@ -118,11 +118,8 @@ def free_energy_gap(
             *(z, z_model, *on_pointers, grad_z, grad_z_model, part),
             *(rows, rows_model, 1 / images[0], -1 / images[1]),
         ),
-        {
-            **row_constants(dim),
-            "HAS_ON": on is not None,
-            "HAS_ON_MODEL": on_model is not None,
-        },
+        {"HAS_ON": on is not None, "HAS_ON_MODEL": on_model is not None},
+        row_constants(dim),
     )
     return part.sum(), grad_z, grad_z_model
 
@@ -208,7 +205,7 @@ def contrastive_divergence(
         size = cdiv(size, views) * views  # all views of an image are in the same block
         losses: list[Tensor] = []
         winning: list[Tensor] = []
-        for block in x.split(size):
+        for block in (x,) if size >= len(x) else x.split(size):
             loss, on = _step_of_block(
                 block, options, grad_weight, views, images=len(x), accumulate=bool(losses)
             )

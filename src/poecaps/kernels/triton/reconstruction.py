@@ -10,7 +10,6 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from poecaps import functional as F
 from poecaps.kernels.triton.blocks import (
     dot,
     load_capsules,
@@ -36,6 +35,7 @@ from poecaps.kernels.triton.tiling import (
     input_tiling,
     launch_rows,
     many_to_few,
+    max_norm,
 )
 
 # The best of a sweep on an H200.
@@ -182,7 +182,7 @@ def reconstruction(y: Tensor, weight: Tensor, c: Coefficients) -> Tensor:
         batch,
         (tiling.inputs, image_blocks, splits),
         (*pointers, *numbers),
-        {**c.flags(), "SQUASH": splits == 1, "MAX_NORM": F._largest_norm(y.dtype)},
+        {**c.flags(), "SQUASH": splits == 1, "MAX_NORM": max_norm(y.dtype)},
     )
     if splits > 1:
         _squash_sum(part, None, out)
@@ -197,7 +197,7 @@ def _reconstruction_from_logits(y: Tensor, weight: Tensor, c: Coefficients) -> T
         batch,
         (tiling.input_blocks, tiling.image_blocks(batch)),
         (y, weight, c.lse, c.logits_or_any, out, batch),
-        {"NORMALIZE_INPUTS": c.normalize_inputs, "MAX_NORM": F._largest_norm(y.dtype)},
+        {"NORMALIZE_INPUTS": c.normalize_inputs, "MAX_NORM": max_norm(y.dtype)},
     )
     return out
 
@@ -228,5 +228,5 @@ def _squash_sum(part: Tensor, on: Tensor | None, out: Tensor) -> None:
         (part, part if on is None else on.contiguous(), out),
         (out.shape[0] * out.shape[1], len(part)),
         out.shape[2],
-        {"HAS_ON": on is not None, "MAX_NORM": F._largest_norm(out.dtype)},
+        {"HAS_ON": on is not None, "MAX_NORM": max_norm(out.dtype)},
     )

@@ -55,6 +55,7 @@ from poecaps.kernels.triton.tiling import (
     input_tiling,
     launch_rows,
     many_to_few,
+    max_norm,
     padded_batch_size,
 )
 
@@ -556,7 +557,7 @@ def _combine_splits(
         "COSINE": c.cosine,
         "BOUNDED": c.bounded,
         "J": outputs,
-        "MAX_NORM": F._largest_norm(c.x.dtype),
+        "MAX_NORM": max_norm(c.x.dtype),
     }
     launch_rows(
         _combine_splits_kernel,
