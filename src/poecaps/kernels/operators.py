@@ -232,7 +232,7 @@ class TritonKernels:
         from poecaps.kernels.triton import routing_backward, routing_forward
 
         x, weight = x.contiguous(), weight.contiguous()
-        forward = routing_forward.ForwardPass(x, routing, record.z, record.h, record.lse, None)
+        forward = routing_forward.recorded_pass(x, routing, record.z, record.h, record.lse)
         gradient = torch.zeros_like(record.z[-1]) if grad_z is None else grad_z
         backward = routing_backward.backward_through_iterations(forward, weight, gradient)
         return (

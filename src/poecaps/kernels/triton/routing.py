@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from poecaps import functional as F
 from poecaps.kernels.triton.reconstruction import reconstruction, squash
 from poecaps.kernels.triton.routing_backward import backward_through_iterations
-from poecaps.kernels.triton.routing_forward import ForwardPass, route
+from poecaps.kernels.triton.routing_forward import ForwardPass, recorded_pass, route
 from poecaps.kernels.triton.weight_gradient import gradient_term, weight_gradient
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class _RoutingByAgreement(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight, z, h, lse = ctx.saved_tensors
         weight = weight.contiguous()
-        forward = ForwardPass(x.contiguous(), ctx.routing, z, h, lse, logits=None)
+        forward = recorded_pass(x.contiguous(), ctx.routing, z, h, lse)
         backward = backward_through_iterations(forward, weight, gradient)
         return (
             backward.grad_x(weight) if ctx.needs_input_grad[0] else None,

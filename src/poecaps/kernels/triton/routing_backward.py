@@ -297,13 +297,13 @@ class BackwardPass:
     def _arguments(self, weight: Tensor, out: Tensor) -> tuple[Tensor | float, ...]:
         forward, c = self.forward, self.forward.coefficients
         pointers = (forward.x, weight, forward.h, forward.lse, self.grad_z, self.delta, out)
-        numbers = (c.beta, c.uniform(weight), len(forward.x), forward.routing.iterations)
+        numbers = (c.traits.beta, c.uniform(weight), len(forward.x), forward.routing.iterations)
         return pointers + numbers
 
     @property
     def _flags(self) -> dict[str, bool]:
         c = self.forward.coefficients
-        return {"NORMALIZE_INPUTS": c.normalize_inputs, "COSINE": c.cosine}
+        return {"NORMALIZE_INPUTS": c.traits.normalize_inputs, "COSINE": c.traits.cosine}
 
 
 def backward_through_iterations(
@@ -331,7 +331,7 @@ def backward_through_iterations(
     grad_z = torch.empty_like(z)
     grad_z[last] = gradient
     delta = torch.empty_like(lse)
-    if c.normalize_inputs:
+    if c.traits.normalize_inputs:
         delta[last, :, :batch] = (grad_z[last] * z[last]).sum(-1).T
         spare = delta[0]
     else:
@@ -340,30 +340,30 @@ def backward_through_iterations(
     splits, inputs_per_split = tiling.split(blocks * tiling.expert_blocks, tiling.inputs, x.device)
     part = grad_z.new_empty(splits, *grad_z.shape[1:])
     grad_a = torch.empty_like(grad_z[0])
-    flags = {"NORMALIZE_INPUTS": c.normalize_inputs, "COSINE": c.cosine}
+    flags = {"NORMALIZE_INPUTS": c.traits.normalize_inputs, "COSINE": c.traits.cosine}
     for r in range(last, 0, -1):
         pointers = (x, weight, h[r], lse[r], grad_z[r], delta[r])
-        if not c.normalize_inputs:
+        if not c.traits.normalize_inputs:
             tiling.launch(
                 _output_delta_kernel,
                 batch,
                 (tiling.inputs, blocks),
-                (*pointers, c.beta, batch),
-                {"COSINE": c.cosine},
+                (*pointers, c.traits.beta, batch),
+                {"COSINE": c.traits.cosine},
             )
         tiling.launch(
             _grad_h_kernel,
             batch,
             (blocks, tiling.expert_blocks, splits),
-            (*pointers, part, c.beta, batch, inputs_per_split),
+            (*pointers, part, c.traits.beta, batch, inputs_per_split),
             flags,
         )
-        delta_before = delta[r - 1] if c.normalize_inputs else spare
+        delta_before = delta[r - 1] if c.traits.normalize_inputs else spare
         launch_rows(
             _agreement_vector_backward_kernel,
             (part, z[r - 1], grad_a, grad_z[r - 1], delta_before),
             (batch * tiling.outputs, splits),
             tiling.out_dim,
-            {"COSINE": c.cosine, "J": tiling.outputs, "ACCUMULATE": r < last},
+            {"COSINE": c.traits.cosine, "J": tiling.outputs, "ACCUMULATE": r < last},
         )
     return BackwardPass(forward, grad_z, delta)
