@@ -108,6 +108,36 @@ def test_any_size(sizes: tuple[int, ...], normalize: F.Axis, generator: torch.Ge
     assert_same_routing(*problem(sizes, generator), routing_options(normalize, "cosine"))
 
 
+def test_any_layout(generator: torch.Generator) -> None:
+    x, weight = problem(ODD, generator)
+    x = x.transpose(0, 2).contiguous().transpose(0, 2)
+    weight = weight.repeat_interleave(2, dim=-1)[..., ::2]
+    assert not x.is_contiguous()
+    assert not weight.is_contiguous()
+    assert_same_routing(x, weight, routing_options("outputs", "cosine"))
+
+
+@pytest.mark.parametrize("normalize", F.AXES)
+def test_an_empty_batch(normalize: F.Axis, generator: torch.Generator) -> None:
+    x, weight = problem((0, 3, 2, 3, 2), generator)
+    x.requires_grad_()
+    weight.requires_grad_()
+    routing = routing_options(normalize, "cosine")
+    routed = backend.routing_by_agreement(x, weight, **asdict(routing))
+    assert routed.preactivation.shape == (0, 3, 2)
+    routed.preactivation.sum().backward()
+    assert x.grad is not None
+    assert x.grad.shape == x.shape
+    assert weight.grad is not None
+    assert not weight.grad.any()
+    with torch.no_grad():
+        bare = backend.routing_by_agreement(x, weight, **asdict(routing))
+        assert bare.coefficients.shape == (0, 3, 3)
+        assert backend.encode(x, weight, routing).shape == (0, 3, 2)
+        assert backend.reconstruct(x, weight, routing).shape == (0, 3, 2)
+        assert backend.held_preactivation(x, weight, routing).shape == (0, 3, 2)
+
+
 @pytest.mark.parametrize(("normalize", "agreement"), OPTIONS)
 def test_zero_capsules_and_zero_weights(
     normalize: F.Axis, agreement: F.Agreement, generator: torch.Generator

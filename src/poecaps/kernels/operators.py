@@ -263,7 +263,7 @@ def _why_not_triton(
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _is_transforming() -> bool:
+def is_transforming() -> bool:
     """Return whether a transform of torch.func is being traced."""
     return torch._C._functorch.maybe_current_level() is not None
 
@@ -278,7 +278,7 @@ def why_not(name: str, x: Tensor, weight: Tensor) -> str | None:
     x : (B, I, K)
     weight : (I, J, D, K)
     """
-    if _is_transforming():
+    if is_transforming():
         return "it does not support torch.func in torch.compile; use backend='reference'"
     kernels = KERNELS.get(x.device.type)
     if kernels is None or kernels.name != name:
