@@ -6,6 +6,7 @@ This module does not import Triton.
 from __future__ import annotations
 
 import importlib.metadata
+import threading
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -105,6 +106,8 @@ def _launch_by_triton(
     shared: Constants | LaunchConfig,
 ) -> Any:
     """Launch by Triton's public interface: → the compiled kernel, None if it is interpreted."""
+    if _recordings:
+        _recordings.pop().is_complete = False
     if _constant_names.setdefault(id(kernel), tuple(constants)) != tuple(constants):
         raise TypeError(f"all launches of {kernel} must give its constants in the same order")
     config = shared.config if isinstance(shared, Constants) else shared
@@ -187,9 +190,55 @@ def _launch_reusing(
     x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
     stream = torch._C._cuda_getCurrentRawStream(index)
     run(x, y, z, stream, function, metadata, None, None, None, *values, *rest)
+    if _recordings:
+        _recordings[-1].add(found, (x, y, z), arguments)
 
 
 _NUMBERS = (int, float)
+
+
+class Launched(NamedTuple):
+    """One launch that was recorded."""
+
+    compiled: _Compiled
+    grid: tuple[int, ...]
+    tensors: tuple[torch.Tensor, ...]
+    numbers: tuple[int | float, ...]
+
+
+class Recording:
+    """The launches of this thread inside of a ``with`` block.
+
+    Attributes
+    ----------
+    launches
+        What was launched. The tensors are kept alive, so that each has an address of its own.
+    is_complete
+        False if Triton launched a kernel, for example for the first time.
+    """
+
+    def __init__(self) -> None:
+        self.launches: list[Launched] = []
+        self.is_complete = True
+        self._thread = threading.get_ident()
+
+    def __enter__(self) -> Recording:
+        _recordings.append(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self in _recordings:
+            _recordings.remove(self)
+
+    def add(self, compiled: _Compiled, grid: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
+        """Add a launch, unless it is one of another thread."""
+        if threading.get_ident() == self._thread:
+            tensors = tuple(each for each in arguments if isinstance(each, torch.Tensor))
+            self.launches.append(Launched(compiled, grid, tensors, arguments[len(tensors) :]))
+
+
+# At most one.
+_recordings: list[Recording] = []
 
 
 def _check_numbers(kernel: Any, arguments: tuple[Any, ...]) -> None:
