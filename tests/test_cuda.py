@@ -203,6 +203,37 @@ def test_compiled_kernels_take_any_batch_size(reuse: bool, monkeypatch: pytest.M
         assert ((ours.grad_weight - exact).norm() / exact.norm()).item() < 1e-5
 
 
+@pytest.mark.parametrize("plan", [True, False], ids=["repeated", "launched"])
+@pytest.mark.parametrize("normalize", F.AXES)
+def test_repeated_launches_learn_as_float64(
+    normalize: F.Axis, plan: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the third step on, the launches of the second one are repeated."""
+    pytest.importorskip("triton")
+    from poecaps.kernels.triton import learning
+
+    monkeypatch.setattr(learning, "PLAN_STEPS", plan)
+    monkeypatch.setattr(learning, "_plans", {})
+    generator = torch.Generator("cuda").manual_seed(2)
+    weight = torch.randn(576, 20, 16, 8, generator=generator, device="cuda") / 3
+    layer = CapsuleExperts(576, 8, 20, 16, normalize=normalize, device="cuda")
+    exact = CapsuleExperts(
+        576, 8, 20, 16, normalize=normalize, backend="reference", device="cuda", dtype=torch.float64
+    )
+    for step in range(5):
+        x = squash(torch.randn(128, 576, 8, generator=generator, device="cuda"))
+        for each in (layer, exact):
+            each.zero_grad()
+            with torch.no_grad():
+                each.weight.copy_(weight * (1 + step / 8))
+            each.contrastive_divergence(x.to(each.weight.dtype)).backward()
+        assert layer.weight.grad is not None
+        assert exact.weight.grad is not None
+        error = (layer.weight.grad - exact.weight.grad).norm() / exact.weight.grad.norm()
+        assert error.item() < 1e-5
+    assert [each is not None for each in learning._plans.values()] == [True] * plan
+
+
 @pytest.mark.parametrize("views", [1, 3])
 @pytest.mark.parametrize("mixing", F.MIXINGS)
 @pytest.mark.parametrize("winners", [None, 2])

@@ -15,7 +15,7 @@ with lse the log-sum-exp of the softmax: one number per (j, b) if it runs over t
 
 from dataclasses import dataclass, field
 from enum import IntEnum
-from functools import cache
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -163,7 +163,7 @@ class Traits(NamedTuple):
     flags: dict[Source, dict[str, Any]]
 
 
-@cache
+@lru_cache(maxsize=64)
 def _traits(routing: RoutingOptions) -> Traits:
     beta, cosine = float(routing.sharpness), routing.agreement == "cosine"
     normalize_inputs = routing.normalize == "inputs"

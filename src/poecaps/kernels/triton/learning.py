@@ -33,6 +33,10 @@ MIN_BLOCK_IMAGES = 64
 # Whether the launches of a learning step are recorded and repeated, see `plan`.
 PLAN_STEPS = True
 
+# Plans that are kept: those of a few layers and batch sizes. Each one is some kilobytes, but a
+# sharpness that changes in every step would need a new one every time.
+MAX_PLANS = 64
+
 
 # --------------------------------------------------------------------------------------------------
 # Free energies
@@ -235,24 +239,29 @@ def _whole_step(
     The first step of its kind compiles kernels, the second one is recorded, and all others repeat
     its launches.
     """
-    if not (PLAN_STEPS and _can_be_planned(x, options)):
+
+    def compute() -> tuple[Tensor, Tensor | None]:
         return _step_of_block(x, options, grad_weight, views, images=len(x), accumulate=False)
+
+    if not (PLAN_STEPS and _can_be_planned(x, options)):
+        return compute()
     weight, needs_grad = options.weight, grad_weight is not None
     key = (x.shape, weight.shape, x.get_device(), options.routing, options.k, needs_grad)
+    if key not in _plans:
+        if len(_plans) >= MAX_PLANS:
+            _plans.clear()
+        _plans[key] = None
+        return compute()
+    plan = _plans[key]
     arguments = (x, weight) if grad_weight is None else (x, weight, grad_weight)
-    plan = _plans.get(key)
     if plan is not None:
         part = plan.repeat(*arguments)
-        if part is not None:
-            return part, None
-    is_first = key not in _plans
+        return compute() if part is None else (part, None)
     with Recording() as recording:
-        part, _ = _step_of_block(x, options, grad_weight, views, images=len(x), accumulate=False)
-    if is_first:
-        _plans[key] = None
-    elif recording.is_complete:
+        part, on = compute()
+    if recording.is_complete:
         _plans[key] = Plan(recording.launches, arguments, part)
-    return part, None
+    return part, on
 
 
 def _can_be_planned(x: Tensor, options: _Mixing) -> bool:
