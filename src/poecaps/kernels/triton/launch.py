@@ -89,7 +89,7 @@ def launch(
     if 0 in grid:
         return
     index = arguments[0].get_device()
-    if index < 0 or not (REUSE_COMPILED and _can_reuse()):
+    if index < 0 or not reuses_compiled():
         _launch_by_triton(kernel, grid, arguments, constants, shared)
     elif index == torch._C._cuda_getDevice():
         _launch_reusing(kernel, grid, arguments, constants, shared, index)
@@ -249,6 +249,11 @@ def _check_numbers(kernel: Any, arguments: tuple[Any, ...]) -> None:
                 f"the kernel is compiled for the value of {parameter.name!r}; "
                 "list it in do_not_specialize, or use poecaps.kernels.triton.jit.kernel"
             )
+
+
+def reuses_compiled() -> bool:
+    """Return whether compiled kernels are launched directly, on a GPU."""
+    return REUSE_COMPILED and _can_reuse()
 
 
 @cache

@@ -15,7 +15,7 @@ from torch import Tensor
 from poecaps import functional as F
 from poecaps.kernels.triton.coefficients import Coefficients
 from poecaps.kernels.triton.jit import kernel
-from poecaps.kernels.triton.launch import Recording, cdiv, launch
+from poecaps.kernels.triton.launch import Recording, cdiv, launch, reuses_compiled
 from poecaps.kernels.triton.plan import Plan
 from poecaps.kernels.triton.reconstruction import reconstruction, squash
 from poecaps.kernels.triton.routing_forward import preactivation, route
@@ -271,7 +271,8 @@ def _can_be_planned(x: Tensor, options: _Mixing) -> bool:
     a batch is filled with zeros.
     """
     return (
-        x.is_cuda
+        reuses_compiled()
+        and x.is_cuda
         and x.dtype == torch.float32
         and options.winners is None
         and options.mixing == "deterministic"
