@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from poecaps import functional as F
-from poecaps.kernels import cpu, torch_routing
+from poecaps.kernels import cpu
 from poecaps.kernels.triton import support
 from poecaps.kernels.triton.tiling import padded_batch_size
 
@@ -215,26 +215,11 @@ class TritonKernels:
         needs_grad_x: bool,
         needs_grad_weight: bool,
     ) -> tuple[Tensor | None, Tensor | None]:
-        if grad_c is not None:
-            # The kernels have no gradient in the coefficients, which only `reconstruct` needs.
-            gradients = torch_routing.routing_backward(
-                x.float(),
-                weight.float(),
-                record.z,
-                None if grad_z is None else grad_z.float(),
-                grad_c.float(),
-                routing,
-                needs_grad_x=needs_grad_x,
-                needs_grad_weight=needs_grad_weight,
-            )
-            grad_x, grad_weight = (None if each is None else each.to(x.dtype) for each in gradients)
-            return grad_x, grad_weight
         from poecaps.kernels.triton import routing_backward, routing_forward
 
         x, weight = x.contiguous(), weight.contiguous()
         forward = routing_forward.recorded_pass(x, routing, record.z, record.h, record.lse)
-        gradient = torch.zeros_like(record.z[-1]) if grad_z is None else grad_z
-        backward = routing_backward.backward_through_iterations(forward, weight, gradient)
+        backward = routing_backward.backward_through_iterations(forward, weight, grad_z, grad_c)
         return (
             backward.grad_x(weight) if needs_grad_x else None,
             backward.grad_weight(weight) if needs_grad_weight else None,

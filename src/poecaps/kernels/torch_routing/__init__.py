@@ -35,7 +35,6 @@ __all__ = [
     "reconstruct",
     "reconstruct_from",
     "reconstruction",
-    "routing_backward",
     "routing_by_agreement",
     "why_not",
 ]
