@@ -14,7 +14,7 @@ from poecaps.kernels import operators
 from poecaps.kernels.cpu import routing
 from poecaps.layer import CapsuleDecoder
 from tests.kernels.operator_calls import SIZES, operator_calls
-from tests.kernels.problems import OPTIONS, needs_simd
+from tests.kernels.problems import OPTIONS, needs_simd, problem
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -147,7 +147,7 @@ def test_the_held_preactivation(generator: torch.Generator) -> None:
     torch.testing.assert_close(found[1], found[0])
 
 
-def test_wrong_arguments_of_an_operator(generator: torch.Generator) -> None:
+def test_wrong_arguments_of_an_operator() -> None:
     """An error, real and fake alike, and never a read beyond the end of a tensor."""
     x, weight = torch.zeros(2, 13, 8), torch.zeros(13, 5, 16, 8)
     options = (3, 1.0, "inputs", "cosine", False)
@@ -164,10 +164,30 @@ def test_wrong_arguments_of_an_operator(generator: torch.Generator) -> None:
     for given, maps, error, message in wrong:
         with pytest.raises(error, match=message):
             operators.route(given, maps, *options)
+    z, _, h, lse = operators.route(x, weight, *options)
+    short, needs = (z[1:], h, lse, None, None), (True, True)
+    with pytest.raises(ValueError, match=r"z must have shape \(R=3, B=2, J=5, D=16\)"):
+        operators.route_backward(x, weight, *short, *options[:4], *needs)
+    with pytest.raises(ValueError, match=r"grad_z must have shape \(B=2, J=5, D=16\)"):
+        operators.route_backward(x, weight, z, h, lse, z[0, :1], None, *options[:4], *needs)
     with pytest.raises(ValueError, match="needs uniform"):
         operators._contrastive_divergence(
             x, weight, *options[:4], 1, "bernoulli", None, None, None, None, 1, False
         )
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.library, "register_autocast"), reason="this PyTorch has no rules of autocast"
+)
+def test_operators_under_autocast(generator: torch.Generator) -> None:
+    """They compute in float32, whatever is given to them."""
+    x, weight = problem((4, 13, 8, 5, 16), generator)
+    options = (3, 1.0, "inputs", "cosine", False)
+    x, weight = x.bfloat16(), weight.bfloat16().float()
+    exact = operators.route(x.float(), weight, *options)[0]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for given in (weight, weight.bfloat16()):
+            assert torch.equal(operators.route(x, given, *options)[0], exact)
 
 
 @pytest.mark.usefixtures("no_votes")

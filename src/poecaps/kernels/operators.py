@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 import torch
 from torch import Tensor
 
+from poecaps import _checks as checks
 from poecaps import functional as F
 from poecaps.kernels import cpu
 from poecaps.kernels.triton import support
@@ -286,9 +287,10 @@ def _supported(x: Tensor, weight: Tensor, name: str = "x", axes: str = "BIK") ->
     """Return `_checked`, if the kernels support the arguments."""
     kernels = _checked(x, weight, name, axes)
     reason = kernels.why_not(x, weight)
-    if x.dtype not in kernels.dtypes:
-        dtypes = ", ".join(map(str, kernels.dtypes))
-        reason = f"on {x.device.type!r} they compute in {dtypes}, but {name} is {x.dtype}"
+    if x.dtype not in kernels.dtypes or weight.dtype != x.dtype:
+        dtypes = " or ".join(map(str, kernels.dtypes))
+        given = f"{name} is {x.dtype} and weight {weight.dtype}"
+        reason = f"on {x.device.type!r} they compute in {dtypes}, but {given}"
     if reason is not None:
         raise ValueError(f"operators of poecaps do not support this call: {reason}")
     return kernels
@@ -349,10 +351,22 @@ def route_backward(
 
     `grad_z` (B, J, D) is the gradient in the preactivation of the last iteration.
     """
-    gradients = _supported(x, weight).route_backward(
+    kernels = _supported(x, weight)
+    inputs, experts, out_dim, _ = weight.shape
+    remedy = "give the results and gradients of poecaps::route"
+    checks.require_shape("z", z, "RBJD", (iterations, len(x), experts, out_dim), remedy)
+    if h.numel():
+        rows = experts if normalize == "inputs" else inputs
+        checks.require_shape("h", h, "RBJD", z.shape, remedy)
+        checks.require_shape("lse", lse, "RNP", (iterations, rows, None), remedy)
+    if grad_z is not None:
+        checks.require_shape("grad_z", grad_z, "BJD", z.shape[1:], remedy)
+    if grad_c is not None:
+        checks.require_shape("grad_c", grad_c, "BIJ", (len(x), inputs, experts), remedy)
+    gradients = kernels.route_backward(
         x,
         weight,
-        Record(z, x.new_empty(0), h, lse),
+        Record(z.float().contiguous(), x.new_empty(0), h, lse),
         grad_z,
         grad_c,
         _options(iterations, sharpness, normalize, agreement),
@@ -552,6 +566,19 @@ def _is_weight(argument: Any) -> bool:
 
 _contrastive_divergence.register_autograd(_learning_backward, setup_context=_setup_learning)
 _decoder_contrastive_divergence.register_autograd(_learning_backward, setup_context=_setup_learning)
+
+
+# Under autocast, the operators compute in float32. Where PyTorch is too old for such rules, tensors
+# must be converted before the call, as layers do.
+if hasattr(torch.library, "register_autocast"):
+    for _operator in (
+        route,
+        _reconstruct,
+        _contrastive_divergence,
+        _decoder_contrastive_divergence,
+    ):
+        for _device in DEVICES:
+            torch.library.register_autocast(_operator, _device, torch.float32)
 
 
 def _or_empty(result: Tensor | None, like: Tensor, dtype: torch.dtype) -> Tensor:
