@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 
 from poecaps import CapsuleExperts
 from poecaps import functional as F
-from poecaps.kernels import cpu, dispatch, torch_routing
+from poecaps.kernels import cpu, dispatch, operators, torch_routing
 from poecaps.kernels.cpu import build
 from poecaps.kernels.triton import support
 from tests.kernels.problems import OPTIONS, problem, relative_error
@@ -98,7 +98,7 @@ def test_slow_transforms_are_announced_once(
     generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By one warning for large calls, compiled or not; none if the reference is asked for."""
-    monkeypatch.setattr(dispatch, "_has_warned", [])
+    monkeypatch.setattr(operators, "_has_warned", [])
     layer = CapsuleExperts(7, 3, 5, 4, generator=generator)
     x, _ = problem((2, 7, 3, 5, 4), generator)
 

@@ -18,7 +18,6 @@ rounding. On a CPU, half precision is converted to float32 (`float32`). In `torc
 
 from __future__ import annotations
 
-import warnings
 from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
@@ -106,8 +105,8 @@ def choose(
             reason = why_not(name, x, weight, routing=routing, chain=chain, needs_grad=needs_grad)
             if reason is None and _pays(name, x, weight):
                 return name
-        if x.device.type in PREFERRED and cpu.pays(x, weight) and _is_transforming(x, weight):
-            _warn_of_transforms()
+        if x.device.type in PREFERRED and cpu.pays(x, weight):
+            _warn_if_transformed(x, weight)
         return "reference"
     reason = why_not(backend, x, weight, routing=routing, chain=chain, needs_grad=needs_grad)
     if reason is not None:
@@ -202,33 +201,16 @@ def _pays(name: Backend, x: Tensor, weight: Tensor) -> bool:
     return name != "simd" or cpu.pays(x, weight)
 
 
-def _is_transforming(x: Tensor, weight: Tensor) -> bool:
-    """Return whether a call is transformed, also if it is compiled."""
-    if torch.compiler.is_compiling():
+def _warn_if_transformed(x: Tensor, weight: Tensor) -> None:
+    """Warn if torch.func or forward-mode gradients make a call slow, compiled or not."""
+    is_compiling = torch.compiler.is_compiling()
+    if is_compiling or _is_transformed(x) or _is_transformed(weight):
         from poecaps.kernels import operators
 
-        return bool(operators.is_transforming())
-    return _is_transformed(x) or _is_transformed(weight)
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _warn_of_transforms() -> None:
-    """Warn once that a large call is slow.
-
-    PyTorch has no torch.func for operators with a gradient of their own, and none of the backends
-    has forward-mode gradients.
-    """
-    if not _has_warned:
-        _has_warned.append(True)
-        warnings.warn(
-            "torch.func and forward-mode gradients are computed by poecaps.functional, which is "
-            "slower than a backend and stores the votes; torch.autograd is faster, and "
-            "backend='reference' silences this warning",
-            stacklevel=4,
-        )
-
-
-_has_warned: list[bool] = []
+        if is_compiling:
+            operators.warn_if_transforming()
+        else:
+            operators.warn_of_transforms()
 
 
 def _is_transformed(tensor: Tensor) -> bool:

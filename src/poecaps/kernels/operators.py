@@ -16,6 +16,7 @@ functions of a backend, at the end, are written in these operators.
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
@@ -249,9 +250,35 @@ def _why_not_triton(
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def is_transforming() -> bool:
+def _is_transforming() -> bool:
     """Return whether a transform of torch.func is being traced."""
     return torch._C._functorch.maybe_current_level() is not None
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def warn_if_transforming() -> None:
+    """Warn if a transform of torch.func is being traced."""
+    if _is_transforming():
+        warn_of_transforms()
+
+
+_has_warned: list[bool] = []
+
+
+def warn_of_transforms() -> None:
+    """Warn once that a large call is slow.
+
+    PyTorch has no torch.func for operators with a gradient of their own, and none of the backends
+    has forward-mode gradients.
+    """
+    if not _has_warned:
+        _has_warned.append(True)
+        warnings.warn(
+            "torch.func and forward-mode gradients are computed by poecaps.functional, which is "
+            "slower than a backend and stores the votes; torch.autograd is faster, and "
+            "backend='reference' silences this warning",
+            stacklevel=2,
+        )
 
 
 def why_not(name: str, x: Tensor, weight: Tensor) -> str | None:
@@ -264,7 +291,7 @@ def why_not(name: str, x: Tensor, weight: Tensor) -> str | None:
     x : (B, I, K)
     weight : (I, J, D, K)
     """
-    if is_transforming():
+    if _is_transforming():
         return "it does not support torch.func in torch.compile; use backend='reference'"
     kernels = KERNELS.get(x.device.type)
     if kernels is None or kernels.name != name:
