@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from poecaps import (
     CapsuleExperts,
     _graphs,
     check_capsules,
+    graphed,
     likelihood,
     sampling,
     squash,
@@ -23,6 +25,7 @@ from poecaps import functional as F
 from poecaps.autoencoder import ConvAutoencoder
 from poecaps.kernels import convolution, dispatch
 from poecaps.kernels.triton import launch, support
+from poecaps.layer import CapsuleDecoder
 from poecaps.options import DensityOptions, ModelOptions
 from poecaps.training import (
     Config,
@@ -38,10 +41,11 @@ from poecaps.training import (
     trainer,
 )
 from poecaps.views import ViewOptions
+from tests.kernels import operator_calls
 from tests.training.fused_adam_facts import assert_steps_of_torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
@@ -197,6 +201,37 @@ def test_compiled_kernels_take_any_batch_size(reuse: bool, monkeypatch: pytest.M
         assert ours.grad_weight is not None
         assert exact is not None
         assert ((ours.grad_weight - exact).norm() / exact.norm()).item() < 1e-5
+
+
+@pytest.mark.parametrize("plan", [True, False], ids=["repeated", "launched"])
+@pytest.mark.parametrize("normalize", F.AXES)
+def test_repeated_launches_learn_as_float64(
+    normalize: F.Axis, plan: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the third step on, the launches of the second one are repeated."""
+    pytest.importorskip("triton")
+    from poecaps.kernels.triton import learning
+
+    monkeypatch.setattr(learning, "PLAN_STEPS", plan)
+    monkeypatch.setattr(learning, "_plans", {})
+    generator = torch.Generator("cuda").manual_seed(2)
+    weight = torch.randn(576, 20, 16, 8, generator=generator, device="cuda") / 3
+    layer = CapsuleExperts(576, 8, 20, 16, normalize=normalize, device="cuda")
+    exact = CapsuleExperts(
+        576, 8, 20, 16, normalize=normalize, backend="reference", device="cuda", dtype=torch.float64
+    )
+    for step in range(5):
+        x = squash(torch.randn(128, 576, 8, generator=generator, device="cuda"))
+        for each in (layer, exact):
+            each.zero_grad()
+            with torch.no_grad():
+                each.weight.copy_(weight * (1 + step / 8))
+            each.contrastive_divergence(x.to(each.weight.dtype)).backward()
+        assert layer.weight.grad is not None
+        assert exact.weight.grad is not None
+        error = (layer.weight.grad - exact.weight.grad).norm() / exact.weight.grad.norm()
+        assert error.item() < 1e-5
+    assert [each is not None for each in learning._plans.values()] == [True] * plan
 
 
 @pytest.mark.parametrize("views", [1, 3])
@@ -407,39 +442,38 @@ def test_a_training_step_never_waits(winners: int | None) -> None:
         check_capsules(x)
 
 
-def learned_in_a_loop(normalize: F.Axis, *, recorded: bool) -> Tensor:
-    """Learn as docs/how-to/layer.md does."""
+def learned_in_a_loop(normalize: F.Axis, *, replayed: bool) -> tuple[Tensor, list[float]]:
+    """Learn as docs/how-to/layer.md does: → weight, and the loss of each step."""
     layer, data = layer_and_capsules(torch.float32, normalize=normalize)
     optimizer = torch.optim.Adam(layer.parameters(), lr=0.1, capturable=True)
-    x = data[:8].clone()
 
-    def step() -> None:
+    def step(x: Tensor) -> Tensor:
         optimizer.zero_grad()
-        layer.contrastive_divergence(x).backward()
+        loss = layer.contrastive_divergence(x)
+        loss.backward()
         optimizer.step()
+        return loss.detach()
 
-    aside = torch.cuda.Stream()
-    aside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(aside):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(aside)
-    graph = torch.cuda.CUDAGraph()
-    if recorded:
-        with torch.cuda.graph(graph):
-            step()
-    for batch in data[8:].split(8):
-        x.copy_(batch)
-        graph.replay() if recorded else step()
-    return layer.weight.detach()
+    function = graphed(step, "cuda") if replayed else step
+    losses = [function(batch).item() for _ in range(3) for batch in data.split(8)]
+    return layer.weight.detach(), losses
 
 
 @pytest.mark.parametrize("normalize", F.AXES)
-def test_a_loop_can_be_recorded(normalize: F.Axis) -> None:
-    plain, replayed = (
-        learned_in_a_loop(normalize, recorded=recorded) for recorded in (False, True)
-    )
-    torch.testing.assert_close(replayed, plain, rtol=1e-4, atol=1e-5)
+def test_a_loop_can_be_replayed(normalize: F.Axis) -> None:
+    weight, losses = learned_in_a_loop(normalize, replayed=False)
+    replayed_weight, replayed_losses = learned_in_a_loop(normalize, replayed=True)
+    torch.testing.assert_close(replayed_weight, weight, rtol=1e-4, atol=1e-5)
+    assert replayed_losses == pytest.approx(losses, rel=1e-4, abs=1e-5)
+
+
+def test_a_replayed_step_takes_inputs_of_one_shape() -> None:
+    double = graphed(lambda x: 2 * x, "cuda")
+    x = torch.arange(8.0, device="cuda")
+    for shift in range(6):
+        torch.testing.assert_close(double(x + shift), 2 * (x + shift))
+    with pytest.raises(ValueError, match=r"captured for inputs of shapes \[\(8,\)\]"):
+        double(x[:1])
 
 
 def test_check_capsules_looks_at_values_on_the_gpu() -> None:
@@ -449,8 +483,11 @@ def test_check_capsules_looks_at_values_on_the_gpu() -> None:
         check_capsules(x * 9)
 
 
+@pytest.mark.usefixtures("no_votes")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_autocast(dtype: torch.dtype) -> None:
+    """By the same kernels, which compute in float32."""
+    pytest.importorskip("triton")
     layer, x = layer_and_capsules(torch.float32)
     exact = layer(x)
     with torch.autocast("cuda", dtype=dtype):
@@ -463,18 +500,172 @@ def test_autocast(dtype: torch.dtype) -> None:
     assert bool(layer.weight.grad.isfinite().all())
 
 
+# --------------------------------------------------------------------------------------------------
+# Operators and torch.compile
+
+
+@pytest.fixture
+def no_votes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let nothing be computed by the reference."""
+
+    def refuse(*_: Tensor) -> Tensor:
+        raise AssertionError("the reference computed votes")
+
+    monkeypatch.setattr(F, "votes", refuse)
+    torch.compiler.reset()
+
+
 @pytest.mark.filterwarnings("ignore")  # the compiler's own warnings differ from release to release
-def test_compile() -> None:
-    layer, x = layer_and_capsules(torch.float32, winners=3)
+@pytest.mark.parametrize("sizes", operator_calls.SIZES)
+@pytest.mark.parametrize(("normalize", "agreement"), OPTIONS)
+def test_opcheck(sizes: tuple[int, ...], normalize: F.Axis, agreement: F.Agreement) -> None:
+    pytest.importorskip("triton")
+    importlib.import_module("poecaps.kernels.operators")
+    generator = torch.Generator().manual_seed(1)
+    calls = operator_calls.operator_calls(sizes, normalize, agreement, generator, "cuda")
+    for operator, arguments in calls:
+        torch.library.opcheck(operator, arguments)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("no_votes")
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("winners", [None, 3])
+def test_compiled_layers(winners: int | None, dynamic: bool) -> None:
+    """The code and its gradients, the loss and its gradient: as without the compiler."""
+    pytest.importorskip("triton")
+    layer, x = layer_and_capsules(torch.float32, winners=winners)
     layer.eval()
-    compiled = torch.compile(layer.contrastive_divergence, fullgraph=True)
-    gradients = []
-    for loss in (layer.contrastive_divergence, compiled):
-        layer.zero_grad()
-        loss(x).backward()
-        assert layer.weight.grad is not None
-        gradients.append(layer.weight.grad.clone())
-    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-3, atol=1e-5)
+    for method in (layer.forward, layer.free_energy, layer.contrastive_divergence):
+        compiled = torch.compile(method, fullgraph=True, dynamic=dynamic)
+        for images in (32, 17):
+            found = []
+            for function in (method, compiled):
+                layer.zero_grad()
+                leaf = x[:images].clone().requires_grad_()
+                value = function(leaf)
+                value.square().sum().backward()
+                found.append((value.detach(), leaf.grad, layer.weight.grad))
+            for eager, traced in zip(*found, strict=True):
+                if eager is None:  # capsules are data for the learning rule
+                    assert traced is None
+                else:
+                    torch.testing.assert_close(traced, eager, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_reconstructions_and_decoders() -> None:
+    pytest.importorskip("triton")
+    torch.compiler.reset()
+    layer, x = layer_and_capsules(torch.float32)
+    compiled = torch.compile(layer.reconstruct, fullgraph=True)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), layer.reconstruct(x), rtol=1e-4, atol=1e-5)
+    slopes = []
+    for function in (layer.reconstruct, compiled):
+        leaf = x.clone().requires_grad_()
+        function(leaf).square().sum().backward()
+        slopes.append(leaf.grad)
+    torch.testing.assert_close(slopes[1], slopes[0], rtol=1e-3, atol=1e-5)
+    decoder = CapsuleDecoder(6, 16, 40, 8, device="cuda")
+    code = layer(x).detach()
+    found = []
+    rule = decoder.contrastive_divergence
+    for loss in (rule, torch.compile(rule, fullgraph=True)):
+        decoder.zero_grad()
+        loss(code, x).backward()
+        found.append(decoder.weight.grad)
+    torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=1e-6)
+
+
+class Supervised(torch.nn.Module):
+    """A small network with labels: one expert for each class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator("cuda").manual_seed(3)
+        self.linear = torch.nn.Linear(24, 40 * 8, device="cuda")
+        self.experts = CapsuleExperts(40, 8, 6, 16, normalize="outputs", device="cuda")
+        with torch.no_grad():
+            self.linear.weight.normal_(std=0.2, generator=generator)
+            self.linear.bias.zero_()
+        self.experts.reset_parameters(std=0.1, generator=generator)
+
+    def forward(self, images: Tensor, label: Tensor) -> Tensor:
+        code: Tensor = self.experts(squash(self.linear(images).view(-1, 40, 8)))
+        return torch.nn.functional.cross_entropy(8 * code.norm(dim=-1), label)
+
+
+def supervised_losses(**options: Any) -> list[float]:
+    """Train the same small network on the same batches: → the loss of each step."""
+    generator = torch.Generator("cuda").manual_seed(4)
+    network = Supervised()
+    loss = torch.compile(network, fullgraph=True, **options) if options else network
+    optimizer = torch.optim.Adam(network.parameters(), lr=3e-3)
+    losses = []
+    for _ in range(12):
+        images = torch.randn(32, 24, device="cuda", generator=generator)
+        label = images[:, :6].argmax(1)
+        torch.compiler.cudagraph_mark_step_begin()
+        value = loss(images, label)
+        optimizer.zero_grad()
+        value.backward()
+        optimizer.step()
+        losses.append(value.item())
+    return losses
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("no_votes")
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_compiled_supervised_training(mode: str) -> None:
+    """Also if the compiler replays CUDA graphs, in which the operators are captured."""
+    pytest.importorskip("triton")
+    from torch._dynamo.utils import counters
+
+    eager = supervised_losses()
+    assert eager[-1] < eager[0]
+    counters.clear()
+    assert supervised_losses(mode=mode) == pytest.approx(eager, rel=1e-3)
+    assert counters["inductor"]["cudagraph_skips"] == 0
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("no_votes")
+def test_compiled_learning_that_is_replayed() -> None:
+    pytest.importorskip("triton")
+    weights = []
+    for is_compiled in (False, True):
+        layer, data = layer_and_capsules(torch.float32)
+        loss: Callable[[Tensor], Tensor] = layer.contrastive_divergence
+        if is_compiled:
+            loss = torch.compile(loss, fullgraph=True, mode="reduce-overhead")
+        optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+        for batch in data.repeat(2, 1, 1).split(8):
+            torch.compiler.cudagraph_mark_step_begin()
+            optimizer.zero_grad()
+            loss(batch).backward()
+            optimizer.step()
+        weights.append(layer.weight.detach())
+    torch.testing.assert_close(weights[1], weights[0], rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.usefixtures("no_votes")
+@torch.no_grad()
+def test_an_empty_batch() -> None:
+    layer, x = layer_and_capsules(torch.float32)
+    assert layer(x[:0]).shape == (0, 6, 16)
+    assert layer.reconstruct(x[:0]).shape == (0, 40, 8)
+    assert layer.free_energy(x[:0]).shape == (0,)
+    assert layer.route(x[:0]).coefficients.shape == (0, 40, 6)
+
+
+def test_tensors_on_different_devices() -> None:
+    layer, x = layer_and_capsules(torch.float32)
+    for backend in (None, *dispatch.BACKENDS):
+        layer.backend = backend
+        with pytest.raises(ValueError, match="x is on 'cpu' but the layer's weight is on 'cuda:0'"):
+            layer(x.cpu())
 
 
 @pytest.mark.parametrize(

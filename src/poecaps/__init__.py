@@ -3,6 +3,7 @@
 from poecaps import data, functional, likelihood, models, sampling
 from poecaps._checks import check_capsules
 from poecaps._files import ModelError
+from poecaps._graphs import graphed
 from poecaps._version import __version__ as __version__
 from poecaps.autoencoder import ConvAutoencoder
 from poecaps.energy import CapsuleDensity
@@ -27,6 +28,7 @@ __all__ = [
     "data",
     "from_pretrained",
     "functional",
+    "graphed",
     "likelihood",
     "load",
     "models",

@@ -168,6 +168,15 @@ def require_same_dtype(name: str, value: Tensor, other_name: str, other: Tensor)
         )
 
 
+def require_same_device(name: str, value: Tensor, other_name: str, other: Tensor) -> None:
+    """Raise ValueError if two tensors are on different devices."""
+    if value.device != other.device:
+        raise ValueError(
+            f"{name} is on {str(value.device)!r} but {other_name} is on {str(other.device)!r}; "
+            f"move one of them, for example with {name}.to({str(other.device)!r})"
+        )
+
+
 def check_capsules(x: Tensor, name: str = "x") -> None:
     """Check that `x` holds squashed capsules: finite, and every one inside the open unit ball.
 

@@ -58,10 +58,20 @@ class Graphed(Generic[T]):
         self._calls += 1
         if self._graph is None or self._result is None:
             return self._warm_up(*inputs)
+        self._check_shapes(inputs)
         for own, given in zip(self._inputs, inputs, strict=True):
             own.copy_(given)
         self._graph.replay()
         return self._result
+
+    def _check_shapes(self, inputs: tuple[Tensor, ...]) -> None:
+        captured = [tuple(each.shape) for each in self._inputs]
+        given = [tuple(each.shape) for each in inputs]
+        if given != captured:
+            raise ValueError(
+                f"the step was captured for inputs of shapes {captured}, but is given {given}; "
+                "use batches of one size, for example a DataLoader with drop_last=True"
+            )
 
     def _warm_up(self, *inputs: Tensor) -> T:
         """Call the function on the stream of the capture."""
@@ -80,6 +90,54 @@ class Graphed(Generic[T]):
         torch.cuda.synchronize(self.device)
         with torch.cuda.graph(self._graph, stream=self.stream):
             self._result = self.function(*self._inputs)
+
+
+def graphed(
+    step: Callable[..., T],
+    device: torch.device | str,
+    *,
+    generator: torch.Generator | None = None,
+) -> Callable[..., T]:
+    """Return a function that replays `step`, for example one step of training, as a CUDA graph.
+
+    The host needs more time to launch the kernels of a small step than the GPU needs to run them. A
+    CUDA graph launches all of them at once. The first three calls run `step` as it is, the fourth
+    captures it, and all calls give the results of `step`.
+
+    On a device other than a GPU, `step` itself is returned, so that one program runs on both: a CPU
+    has no launches to save.
+
+    Parameters
+    ----------
+    step
+        Function of tensors, given by position, that have the same shapes in every call. Other
+        values, such as a learning rate in a float, stay as they are in the capture. It must not
+        read a value of a tensor on the host (``loss.item()``, ``if loss > 0``), and its optimizer
+        needs ``capturable=True`` (Adam) or no state on the host (SGD).
+    device
+        The device of its tensors.
+    generator
+        Source of the random numbers of the step, on the GPU; None for the default generator.
+
+    Returns
+    -------
+    Callable
+        Has the parameters and results of `step`. The next call overwrites the tensors that it
+        returns; read them, or clone them, before.
+
+    Raises
+    ------
+    ValueError
+        If the shapes of a call differ from those of the capture.
+
+    Examples
+    --------
+    >>> step = poecaps.graphed(step, device)  # doctest: +SKIP
+    >>> for x in batches:  # doctest: +SKIP
+    ...     loss = step(x)
+    """
+    device = torch.device(device)
+    return Graphed(step, device, generator) if device.type == "cuda" else step
 
 
 def pays_off(calls: int, device: torch.device) -> bool:

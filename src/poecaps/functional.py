@@ -267,9 +267,9 @@ def routing_by_agreement(
 
 def votes(x: Tensor, weight: Tensor) -> Tensor:
     """Compute u_ij = W_ij x_i: (B, I, K), (I, J, D, K) → (B, I, J, D)."""
-    _check_weight(weight)
+    check_weight(weight)
     inputs, _, _, dim = weight.shape
-    _check_capsules("x", x, "BIK", (None, inputs, dim), weight)
+    check_capsules("x", x, "BIK", (None, inputs, dim), weight)
     return torch.einsum("bik,ijdk->bijd", x, weight)
 
 
@@ -306,9 +306,9 @@ def reconstruction(y: Tensor, weight: Tensor, coefficients: Tensor) -> Tensor:
     (B, I, K)
         Squashed input capsules.
     """
-    _check_weight(weight)
+    check_weight(weight)
     inputs, experts, out_dim, _ = weight.shape
-    _check_capsules("y", y, "BJD", (None, experts, out_dim), weight)
+    check_capsules("y", y, "BJD", (None, experts, out_dim), weight)
     _check_coefficients(coefficients, (len(y), inputs, experts))
     back = torch.einsum("bjd,ijdk->bijk", y, weight)
     return squash(torch.einsum("bij,bijk->bik", coefficients.to(back.dtype), back))
@@ -763,21 +763,24 @@ def _only(on: Tensor | None, y: Tensor) -> Tensor:
 # Arguments and floating point
 
 
-def _check_weight(weight: Tensor) -> None:
+def check_weight(weight: Tensor) -> None:
+    """Raise an error unless a weight is a floating-point tensor of shape (I, J, D, K)."""
     checks.require_floating("weight", weight)
     checks.require_shape(
         "weight", weight, "IJDK", (None,) * 4, "give one D×K map for every pair (i, j)"
     )
 
 
-def _check_capsules(
+def check_capsules(
     name: str, x: Tensor, axes: str, sizes: tuple[int | None, ...], weight: Tensor
 ) -> None:
+    """Raise an error unless capsules have these sizes, and the dtype and device of the weight."""
     checks.require_floating(name, x)
     checks.require_shape(
         name, x, axes, sizes, f"{axes[1]} and {axes[2]} must be those of the weight"
     )
     checks.require_same_dtype(name, x, "weight", weight)
+    checks.require_same_device(name, x, "weight", weight)
 
 
 def _check_coefficients(coefficients: Tensor, sizes: Sequence[int]) -> None:

@@ -165,6 +165,7 @@ class CapsuleRouting(nn.Module):
         )
         checks.require_shape(name, x, "BIK", (None, self.in_capsules, self.in_dim), remedy)
         checks.require_same_dtype(name, x, "the layer's weight", self.weight)
+        checks.require_same_device(name, x, "the layer's weight", self.weight)
         checks.check_values_on_cpu(x, name, ball=ball)
 
 
@@ -459,11 +460,12 @@ class CapsuleExperts(CapsuleRouting):
             checks.require_shape("uniform", uniform, "kNJ", shape, "draw it with torch.rand")
         elif mixing == "bernoulli":
             uniform = torch.rand(shape, generator=generator, device=self.weight.device)
-        backend = dispatch.select(x, self.weight, self.backend, routing=self.routing, chain=chain)
+        routing = self.routing
+        backend = dispatch.select(x, self.weight, self.backend, routing=routing, chain=chain)
         step = backend.contrastive_divergence(
             x.detach(),
             self.weight,
-            self.routing,
+            routing,
             k=k,
             mixing=mixing,
             uniform=uniform,
@@ -529,8 +531,9 @@ class CapsuleDecoder(CapsuleRouting):
         (B, I, K)
         """
         self._check(y, ball=False)
-        backend = dispatch.select(y, self.weight, self.backend, routing=self.routing)
-        return backend.held_preactivation(y, self.weight, self.routing)
+        routing = self.routing
+        backend = dispatch.select(y, self.weight, self.backend, routing=routing)
+        return backend.held_preactivation(y, self.weight, routing)
 
     def contrastive_divergence(self, y: Tensor, x: Tensor) -> Tensor:
         """Compute the loss whose gradient in U is −ΔU of the decoder's learning rule.
@@ -553,9 +556,11 @@ class CapsuleDecoder(CapsuleRouting):
         shape = (len(y), self.out_capsules, self.out_dim)
         checks.require_shape("x", x, "BIK", shape, "give the capsules that the experts y encode")
         checks.require_same_dtype("x", x, "the layer's weight", self.weight)
+        checks.require_same_device("x", x, "the layer's weight", self.weight)
         checks.check_values_on_cpu(x, "x", ball=True)
-        backend = dispatch.select(y, self.weight, self.backend, routing=self.routing)
-        step = backend.decoder_contrastive_divergence(y, x, self.weight, self.routing)
+        routing = self.routing
+        backend = dispatch.select(y, self.weight, self.backend, routing=routing)
+        step = backend.decoder_contrastive_divergence(y, x, self.weight, routing)
         return _attach_gradient(step, self.weight)
 
 
@@ -579,7 +584,7 @@ class _LossWithGradient(torch.autograd.Function):
     def forward(ctx: Any, loss: Tensor, weight: Tensor, grad_weight: Tensor) -> Tensor:
         ctx.save_for_backward(grad_weight)
         ctx.dtype = weight.dtype
-        return loss.clone()
+        return loss.detach()
 
     @staticmethod
     @once_differentiable

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch.autograd import forward_ad
 
 from poecaps import CapsuleExperts
 from poecaps import functional as F
-from poecaps.kernels import cpu, dispatch, torch_routing
+from poecaps.kernels import cpu, dispatch, operators, torch_routing
 from poecaps.kernels.cpu import build
 from poecaps.kernels.triton import support
 from tests.kernels.problems import OPTIONS, problem, relative_error
@@ -91,6 +92,53 @@ def test_transformed_tensors_are_left_to_the_reference(backend: Backend) -> None
 
     torch.func.vmap(note)(x)
     assert chosen == ["reference"]
+
+
+def test_slow_transforms_are_announced_once(
+    generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By one warning for large calls, compiled or not; none if the reference is asked for."""
+    monkeypatch.setattr(operators, "_has_warned", [])
+    layer = CapsuleExperts(7, 3, 5, 4, generator=generator)
+    x, _ = problem((2, 7, 3, 5, 4), generator)
+
+    def slopes() -> Tensor:
+        slope = torch.func.grad(lambda image: layer.free_energy(image[None]).sum())
+        found: Tensor = torch.func.vmap(slope)(x)
+        return found
+
+    slopes()  # a small call, without a warning
+    monkeypatch.setattr(cpu.routing, "MIN_MULTIPLICATIONS", 0)
+    layer.backend = "reference"
+    slopes()
+    layer.backend = None
+    with pytest.warns(UserWarning, match=r"torch\.func .* computed by poecaps\.functional"):
+        slopes()
+    slopes()
+    with forward_ad.dual_level():
+        layer.free_energy(forward_ad.make_dual(x, torch.ones_like(x)))
+
+
+@pytest.mark.parametrize("backend", [None, *dispatch.BACKENDS])
+def test_wrong_capsules_give_the_same_error_on_every_backend(backend: Backend | None) -> None:
+    layer = CapsuleExperts(7, 3, 5, 4, backend=backend)
+    x = torch.zeros(2, 7, 3)
+    wrong: list[tuple[Any, type[Exception], str]] = [
+        (x.tolist(), TypeError, "x must be a torch.Tensor, but is list"),
+        (x.long(), TypeError, "x must be a floating-point tensor, but its dtype is torch.int64"),
+        (x.double(), TypeError, "x is torch.float64 but the layer's weight is torch.float32"),
+        (x.half(), TypeError, "x is torch.float16 but the layer's weight is torch.float32"),
+        (x[0], ValueError, "x must have shape (B, I=7, K=3), but has shape (7, 3)"),
+        (x[:, :6], ValueError, "x must have shape (B, I=7, K=3), but has shape (2, 6, 3)"),
+        (x[..., :2], ValueError, "x must have shape (B, I=7, K=3), but has shape (2, 7, 2)"),
+        (x.to("meta"), ValueError, "x is on 'meta' but the layer's weight is on 'cpu'"),
+        (torch.full_like(x, torch.nan), ValueError, "x must be finite"),
+    ]
+    methods = (layer.forward, layer.reconstruct, layer.free_energy, layer.contrastive_divergence)
+    for given, error, message in wrong:
+        for method in methods:
+            with pytest.raises(error, match=re.escape(message)):
+                method(given)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The operators of the compiled C keep their results in `torch.compile`, without a graph break."""
+"""Operators keep the results of the compiled C in `torch.compile`, without a graph break."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from torch import Tensor
 
 from poecaps import CapsuleExperts, squash
 from poecaps import functional as F
+from poecaps.kernels import operators
 from poecaps.kernels.cpu import routing
+from poecaps.layer import CapsuleDecoder
+from tests.kernels.operator_calls import SIZES, operator_calls
 from tests.kernels.problems import OPTIONS, needs_simd, problem
 
 if TYPE_CHECKING:
@@ -47,17 +50,14 @@ def compiled(function: Callable[..., Any], **given: Any) -> Callable[..., Any]:
     return found
 
 
-@pytest.mark.parametrize("sizes", [(5, 13, 8, 3, 16), (5, 3, 8, 9, 16)])
+@pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize(("normalize", "agreement"), OPTIONS)
 def test_opcheck(
     sizes: tuple[int, ...], normalize: str, agreement: str, generator: torch.Generator
 ) -> None:
     """Schema, shapes and strides of the fake kernels, and registration of the gradient."""
-    from poecaps.kernels.cpu import operators
-
-    x, weight = (each.requires_grad_() for each in problem(sizes, generator))
-    torch.library.opcheck(operators.route, (x, weight, 3, 2.0, normalize, agreement))
-    torch.library.opcheck(operators.route, (x, weight.detach(), 1, 2.0, normalize, agreement))
+    for operator, arguments in operator_calls(sizes, normalize, agreement, generator):
+        torch.library.opcheck(operator, arguments)
 
 
 @pytest.mark.usefixtures("no_votes")
@@ -74,6 +74,120 @@ def test_compiled_layers(method: str, winners: int | None, generator: torch.Gene
         found.append((value.detach(), leaf.grad, layer.weight.grad))
     for eager, traced in zip(*found, strict=True):
         torch.testing.assert_close(traced, eager)
+
+
+@pytest.mark.usefixtures("no_votes")
+@pytest.mark.parametrize("winners", [None, 2])
+@pytest.mark.parametrize("mixing", F.MIXINGS)
+@pytest.mark.parametrize("chained", [False, True])
+def test_compiled_learning(
+    chained: bool, mixing: F.Mixing, winners: int | None, generator: torch.Generator
+) -> None:
+    """Loss, gradient, chain and balance."""
+    layer, x = make(generator, winners=winners)
+    start = squash(torch.randn(7, 13, 8, generator=generator))
+    uniform = torch.rand(2, 7 if chained else 18, 5, generator=generator)
+    found = []
+    for is_compiled in (False, True):
+        layer.zero_grad()
+        layer.balance.zero_()
+        chain = start.clone() if chained else None
+
+        def loss(x: Tensor, chain: Tensor | None) -> Tensor:
+            return layer.contrastive_divergence(x, 2, mixing=mixing, chain=chain, uniform=uniform)
+
+        value = (compiled(loss) if is_compiled else loss)(x, chain)
+        (3 * value).backward()
+        found.append((value.detach(), layer.weight.grad, layer.balance.clone(), chain))
+    for eager, traced in zip(*found, strict=True):
+        torch.testing.assert_close(traced, eager)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(layer.contrastive_divergence)(x).requires_grad, False)
+
+
+@pytest.mark.usefixtures("no_votes")
+def test_compiled_decoders(generator: torch.Generator) -> None:
+    decoder = CapsuleDecoder(5, 16, 13, 8, generator=generator)
+    decoder.reset_parameters(std=1.0, generator=generator)
+    y, x = (squash(torch.randn(18, *each, generator=generator)) for each in ((5, 16), (13, 8)))
+    found = []
+    for function in (decoder.contrastive_divergence, compiled(decoder.contrastive_divergence)):
+        decoder.zero_grad()
+        value = function(y, x)
+        value.backward()
+        found.append((value.detach(), decoder.weight.grad))
+    for eager, traced in zip(*found, strict=True):
+        torch.testing.assert_close(traced, eager)
+
+
+@pytest.mark.parametrize("winners", [None, 2])
+def test_compiled_reconstructions(winners: int | None, generator: torch.Generator) -> None:
+    """Without a gradient by an operator, with one by its composition with the reference."""
+    layer, x = make(generator, winners=winners)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(layer.reconstruct)(x), layer.reconstruct(x))
+    found = []
+    for function in (layer.reconstruct, compiled(layer.reconstruct)):
+        layer.zero_grad()
+        leaf = x.clone().requires_grad_()
+        function(leaf).square().sum().backward()
+        found.append((leaf.grad, layer.weight.grad))
+    for eager, traced in zip(*found, strict=True):
+        torch.testing.assert_close(traced, eager)
+
+
+def test_the_held_preactivation(generator: torch.Generator) -> None:
+    decoder = CapsuleDecoder(5, 16, 13, 8, generator=generator)
+    y = squash(torch.randn(18, 5, 16, generator=generator))
+    found = []
+    for function in (decoder.held_preactivation, compiled(decoder.held_preactivation)):
+        decoder.zero_grad()
+        function(y).square().sum().backward()
+        found.append(decoder.weight.grad)
+    torch.testing.assert_close(found[1], found[0])
+
+
+def test_wrong_arguments_of_an_operator() -> None:
+    """An error, real and fake alike, and never a read beyond the end of a tensor."""
+    x, weight = torch.zeros(2, 13, 8), torch.zeros(13, 5, 16, 8)
+    options = (3, 1.0, "inputs", "cosine", False)
+    wrong: list[tuple[Tensor, Tensor, type[Exception], str]] = [
+        (x[:, :12], weight, ValueError, r"x must have shape \(B, I=13, K=8\)"),
+        (x[..., :7], weight, ValueError, r"x must have shape \(B, I=13, K=8\)"),
+        (x, weight[0], ValueError, r"weight must have shape \(I, J, D, K\)"),
+        (x.double(), weight, TypeError, r"x is torch\.float64 but weight is torch\.float32"),
+        (x.int(), weight, TypeError, "x must be a floating-point tensor"),
+        (x.double(), weight.double(), ValueError, "they compute in torch.float32, but x is"),
+        (x.to("meta"), weight.to("meta"), ValueError, "run on cpu and cuda, but x is on meta"),
+        (x.half(), weight.half(), ValueError, "they compute in torch.float32, but x is"),
+    ]
+    for given, maps, error, message in wrong:
+        with pytest.raises(error, match=message):
+            operators.route(given, maps, *options)
+    z, _, h, lse = operators.route(x, weight, *options)
+    short, needs = (z[1:], h, lse, None, None), (True, True)
+    with pytest.raises(ValueError, match=r"z must have shape \(R=3, B=2, J=5, D=16\)"):
+        operators.route_backward(x, weight, *short, *options[:4], *needs)
+    with pytest.raises(ValueError, match=r"grad_z must have shape \(B=2, J=5, D=16\)"):
+        operators.route_backward(x, weight, z, h, lse, z[0, :1], None, *options[:4], *needs)
+    with pytest.raises(ValueError, match="needs uniform"):
+        operators._contrastive_divergence(
+            x, weight, *options[:4], 1, "bernoulli", None, None, None, None, 1, False
+        )
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.library, "register_autocast"), reason="this PyTorch has no rules of autocast"
+)
+def test_operators_under_autocast(generator: torch.Generator) -> None:
+    """They compute in float32, whatever is given to them."""
+    x, weight = problem((4, 13, 8, 5, 16), generator)
+    options = (3, 1.0, "inputs", "cosine", False)
+    x, weight = x.bfloat16(), weight.bfloat16().float()
+    exact = operators.route(x.float(), weight, *options)[0]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for given in (weight, weight.bfloat16()):
+            assert torch.equal(operators.route(x, given, *options)[0], exact)
 
 
 @pytest.mark.usefixtures("no_votes")
@@ -103,7 +217,9 @@ def test_dynamic_shapes_half_precision_and_autocast(generator: torch.Generator) 
     torch.testing.assert_close(compiled(half)(y), half(y))
 
 
-def test_functional_transforms_are_left_to_the_reference(generator: torch.Generator) -> None:
+def test_functional_transforms_are_left_to_the_reference(
+    generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
     layer, x = make(generator)
     layer.requires_grad_(False)
 
@@ -112,11 +228,19 @@ def test_functional_transforms_are_left_to_the_reference(generator: torch.Genera
         slopes: Tensor = torch.func.vmap(slope)(x)
         return slopes
 
-    torch.testing.assert_close(compiled(slope_of_each)(x), slope_of_each(x))
+    monkeypatch.setattr(operators, "_has_warned", [])
+    with pytest.warns(UserWarning, match=r"computed by poecaps\.functional"):
+        traced = compiled(slope_of_each)(x)
+    torch.testing.assert_close(traced, slope_of_each(x))
 
 
-def test_an_exported_program_does_not_need_the_operators(generator: torch.Generator) -> None:
+def test_an_exported_program_has_operators_only_if_asked_for(generator: torch.Generator) -> None:
+    """By default it does not need poecaps; with a backend it is as fast as that."""
     layer, x = make(generator)
     program = torch.export.export(layer.requires_grad_(False), (x,))
     assert "poecaps" not in str(program.graph)
     torch.testing.assert_close(program.module()(x), layer(x), rtol=1e-4, atol=1e-5)
+    layer.backend = "simd"
+    program = torch.export.export(layer, (x,))
+    assert "poecaps.route" in str(program.graph)
+    torch.testing.assert_close(program.module()(x), layer(x))

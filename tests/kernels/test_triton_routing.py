@@ -19,11 +19,12 @@ def test_kernels_are_not_compiled_for_the_values_of_numbers() -> None:
     """A compiled kernel is reused for other batch sizes; it may depend on addresses alone."""
     code = """
 import triton
-from poecaps.kernels.triton import coefficients, learning, reconstruction
-from poecaps.kernels.triton import routing_backward, routing_forward, weight_gradient
+from poecaps.kernels.triton import adam, coefficients, conv1, conv2, conv_common, learning
+from poecaps.kernels.triton import reconstruction, routing_backward, routing_forward
+from poecaps.kernels.triton import weight_gradient
 
-modules = [coefficients, learning, reconstruction]
-modules += [routing_backward, routing_forward, weight_gradient]
+modules = [adam, coefficients, conv1, conv2, conv_common, learning]
+modules += [reconstruction, routing_backward, routing_forward, weight_gradient]
 kernels = [
     each for module in modules for name, each in vars(module).items()
     if isinstance(each, triton.JITFunction) and name.endswith("_kernel")
@@ -33,6 +34,9 @@ for kernel in kernels:
     for each in kernel.params:
         if not each.is_constexpr:
             assert each.do_not_specialize != each.name.endswith("_ptr"), (kernel, each.name)
+    # Tensors come first, then numbers, as `launch` expects.
+    kinds = [0 if each.name.endswith("_ptr") else 1 + each.is_constexpr for each in kernel.params]
+    assert kinds == sorted(kinds), kernel
 """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-c", code]

@@ -102,10 +102,62 @@ def test_routing_and_its_gradient(
     assert_same_routing(*problem(sizes, generator), options)
 
 
+@pytest.mark.parametrize(("normalize", "agreement"), OPTIONS)
+def test_the_gradient_of_the_coefficients(
+    normalize: F.Axis, agreement: F.Agreement, generator: torch.Generator
+) -> None:
+    """Alone, and beside that of the preactivations."""
+    x, weight = problem(ODD, generator)
+    grad_c = torch.randn(2, 7, 5, generator=generator).to(DEVICE)
+    grad_z = torch.randn(2, 5, 4, generator=generator).to(DEVICE)
+    options = asdict(routing_options(normalize, agreement))
+    for is_alone in (True, False):
+        slopes = []
+        for module, dtype in ((backend, torch.float32), (F, torch.float64)):
+            leaves = [each.to(dtype, copy=True).requires_grad_() for each in (x, weight)]
+            routed = module.routing_by_agreement(*leaves, **options)
+            loss = (routed.coefficients * grad_c).sum()
+            if not is_alone:
+                loss = loss + (routed.preactivation * grad_z).sum()
+            slopes.append(torch.autograd.grad(loss, leaves))
+        for ours, exact in zip(*slopes, strict=True):
+            assert_close(ours, exact)
+
+
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("normalize", F.AXES)
 def test_any_size(sizes: tuple[int, ...], normalize: F.Axis, generator: torch.Generator) -> None:
     assert_same_routing(*problem(sizes, generator), routing_options(normalize, "cosine"))
+
+
+def test_any_layout(generator: torch.Generator) -> None:
+    x, weight = problem(ODD, generator)
+    x = x.transpose(0, 2).contiguous().transpose(0, 2)
+    weight = weight.repeat_interleave(2, dim=-1)[..., ::2]
+    assert not x.is_contiguous()
+    assert not weight.is_contiguous()
+    assert_same_routing(x, weight, routing_options("outputs", "cosine"))
+
+
+@pytest.mark.parametrize("normalize", F.AXES)
+def test_an_empty_batch(normalize: F.Axis, generator: torch.Generator) -> None:
+    x, weight = problem((0, 3, 2, 3, 2), generator)
+    x.requires_grad_()
+    weight.requires_grad_()
+    routing = routing_options(normalize, "cosine")
+    routed = backend.routing_by_agreement(x, weight, **asdict(routing))
+    assert routed.preactivation.shape == (0, 3, 2)
+    routed.preactivation.sum().backward()
+    assert x.grad is not None
+    assert x.grad.shape == x.shape
+    assert weight.grad is not None
+    assert not weight.grad.any()
+    with torch.no_grad():
+        bare = backend.routing_by_agreement(x, weight, **asdict(routing))
+        assert bare.coefficients.shape == (0, 3, 3)
+        assert backend.encode(x, weight, routing).shape == (0, 3, 2)
+        assert backend.reconstruct(x, weight, routing).shape == (0, 3, 2)
+        assert backend.held_preactivation(x, weight, routing).shape == (0, 3, 2)
 
 
 @pytest.mark.parametrize(("normalize", "agreement"), OPTIONS)
@@ -359,9 +411,9 @@ def test_no_gradient_is_computed_unless_one_is_required(
 def test_the_energy_of_small_preactivations(generator: torch.Generator) -> None:
     """log(1 + s) for an s that is lost in 1 + s."""
     data, model = (3e-5 * torch.randn(7, 3, 5, generator=generator).to(DEVICE) for _ in range(2))
-    gap, *_ = learning.free_energy_gap(data, 2 * model, None, None, (7, 7))
+    parts, *_ = learning.free_energy_gap_parts(data, 2 * model, None, None, (7, 7))
     exact = F.free_energy(data.double()).mean() - F.free_energy(2 * model.double()).mean()
-    assert_close(gap, exact)
+    assert_close(parts.sum(), exact)
 
 
 @pytest.mark.parametrize(

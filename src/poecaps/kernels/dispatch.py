@@ -2,14 +2,14 @@
 
 This is the only place that chooses, and it can say why a backend does not support a call. A
 backend is a module with the functions of `RoutingBackend`. All backends give the same numbers up to
-rounding. On a CPU, half precision is converted to float32 (`float32`).
+rounding. On a CPU, half precision is converted to float32 (`float32`). In `torch.compile`,
+``"triton"`` and ``"simd"`` are operators (`operators`).
 
 ``"triton"``
     GPU kernels that keep neither votes nor coefficients in memory; differentiable.
 ``"simd"``
     C for the vector instructions of the CPU (AVX-512, AVX2, SSE2, NEON), compiled on first use by
-    the system's compiler; float32 on the CPU; differentiable; in
-    `torch.compile` as an operator.
+    the system's compiler; float32 on the CPU; differentiable.
 ``"torch"``
     Vote-free PyTorch for float32 and float64 on any device; differentiable.
 ``"reference"``
@@ -44,6 +44,9 @@ PREFERRED: dict[str, tuple[Backend, ...]] = {"cuda": ("triton", "torch"), "cpu":
 # reference until they implement it, too.
 IMPLEMENTED_AGREEMENTS: tuple[Agreement, ...] = ("cosine", "inner")
 IMPLEMENTED_AXES: tuple[Axis, ...] = ("inputs", "outputs")
+
+# PyTorch 2.6 cannot tell whether a program is compiled or exported.
+_may_be_exported = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)
 
 
 def select(
@@ -95,11 +98,15 @@ def choose(
     """
     if backend is not None:
         checks.require_choice("backend", backend, BACKENDS)
+    elif _may_be_exported():
+        return "reference"  # so that an exported program does not need poecaps
     else:
         for name in PREFERRED.get(x.device.type, ()):
             reason = why_not(name, x, weight, routing=routing, chain=chain, needs_grad=needs_grad)
             if reason is None and _pays(name, x, weight):
                 return name
+        if x.device.type in PREFERRED and cpu.pays(x, weight):
+            _warn_if_transformed(x, weight)
         return "reference"
     reason = why_not(backend, x, weight, routing=routing, chain=chain, needs_grad=needs_grad)
     if reason is not None:
@@ -134,14 +141,12 @@ def why_not(
             f"it runs on CPUs and CUDA devices, not on {x.device.type!r}; use backend='reference'"
         )
     if torch.compiler.is_compiling():
-        if name == "simd":
-            # Imported on first use: it imports parts of torch.compile, which takes a second.
-            from poecaps.kernels.cpu import operators
+        if name == "torch":
+            return "it runs outside torch.compile only; use backend=None"
+        # Imported on first use: it imports parts of torch.compile, which takes a second.
+        from poecaps.kernels import operators
 
-            return operators.why_not(x, weight)
-        return "it runs outside torch.compile only; call the layer outside of it"
-    if torch.is_autocast_enabled("cuda") and x.device.type == "cuda":
-        return "it runs outside autocast only on a GPU; call the layer outside of it"
+        return operators.why_not(name, x, weight)
     if _is_transformed(x) or _is_transformed(weight):
         return "it does not support torch.func and forward-mode gradients; use backend='reference'"
     if x.device != weight.device or (x.dtype != weight.dtype and not float32.is_needed(x, weight)):
@@ -163,16 +168,16 @@ def needs_grad(x: Tensor, weight: Tensor) -> bool:
 
 def implementation(name: Backend) -> RoutingBackend:
     """Return the module of a backend."""
+    if name in ("triton", "simd") and torch.compiler.is_compiling():
+        from poecaps.kernels import operators
+
+        return operators
     if name == "triton":
         # Imported on first use: it imports Triton, which takes a second and exists on Linux only.
         from poecaps.kernels.triton import backend as triton_backend
 
         return triton_backend
     if name == "simd":
-        if torch.compiler.is_compiling():
-            from poecaps.kernels.cpu import operators
-
-            return operators
         return cpu
     if name == "torch":
         return torch_routing
@@ -194,6 +199,18 @@ def describe(device: torch.device | str) -> str:
 def _pays(name: Backend, x: Tensor, weight: Tensor) -> bool:
     """Return whether an automatic choice should take this backend."""
     return name != "simd" or cpu.pays(x, weight)
+
+
+def _warn_if_transformed(x: Tensor, weight: Tensor) -> None:
+    """Warn if torch.func or forward-mode gradients make a call slow, compiled or not."""
+    is_compiling = torch.compiler.is_compiling()
+    if is_compiling or _is_transformed(x) or _is_transformed(weight):
+        from poecaps.kernels import operators
+
+        if is_compiling:
+            operators.warn_if_transforming()
+        else:
+            operators.warn_of_transforms()
 
 
 def _is_transformed(tensor: Tensor) -> bool:

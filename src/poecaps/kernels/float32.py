@@ -1,7 +1,8 @@
-"""Half precision and autocast on a CPU: a backend that computes in float32, between conversions.
+"""Half precision on a CPU, and autocast: a backend that computes in float32, between conversions.
 
-Tensors are converted once per call, and the results back. This is faster than arithmetic in half
-precision, which most CPUs lack, and more exact than the reference, which rounds the votes.
+Tensors are converted once per call, and the results back. On a CPU this is faster than arithmetic
+in half precision, which most CPUs lack. On a GPU, half precision without autocast needs no
+conversion. On both it is more exact than the reference, which rounds the votes.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 def is_needed(x: Tensor, weight: Tensor) -> bool:
-    """Return whether a call of a CPU backend has to run in float32 by conversions."""
+    """Return whether a call of a fast backend has to run in float32 by conversions."""
     is_half = x.dtype in HALF or weight.dtype in HALF
-    return x.device.type == "cpu" and (is_half or _is_autocast(x, weight))
+    return (x.device.type == "cpu" and is_half) or _is_autocast(x, weight)
 
 
 class InFloat32:
@@ -51,7 +52,7 @@ class InFloat32:
         agreement: F.Agreement,
     ) -> F.Routing:
         """See `poecaps.functional.routing_by_agreement`."""
-        with _no_autocast():
+        with _no_autocast(x):
             routed = self.backend.routing_by_agreement(
                 x.float(),
                 weight.float(),
@@ -65,7 +66,7 @@ class InFloat32:
 
     def held_preactivation(self, x: Tensor, weight: Tensor, routing: F.RoutingOptions) -> Tensor:
         """See `poecaps.functional.held_preactivation`."""
-        with _no_autocast():
+        with _no_autocast(x):
             z = self.backend.held_preactivation(x.float(), weight.float(), routing)
         return z.to(_result_dtype(x))
 
@@ -79,7 +80,7 @@ class InFloat32:
         balance: Tensor | None,
     ) -> Tensor:
         """See `poecaps.functional.encode`."""
-        with _no_autocast():
+        with _no_autocast(x):
             y = self.backend.encode(
                 x.float(), weight.float(), routing, winners=winners, balance=balance
             )
@@ -95,7 +96,7 @@ class InFloat32:
         balance: Tensor | None,
     ) -> Tensor:
         """See `poecaps.functional.reconstruct`."""
-        with _no_autocast():
+        with _no_autocast(x):
             x_model = self.backend.reconstruct(
                 x.float(), weight.float(), routing, winners=winners, balance=balance
             )
@@ -116,7 +117,7 @@ class InFloat32:
         views: int,
     ) -> F.LearningStep:
         """See `poecaps.functional.contrastive_divergence`; the gradient is in float32."""
-        with _no_autocast():
+        with _no_autocast(x):
             step = self.backend.contrastive_divergence(
                 x.float(),
                 weight.float(),
@@ -138,7 +139,7 @@ class InFloat32:
         self, y: Tensor, x: Tensor, weight: Tensor, routing: F.RoutingOptions
     ) -> F.LearningStep:
         """See `poecaps.functional.decoder_contrastive_divergence`; the gradient is in float32."""
-        with _no_autocast():
+        with _no_autocast(x):
             return self.backend.decoder_contrastive_divergence(
                 y.float(), x.float(), weight.float(), routing
             )
@@ -146,15 +147,16 @@ class InFloat32:
 
 def _is_autocast(x: Tensor, weight: Tensor) -> bool:
     """Return whether autocast is enabled, for tensors that it converts: not for float64."""
-    return torch.is_autocast_enabled("cpu") and torch.float64 not in (x.dtype, weight.dtype)
+    return torch.is_autocast_enabled(x.device.type) and torch.float64 not in (x.dtype, weight.dtype)
 
 
-def _no_autocast() -> torch.autocast:
-    return torch.autocast("cpu", enabled=False)
+def _no_autocast(x: Tensor) -> torch.autocast:
+    return torch.autocast(x.device.type, enabled=False)
 
 
 def _result_dtype(x: Tensor) -> torch.dtype:
-    return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 def _round(y: Tensor, dtype: torch.dtype) -> Tensor:

@@ -206,13 +206,23 @@ def decoder_contrastive_divergence(
 @torch.no_grad()
 def route(x: Tensor, weight: Tensor, routing: F.RoutingOptions) -> RecordedRouting:
     """Route without a gradient: (B, I, K), (I, J, D, K) → c and z of all iterations."""
+    z, c = record(x, weight, routing, needs_c=True)
+    assert c is not None  # noqa: S101 (it was asked for)
+    return RecordedRouting(c, z)
+
+
+@torch.no_grad()
+def record(
+    x: Tensor, weight: Tensor, routing: F.RoutingOptions, *, needs_c: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Route: (B, I, K), (I, J, D, K) → z of all iterations (R, B, J, D), and c if it is needed."""
     batch = _Batch(x, weight, routing)
-    c = new_coefficients(x, weight, batch.library.lanes)
+    c = new_coefficients(x, weight, batch.library.lanes) if needs_c else None
     z = x.new_empty(routing.iterations, len(x), *weight.shape[1:3])
     for block in batch.blocks():
-        batch.route(block, z[:, block], c[block])
+        batch.route(block, z[:, block], None if c is None else c[block])
     batch.release()
-    return RecordedRouting(c, z)
+    return z, c
 
 
 def new_coefficients(x: Tensor, weight: Tensor, lanes: int) -> Tensor:

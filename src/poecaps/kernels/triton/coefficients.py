@@ -13,9 +13,10 @@ with lse the log-sum-exp of the softmax: one number per (j, b) if it runs over t
 (i, b) if it runs over the outputs. `h` and `lse` have these names in every kernel.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -138,6 +139,46 @@ def _coefficients_kernel(
         tl.store(out_ptr + offsets, c, mask=(offs_b < B)[:, None] & (offs_j < J)[None, :])
 
 
+class Traits(NamedTuple):
+    """Options of the routing, as kernels take them.
+
+    Attributes
+    ----------
+    beta
+        Sharpness β, always a float: kernels are compiled for the type of a number.
+    normalize_inputs
+        Whether the softmax runs over the inputs.
+    cosine
+        Whether the agreement is the cosine.
+    bounded
+        Whether the logits are so small that the softmax needs no maximum.
+    flags
+        The constants of a kernel that uses the coefficients, for each source of them.
+    """
+
+    beta: float
+    normalize_inputs: bool
+    cosine: bool
+    bounded: bool
+    flags: dict[Source, dict[str, Any]]
+
+
+@lru_cache(maxsize=64)
+def _traits(routing: RoutingOptions) -> Traits:
+    beta, cosine = float(routing.sharpness), routing.agreement == "cosine"
+    normalize_inputs = routing.normalize == "inputs"
+    bounded = cosine and beta * (routing.iterations - 1) <= MAX_BOUNDED_LOGIT
+    flags = {
+        source: {
+            "SOURCE": source.value,
+            "NORMALIZE_INPUTS": normalize_inputs,
+            "COSINE": cosine,
+        }
+        for source in Source
+    }
+    return Traits(beta, normalize_inputs, cosine, bounded, flags)
+
+
 @dataclass(frozen=True, eq=False)
 class Coefficients:
     """Routing coefficients c_ij, stored implicitly.
@@ -158,6 +199,10 @@ class Coefficients:
         single iteration.
     logits : (J, I, P), optional
         The logits times log₂ e, if they are kept. P is B padded to a multiple of 16.
+    source
+        Where kernels take the coefficients from: UNIFORM, LOGITS or RECOMPUTE.
+    traits
+        The options of the routing, as kernels take them.
     """
 
     x: Tensor
@@ -165,13 +210,15 @@ class Coefficients:
     h: Tensor
     lse: Tensor
     logits: Tensor | None = None
+    source: Source = field(init=False)
+    traits: Traits = field(init=False)
 
-    @property
-    def source(self) -> Source:
-        """Where kernels take the coefficients from: UNIFORM, LOGITS or RECOMPUTE."""
+    def __post_init__(self) -> None:
+        source = Source.RECOMPUTE if self.logits is None else Source.LOGITS
         if self.routing.iterations == 1:
-            return Source.UNIFORM
-        return Source.RECOMPUTE if self.logits is None else Source.LOGITS
+            source = Source.UNIFORM
+        object.__setattr__(self, "source", source)
+        object.__setattr__(self, "traits", _traits(self.routing))
 
     @property
     def logits_or_any(self) -> Tensor:
@@ -179,36 +226,13 @@ class Coefficients:
         return self.x if self.logits is None else self.logits
 
     @property
-    def beta(self) -> float:
-        """Sharpness β, always a float: kernels are compiled for the type of a number."""
-        return float(self.routing.sharpness)
-
-    @property
-    def normalize_inputs(self) -> bool:
-        """Whether the softmax runs over the inputs."""
-        return self.routing.normalize == "inputs"
-
-    @property
-    def cosine(self) -> bool:
-        """Whether the agreement is the cosine."""
-        return self.routing.agreement == "cosine"
-
-    @property
-    def bounded(self) -> bool:
-        """Whether the logits are so small that the softmax needs no maximum."""
-        return self.cosine and self.beta * (self.routing.iterations - 1) <= MAX_BOUNDED_LOGIT
-
-    def flags(self, source: Source | None = None) -> dict[str, Any]:
-        """Return the constants of a kernel that uses the coefficients; None: from `self.source`."""
-        return {
-            "SOURCE": int(self.source if source is None else source),
-            "NORMALIZE_INPUTS": self.normalize_inputs,
-            "COSINE": self.cosine,
-        }
+    def flags(self) -> dict[str, Any]:
+        """The constants of a kernel that takes the coefficients from `source`."""
+        return self.traits.flags[self.source]
 
     def uniform(self, weight: Tensor) -> float:
         """Return the coefficient of the first iteration, 1/I or 1/J, for a weight (I, J, D, K)."""
-        return 1 / weight.shape[0 if self.normalize_inputs else 1]
+        return 1 / weight.shape[0 if self.traits.normalize_inputs else 1]
 
     def tensor(self, weight: Tensor) -> Tensor:
         """Compute the coefficients: weight (I, J, D, K) → (B, I, J), float32."""
@@ -221,7 +245,7 @@ class Coefficients:
             _coefficients_kernel,
             batch,
             (inputs, tiling.image_blocks(batch)),
-            (*pointers, self.beta, self.uniform(weight), batch),
-            self.flags(),
+            (*pointers, self.traits.beta, self.uniform(weight), batch),
+            self.flags,
         )
         return out

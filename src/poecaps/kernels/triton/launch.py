@@ -6,9 +6,10 @@ This module does not import Triton.
 from __future__ import annotations
 
 import importlib.metadata
+import threading
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -42,12 +43,31 @@ class LaunchConfig:
 DEFAULT = LaunchConfig()
 
 
+class Constants:
+    """Constants that many launches share, and their launch options.
+
+    Instances are compared by identity, because they are looked up at every launch.
+
+    Parameters
+    ----------
+    values
+        Parameters of kernels, by name.
+    config
+        Launch options.
+    """
+
+    __slots__ = ("config", "values")
+
+    def __init__(self, values: dict[str, Any], config: LaunchConfig = DEFAULT) -> None:
+        self.values, self.config = values, config
+
+
 def launch(
     kernel: Any,
     grid: tuple[int, ...],
     arguments: tuple[Any, ...],
     constants: dict[str, Any],
-    config: LaunchConfig = DEFAULT,
+    shared: Constants | LaunchConfig = DEFAULT,
 ) -> None:
     """Launch a kernel on the device of its first argument.
 
@@ -56,23 +76,26 @@ def launch(
     kernel
         A function with the decorator `poecaps.kernels.triton.jit.kernel`.
     grid
-        Number of programs along each of at most three axes.
+        Number of programs along each of at most three axes. Without any program, nothing is done.
     arguments
-        The first parameters of the kernel: tensors and numbers. A parameter must always have the
-        same Python type, int or float.
+        The first parameters of the kernel: tensors, and then numbers. A parameter must always have
+        the same Python type, int or float.
     constants
-        All other parameters, by name.
-    config
-        Launch options.
+        All other parameters, by name, in the same order in every launch of the kernel.
+    shared
+        Further constants, which `constants` may overwrite, with their launch options; or launch
+        options alone.
     """
-    device = arguments[0].device
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
-        with torch.cuda.device(device):
-            launch(kernel, grid, arguments, constants, config)
-    elif device.type == "cuda" and REUSE_COMPILED and _can_reuse():
-        _launch_reusing(kernel, grid, arguments, constants, config)
+    if 0 in grid:
+        return
+    index = arguments[0].get_device()
+    if index < 0 or not reuses_compiled():
+        _launch_by_triton(kernel, grid, arguments, constants, shared)
+    elif index == torch._C._cuda_getDevice():
+        _launch_reusing(kernel, grid, arguments, constants, shared, index)
     else:
-        _launch_by_triton(kernel, grid, arguments, constants, config)
+        with torch.cuda.device(index):
+            launch(kernel, grid, arguments, constants, shared)
 
 
 def _launch_by_triton(
@@ -80,22 +103,38 @@ def _launch_by_triton(
     grid: tuple[int, ...],
     arguments: tuple[Any, ...],
     constants: dict[str, Any],
-    config: LaunchConfig,
+    shared: Constants | LaunchConfig,
 ) -> Any:
     """Launch by Triton's public interface: → the compiled kernel, None if it is interpreted."""
+    if _recordings:
+        _recordings.pop().is_complete = False
     if _constant_names.setdefault(id(kernel), tuple(constants)) != tuple(constants):
         raise TypeError(f"all launches of {kernel} must give its constants in the same order")
+    config = shared.config if isinstance(shared, Constants) else shared
     return kernel[grid](
         *arguments,
-        **constants,
+        **_all_constants(constants, shared),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         maxnreg=config.maxnreg,
     )
 
 
-# Compiled kernels with the values of their constants, by everything they were compiled for.
-_compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+def _all_constants(constants: dict[str, Any], shared: Constants | LaunchConfig) -> dict[str, Any]:
+    return shared.values | constants if isinstance(shared, Constants) else constants
+
+
+class _Compiled(NamedTuple):
+    """A compiled kernel: what its method `run` needs besides grid, stream and arguments."""
+
+    run: Any
+    function: Any
+    metadata: Any
+    constants: tuple[Any, ...]
+
+
+# Compiled kernels by everything they were compiled for.
+_compiled: dict[tuple[Any, ...], _Compiled] = {}
 
 # The constants of each kernel by name, in the order in which all its launches must give them: the
 # keys of `_compiled` have their values alone, because longer keys take longer to hash.
@@ -107,7 +146,8 @@ def _launch_reusing(
     grid: tuple[int, ...],
     arguments: tuple[Any, ...],
     constants: dict[str, Any],
-    config: LaunchConfig,
+    shared: Constants | LaunchConfig,
+    index: int,
 ) -> None:
     """Launch a compiled kernel directly, after Triton has compiled and launched it once.
 
@@ -118,36 +158,87 @@ def _launch_reusing(
     Triton compiles a kernel for its constants, the dtypes of its tensors, and for pointers that are
     multiples of 16. Tensors with other addresses are rare, and are left to Triton.
     """
-    index = arguments[0].device.index
     # A JIT function is identified by its id: it lives as long as its module, and its own hash is
     # slow.
-    key: list[Any] = [id(kernel), index, config.num_warps, config.num_stages, config.maxnreg]
+    key: list[Any] = [id(kernel), shared, index]
     key += constants.values()
-    values, addresses = [], 0
+    values: list[Any] = []
+    addresses = 0
     for argument in arguments:
-        if isinstance(argument, torch.Tensor):
-            key.append(argument.dtype)
-            address = argument.data_ptr()
-            addresses |= address
-            values.append(address)
-        else:
-            values.append(argument)
-    if addresses % 16 != 0:
-        _launch_by_triton(kernel, grid, arguments, constants, config)
+        if type(argument) in _NUMBERS:
+            values += arguments[len(values) :]
+            break
+        key.append(argument.dtype)
+        address = argument.data_ptr()
+        addresses |= address
+        values.append(address)
+    if addresses & 15:
+        _launch_by_triton(kernel, grid, arguments, constants, shared)
         return
     where = tuple(key)
     found = _compiled.get(where)
     if found is None:
-        compiled = _launch_by_triton(kernel, grid, arguments, constants, config)
+        compiled = _launch_by_triton(kernel, grid, arguments, constants, shared)
         _check_numbers(kernel, arguments)
-        names = kernel.arg_names[len(arguments) :]
-        _compiled[where] = (compiled, tuple(constants[name] for name in names))
+        given = _all_constants(constants, shared)
+        rest = tuple(given[name] for name in kernel.arg_names[len(arguments) :])
+        _compiled[where] = _Compiled(
+            compiled.run, compiled.function, compiled.packed_metadata, rest
+        )
         return
-    compiled, rest = found
+    run, function, metadata, rest = found
+    x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
     stream = torch._C._cuda_getCurrentRawStream(index)
-    x, y, z = (*grid, 1, 1)[:3]
-    code, metadata = compiled.function, compiled.packed_metadata
-    compiled.run(x, y, z, stream, code, metadata, None, None, None, *values, *rest)
+    run(x, y, z, stream, function, metadata, None, None, None, *values, *rest)
+    if _recordings:
+        _recordings[-1].add(found, (x, y, z), arguments)
+
+
+_NUMBERS = (int, float)
+
+
+class Launched(NamedTuple):
+    """One launch that was recorded."""
+
+    compiled: _Compiled
+    grid: tuple[int, ...]
+    tensors: tuple[torch.Tensor, ...]
+    numbers: tuple[int | float, ...]
+
+
+class Recording:
+    """The launches of this thread inside of a ``with`` block.
+
+    Attributes
+    ----------
+    launches
+        What was launched. The tensors are kept alive, so that each has an address of its own.
+    is_complete
+        False if Triton launched a kernel, for example for the first time.
+    """
+
+    def __init__(self) -> None:
+        self.launches: list[Launched] = []
+        self.is_complete = True
+        self._thread = threading.get_ident()
+
+    def __enter__(self) -> Recording:
+        _recordings.append(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self in _recordings:
+            _recordings.remove(self)
+
+    def add(self, compiled: _Compiled, grid: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
+        """Add a launch, unless it is one of another thread."""
+        if threading.get_ident() == self._thread:
+            tensors = tuple(each for each in arguments if isinstance(each, torch.Tensor))
+            self.launches.append(Launched(compiled, grid, tensors, arguments[len(tensors) :]))
+
+
+# At most one.
+_recordings: list[Recording] = []
 
 
 def _check_numbers(kernel: Any, arguments: tuple[Any, ...]) -> None:
@@ -158,6 +249,11 @@ def _check_numbers(kernel: Any, arguments: tuple[Any, ...]) -> None:
                 f"the kernel is compiled for the value of {parameter.name!r}; "
                 "list it in do_not_specialize, or use poecaps.kernels.triton.jit.kernel"
             )
+
+
+def reuses_compiled() -> bool:
+    """Return whether compiled kernels are launched directly, on a GPU."""
+    return REUSE_COMPILED and _can_reuse()
 
 
 @cache
@@ -221,7 +317,7 @@ def split_k(programs: int, steps: int, slots: int, reduce_cost: int = 0) -> tupl
         return waves * (cdiv(steps, splits) + 2 + reduce_cost * (splits > 1))
 
     # More than four waves leave nothing to gain.
-    most = min(steps, max(1, 4 * slots // programs))
+    most = min(steps, max(1, 4 * slots // max(1, programs)))
     best = min(range(1, most + 1), key=cost)
     steps_per_split = cdiv(steps, best)
     return cdiv(steps, steps_per_split), steps_per_split

@@ -5,6 +5,7 @@ Gradients are computed at once, not by autograd. They are accumulated in float32
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -14,10 +15,11 @@ from torch import Tensor
 from poecaps import functional as F
 from poecaps.kernels.triton.coefficients import Coefficients
 from poecaps.kernels.triton.jit import kernel
-from poecaps.kernels.triton.launch import cdiv, launch
+from poecaps.kernels.triton.launch import Recording, cdiv, launch, reuses_compiled
+from poecaps.kernels.triton.plan import Plan
 from poecaps.kernels.triton.reconstruction import reconstruction, squash
 from poecaps.kernels.triton.routing_forward import preactivation, route
-from poecaps.kernels.triton.tiling import row_constants, rows_per_block
+from poecaps.kernels.triton.tiling import BATCH_MULTIPLE, row_constants, rows_per_block
 from poecaps.kernels.triton.weight_gradient import gradient_term, weight_gradient
 
 # Largest size of the logits of the images that go through a learning step together. They fit into
@@ -27,6 +29,13 @@ BLOCK_LOGITS_BYTES = 24 * 2**20
 # Fewest images that are worth a step of their own, one block of the kernels. Layers whose logits
 # would allow fewer images take the whole batch at once.
 MIN_BLOCK_IMAGES = 64
+
+# Whether the launches of a learning step are recorded and repeated, see `plan`.
+PLAN_STEPS = True
+
+# Plans that are kept: those of a few layers and batch sizes. Each one is some kilobytes, but a
+# sharpness that changes in every step would need a new one every time.
+MAX_PLANS = 64
 
 
 # --------------------------------------------------------------------------------------------------
@@ -78,14 +87,14 @@ def _free_energy(
     return -scale * tl.sum(tl.where(is_row, term, 0.0), 0)
 
 
-def free_energy_gap(
+def free_energy_gap_parts(
     z: Tensor,
     z_model: Tensor,
     on: Tensor | None,
     on_model: Tensor | None,
     images: tuple[int, int],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute Σ F(x)/n − Σ F(x̃)/m, and its derivatives with respect to z and z̃.
+    """Compute Σ F(x)/n − Σ F(x̃)/m in parts, and its derivatives with respect to z and z̃.
 
     Parameters
     ----------
@@ -98,8 +107,8 @@ def free_energy_gap(
 
     Returns
     -------
-    (), (B, J, D), (B, J, D)
-        float32.
+    (2, blocks), (B, J, D), (B, J, D)
+        float32. The difference is the sum of the parts.
     """
     z, z_model = z.contiguous(), z_model.contiguous()
     grad_z, grad_z_model = (torch.empty_like(each, dtype=torch.float32) for each in (z, z_model))
@@ -118,13 +127,10 @@ def free_energy_gap(
             *(z, z_model, *on_pointers, grad_z, grad_z_model, part),
             *(rows, rows_model, 1 / images[0], -1 / images[1]),
         ),
-        {
-            **row_constants(dim),
-            "HAS_ON": on is not None,
-            "HAS_ON_MODEL": on_model is not None,
-        },
+        {"HAS_ON": on is not None, "HAS_ON_MODEL": on_model is not None},
+        row_constants(dim),
     )
-    return part.sum(), grad_z, grad_z_model
+    return part, grad_z, grad_z_model
 
 
 # --------------------------------------------------------------------------------------------------
@@ -206,16 +212,73 @@ def contrastive_divergence(
             return _step_with_chain(x, chain, options, grad_weight, views)
         size = images_per_block(len(x), weight) if mixing == "deterministic" else len(x)
         size = cdiv(size, views) * views  # all views of an image are in the same block
+        if size >= len(x):
+            part, on = _whole_step(x, options, grad_weight, views)
+            return F.LearningStep(part.sum(), grad_weight, on)
         losses: list[Tensor] = []
         winning: list[Tensor] = []
         for block in x.split(size):
-            loss, on = _step_of_block(
+            part, on = _step_of_block(
                 block, options, grad_weight, views, images=len(x), accumulate=bool(losses)
             )
-            losses.append(loss)
+            losses.append(part.sum())
             winning += [] if on is None else [on]
-        loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
-        return F.LearningStep(loss, grad_weight, torch.cat(winning) if winning else None)
+        on = torch.cat(winning) if winning else None
+        return F.LearningStep(torch.stack(losses).sum(), grad_weight, on)
+
+
+# Plans of steps by everything that their launches depend on; None after the first of such steps.
+_plans: dict[tuple[Any, ...], Plan | None] = {}
+
+
+def _whole_step(
+    x: Tensor, options: _Mixing, grad_weight: Tensor | None, views: int
+) -> tuple[Tensor, Tensor | None]:
+    """Compute `_step_of_block` of a whole batch.
+
+    The first step of its kind compiles kernels, the second one is recorded, and all others repeat
+    its launches.
+    """
+
+    def compute() -> tuple[Tensor, Tensor | None]:
+        return _step_of_block(x, options, grad_weight, views, images=len(x), accumulate=False)
+
+    if not (PLAN_STEPS and _can_be_planned(x, options)):
+        return compute()
+    weight, needs_grad = options.weight, grad_weight is not None
+    key = (x.shape, weight.shape, x.get_device(), options.routing, options.k, needs_grad)
+    if key not in _plans:
+        if len(_plans) >= MAX_PLANS:
+            _plans.clear()
+        _plans[key] = None
+        return compute()
+    plan = _plans[key]
+    arguments = (x, weight) if grad_weight is None else (x, weight, grad_weight)
+    if plan is not None:
+        part = plan.repeat(*arguments)
+        return compute() if part is None else (part, None)
+    with Recording() as recording:
+        part, on = compute()
+    if recording.is_complete:
+        _plans[key] = Plan(recording.launches, arguments, part)
+    return part, on
+
+
+def _can_be_planned(x: Tensor, options: _Mixing) -> bool:
+    """Return whether a step launches kernels alone, without operations of torch in between.
+
+    Competition selects the winners by torch, half precision is converted by it, and the padding of
+    a batch is filled with zeros.
+    """
+    return (
+        reuses_compiled()
+        and x.is_cuda
+        and x.dtype == torch.float32
+        and options.winners is None
+        and options.mixing == "deterministic"
+        and x.shape[0] % BATCH_MULTIPLE == 0
+        and x.shape[0] > 0
+    )
 
 
 def _step_of_block(
@@ -229,13 +292,14 @@ def _step_of_block(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the part of a block x in the loss of `images` images, and the winners (B, J).
 
+    The loss is still in parts, see `free_energy_gap_parts`.
     Its gradient is written or added to `grad_weight`. Tensors are deleted as soon as they are not
     needed, so that the next allocation can reuse their memory.
     """
     weight = options.weight
     c, z, on = options.start(x, views)
     x_model, z_model = options.mix(c, z, on)
-    loss, grad_z, grad_z_model = free_energy_gap(z, z_model, on, on, (images, images))
+    part, grad_z, grad_z_model = free_energy_gap_parts(z, z_model, on, on, (images, images))
     if grad_weight is not None:
         del z, z_model
         model = gradient_term(grad_z_model, x_model, weight, c)
@@ -243,7 +307,7 @@ def _step_of_block(
         data = gradient_term(grad_z, x, weight, c)
         del grad_z
         weight_gradient(weight, c, model, data, out=grad_weight, accumulate=accumulate)
-    return loss, on
+    return part, on
 
 
 def _step_with_chain(
@@ -254,7 +318,8 @@ def _step_with_chain(
     c, z, on = options.start(x, views)
     c_model, z_model, on_model = options.start(chain)
     x_model, z_model = options.mix(c_model, z_model, on_model)
-    loss, grad_z, grad_z_model = free_energy_gap(z, z_model, on, on_model, (len(x), len(chain)))
+    sizes = len(x), len(chain)
+    part, grad_z, grad_z_model = free_energy_gap_parts(z, z_model, on, on_model, sizes)
     if grad_weight is not None:
         del z, z_model
         data = gradient_term(grad_z, x, weight, c)
@@ -263,7 +328,7 @@ def _step_with_chain(
         del data, c
         model = gradient_term(grad_z_model, x_model, weight, c_model)
         weight_gradient(weight, c_model, model, out=grad_weight, accumulate=True)
-    return F.LearningStep(loss, grad_weight, on, x_model)
+    return F.LearningStep(part.sum(), grad_weight, on, x_model)
 
 
 def images_per_block(images: int, weight: Tensor) -> int:

@@ -10,7 +10,6 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from poecaps import functional as F
 from poecaps.kernels.triton.blocks import (
     dot,
     load_capsules,
@@ -36,6 +35,7 @@ from poecaps.kernels.triton.tiling import (
     input_tiling,
     launch_rows,
     many_to_few,
+    max_norm,
 )
 
 # The best of a sweep on an H200.
@@ -149,7 +149,6 @@ def _squash_kernel(
 # Launchers
 
 
-@torch.no_grad()
 def reconstruction(y: Tensor, weight: Tensor, c: Coefficients) -> Tensor:
     """Compute x̃_i = squash(Σ_j c_ij W_ijᵀ y_j), without a gradient.
 
@@ -165,7 +164,7 @@ def reconstruction(y: Tensor, weight: Tensor, c: Coefficients) -> Tensor:
     -------
     (B, I, K)
     """
-    y, weight = y.contiguous(), weight.contiguous()
+    y, weight = y.detach().contiguous(), weight.detach().contiguous()
     if c.source == Source.LOGITS and many_to_few(weight):
         return _reconstruction_from_logits(y, weight, c)
     tiling, batch = expert_tiling(weight, EXPERT_SUM_CONFIG), len(y)
@@ -176,13 +175,13 @@ def reconstruction(y: Tensor, weight: Tensor, c: Coefficients) -> Tensor:
     out = y.new_empty(batch, tiling.inputs, tiling.in_dim)
     part = out if splits == 1 else y.new_empty(splits, *out.shape, dtype=torch.float32)
     pointers = (c.x, y, weight, c.h, c.lse, c.logits_or_any, part)
-    numbers = (c.beta, c.uniform(weight), batch, blocks_per_split * tiling.block_j)
+    numbers = (c.traits.beta, c.uniform(weight), batch, blocks_per_split * tiling.block_j)
     tiling.launch(
         _reconstruction_kernel,
         batch,
         (tiling.inputs, image_blocks, splits),
         (*pointers, *numbers),
-        {**c.flags(), "SQUASH": splits == 1, "MAX_NORM": F._largest_norm(y.dtype)},
+        {**c.flags, "SQUASH": splits == 1, "MAX_NORM": max_norm(y.dtype)},
     )
     if splits > 1:
         _squash_sum(part, None, out)
@@ -197,12 +196,11 @@ def _reconstruction_from_logits(y: Tensor, weight: Tensor, c: Coefficients) -> T
         batch,
         (tiling.input_blocks, tiling.image_blocks(batch)),
         (y, weight, c.lse, c.logits_or_any, out, batch),
-        {"NORMALIZE_INPUTS": c.normalize_inputs, "MAX_NORM": F._largest_norm(y.dtype)},
+        {"NORMALIZE_INPUTS": c.traits.normalize_inputs, "MAX_NORM": max_norm(y.dtype)},
     )
     return out
 
 
-@torch.no_grad()
 def squash(z: Tensor, on: Tensor | None = None) -> Tensor:
     """Compute squash(z_j), 0 where `on` is False, without a gradient.
 
@@ -215,7 +213,7 @@ def squash(z: Tensor, on: Tensor | None = None) -> Tensor:
     -------
     (B, J, D)
     """
-    z = z.contiguous()
+    z = z.detach().contiguous()
     out = torch.empty_like(z)
     _squash_sum(z.unsqueeze(0), on, out)
     return out
@@ -228,5 +226,5 @@ def _squash_sum(part: Tensor, on: Tensor | None, out: Tensor) -> None:
         (part, part if on is None else on.contiguous(), out),
         (out.shape[0] * out.shape[1], len(part)),
         out.shape[2],
-        {"HAS_ON": on is not None, "MAX_NORM": F._largest_norm(out.dtype)},
+        {"HAS_ON": on is not None, "MAX_NORM": max_norm(out.dtype)},
     )

@@ -6,7 +6,6 @@ float32.
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from poecaps import functional as F
 from poecaps.kernels.triton.reconstruction import reconstruction, squash
 from poecaps.kernels.triton.routing_backward import backward_through_iterations
-from poecaps.kernels.triton.routing_forward import ForwardPass, route
+from poecaps.kernels.triton.routing_forward import ForwardPass, recorded_pass, route
 from poecaps.kernels.triton.weight_gradient import gradient_term, weight_gradient
 
 if TYPE_CHECKING:
@@ -37,7 +36,7 @@ class FlashRouting(F.Routing):
     implicit_coefficients: Coefficients
 
     def __init__(self, x: Tensor, weight: Tensor, forward: ForwardPass, z: Tensor) -> None:
-        self._x, self._weight = x, weight
+        self._x, self._weight, self._forward = x, weight, forward
         self.implicit_coefficients, self.preactivation = forward.coefficients, z
         self._computed: Tensor | None = None
 
@@ -45,16 +44,13 @@ class FlashRouting(F.Routing):
     def coefficients(self) -> Tensor:
         """Routing coefficients c_ij: (B, I, J), float32.
 
-        If the preactivation has a gradient, they have one as well, and are computed by the
-        reference.
+        If the preactivation has a gradient, they have one as well.
         """
         if self._computed is None:
-            c = self.implicit_coefficients
             if self.preactivation.requires_grad:
-                reference = F.routing_by_agreement(self._x, self._weight, **asdict(c.routing))
-                self._computed = reference.coefficients
+                self._computed = _Coefficients.apply(self._x, self._weight, self._forward)  # type: ignore[no-untyped-call]
             else:
-                self._computed = c.tensor(self._weight)
+                self._computed = self.implicit_coefficients.tensor(self._weight)
         return self._computed
 
 
@@ -92,22 +88,47 @@ class _RoutingByAgreement(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, forward: ForwardPass) -> Tensor:
-        ctx.routing = forward.routing
-        ctx.save_for_backward(x, weight, forward.z, forward.h, forward.lse)
+        _save(ctx, x, weight, forward)
         return forward.preactivation
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        x, weight, z, h, lse = ctx.saved_tensors
-        weight = weight.contiguous()
-        forward = ForwardPass(x.contiguous(), ctx.routing, z, h, lse, logits=None)
-        backward = backward_through_iterations(forward, weight, gradient)
-        return (
-            backward.grad_x(weight) if ctx.needs_input_grad[0] else None,
-            backward.grad_weight(weight) if ctx.needs_input_grad[1] else None,
-            None,
-        )
+    def backward(ctx: Any, grad_z: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        return _gradients(ctx, grad_z, None)
+
+
+class _Coefficients(torch.autograd.Function):
+    """c of a recorded forward pass, with the gradient through its iterations."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, forward: ForwardPass) -> Tensor:
+        _save(ctx, x, weight, forward)
+        return forward.coefficients.tensor(weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_c: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        return _gradients(ctx, None, grad_c)
+
+
+def _save(ctx: Any, x: Tensor, weight: Tensor, forward: ForwardPass) -> None:
+    ctx.routing = forward.routing
+    ctx.save_for_backward(x, weight, forward.z, forward.h, forward.lse)
+
+
+def _gradients(
+    ctx: Any, grad_z: Tensor | None, grad_c: Tensor | None
+) -> tuple[Tensor | None, Tensor | None, None]:
+    """Compute the gradients in x (B, I, K) and in the weight (I, J, D, K)."""
+    x, weight, z, h, lse = ctx.saved_tensors
+    weight = weight.contiguous()
+    forward = recorded_pass(x.contiguous(), ctx.routing, z, h, lse)
+    backward = backward_through_iterations(forward, weight, grad_z, grad_c)
+    return (
+        backward.grad_x(weight) if ctx.needs_input_grad[0] else None,
+        backward.grad_weight(weight) if ctx.needs_input_grad[1] else None,
+        None,
+    )
 
 
 def held_preactivation(x: Tensor, weight: Tensor, routing: F.RoutingOptions) -> Tensor:
@@ -190,7 +211,7 @@ def reconstruct(
 ) -> Tensor:
     """Compute `functional.reconstruct`: up and down once, with the coefficients of x.
 
-    With a gradient, only the routing upwards is done by kernels.
+    With a gradient, only the routing upwards is done by kernels, and its gradient.
 
     Parameters
     ----------

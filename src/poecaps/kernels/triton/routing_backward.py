@@ -54,14 +54,28 @@ BACKWARD_CONFIG = TileConfig()
 # Kernels: back through one iteration
 
 
+@triton.jit
+def _load_grad_c(
+    grad_c_ptr, offs_b, i, j0, B, I, J: tl.constexpr, BLOCK_J: tl.constexpr
+):  # fmt: skip
+    """∂L/∂c_ij of one input and BLOCK_J experts, from grad_c (B, I, J): (BLOCK_B, BLOCK_J)."""
+    offs_j = j0 + tl.arange(0, BLOCK_J)
+    offsets = ((offs_b.to(tl.int64) * I + i) * J)[:, None] + offs_j[None, :]
+    mask = (offs_b < B)[:, None] & (offs_j < J)[None, :]
+    return tl.load(grad_c_ptr + offsets, mask=mask, other=0.0)
+
+
 @kernel
 def _output_delta_kernel(
-    x_ptr, w_ptr, h_ptr, lse_ptr, grad_z_ptr, delta_ptr, beta, B,
+    x_ptr, w_ptr, h_ptr, lse_ptr, grad_z_ptr, delta_ptr, grad_c_ptr, beta, B,
     I, J: tl.constexpr, D: tl.constexpr, K: tl.constexpr,
-    COSINE: tl.constexpr, TF32X3: tl.constexpr,
+    COSINE: tl.constexpr, HAS_GRAD_C: tl.constexpr, TF32X3: tl.constexpr,
     BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Compute Σ_j c_ij ⟨∂L/∂z_j, u_ij⟩ for a softmax over the outputs: → delta (I, P)."""
+    """Compute Σ_j c_ij ∂L/∂c_ij for a softmax over the outputs: → delta (I, P).
+
+    ∂L/∂c_ij is ⟨∂L/∂z_j, u_ij⟩, and HAS_GRAD_C adds grad_c (B, I, J) to it.
+    """
     BLOCK_J: tl.constexpr = BLOCK_N // BLOCK_D
     i = tl.program_id(0)
     offs_b = tl.program_id(1) * BLOCK_B + tl.arange(0, BLOCK_B)
@@ -75,16 +89,21 @@ def _output_delta_kernel(
         lse = load_softmax_statistic(lse_ptr, offs_b, i, j0, B, J, BLOCK_J, False)
         c = tl.exp2(logit - lse)
         grad_z = load_experts(grad_z_ptr, offs_b, j0, B, J, D, BLOCK_J, BLOCK_D)
-        acc += tl.sum(c * tl.sum(u * grad_z, 2), 1)
+        inner = tl.sum(u * grad_z, 2)
+        if HAS_GRAD_C:
+            inner += _load_grad_c(grad_c_ptr, offs_b, i, j0, B, I, J, BLOCK_J)
+        acc += tl.sum(c * inner, 1)
     P = padded_batch(B)
     tl.store(delta_ptr + i * P + offs_b, acc, mask=offs_b < P)
 
 
 @kernel
 def _grad_h_kernel(
-    x_ptr, w_ptr, h_ptr, lse_ptr, grad_z_ptr, delta_ptr, part_ptr, beta, B, inputs_per_split,
+    x_ptr, w_ptr, h_ptr, lse_ptr, grad_z_ptr, delta_ptr, grad_c_ptr, part_ptr,
+    beta, B, inputs_per_split,
     I, J: tl.constexpr, D: tl.constexpr, K: tl.constexpr,
-    NORMALIZE_INPUTS: tl.constexpr, COSINE: tl.constexpr, TF32X3: tl.constexpr,
+    NORMALIZE_INPUTS: tl.constexpr, COSINE: tl.constexpr, HAS_GRAD_C: tl.constexpr,
+    TF32X3: tl.constexpr,
     BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Sum ∂L/∂h_j = β ∂L/∂b_ij û_ij over the inputs of a split: → part (S, B, J, D)."""
@@ -105,6 +124,8 @@ def _grad_h_kernel(
         lse = load_softmax_statistic(lse_ptr, offs_b, i, j0, B, J, BLOCK_J, NORMALIZE_INPUTS)
         c = tl.exp2(logit - lse)
         inner = tl.sum(u * grad_z, 2)
+        if HAS_GRAD_C:
+            inner += _load_grad_c(grad_c_ptr, offs_b, i, j0, B, I, J, BLOCK_J)
         delta = load_softmax_statistic(delta_ptr, offs_b, i, j0, B, J, BLOCK_J, NORMALIZE_INPUTS)
         grad_b = c * (inner - delta) * beta
         if COSINE:
@@ -163,16 +184,19 @@ def _agreement_vector_backward_kernel(
 
 @triton.jit
 def _grad_votes(
-    u, h_ptr, lse_ptr, grad_z_ptr, delta_ptr, beta, uniform, offs_b, i, j0, B, R,
+    u, h_ptr, lse_ptr, grad_z_ptr, delta_ptr, grad_c_ptr, beta, uniform, offs_b, i, j0, B, R,
     I, J: tl.constexpr, D: tl.constexpr, NORMALIZE_INPUTS: tl.constexpr, COSINE: tl.constexpr,
-    BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr,
+    HAS_GRAD_C: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """∂L/∂u_ij of a block over all R iterations: (BLOCK_B, BLOCK_J, BLOCK_D).
 
-    h and grad_z are (R, B, J, D), lse and delta (R, J, P) or (R, I, P).
+    h and grad_z are (R, B, J, D), lse and delta (R, J, P) or (R, I, P). HAS_GRAD_C: the loss also
+    depends on the coefficients of the last iteration, by grad_c (B, I, J).
     """
     acc = uniform * load_experts(grad_z_ptr, offs_b, j0, B, J, D, BLOCK_J, BLOCK_D)
     inverse = inverse_norm(u)
+    if HAS_GRAD_C:
+        grad_c = _load_grad_c(grad_c_ptr, offs_b, i, j0, B, I, J, BLOCK_J)
     for r in range(1, R):
         vectors = r * B.to(tl.int64) * J * D
         h = load_experts(h_ptr + vectors, offs_b, j0, B, J, D, BLOCK_J, BLOCK_D)
@@ -189,7 +213,10 @@ def _grad_votes(
         delta = load_softmax_statistic(
             delta_ptr + statistics, offs_b, i, j0, B, J, BLOCK_J, NORMALIZE_INPUTS
         )
-        grad_b = c * (tl.sum(u * grad_z, 2) - delta) * beta
+        inner = tl.sum(u * grad_z, 2)
+        if HAS_GRAD_C:
+            inner += tl.where(r == R - 1, grad_c, 0.0)
+        grad_b = c * (inner - delta) * beta
         if COSINE:
             grad_b = grad_b * inverse
             h -= (agree * inverse)[:, :, None] * u
@@ -199,9 +226,10 @@ def _grad_votes(
 
 @kernel
 def _grad_weight_kernel(
-    x_ptr, w_ptr, h_ptr, lse_ptr, grad_z_ptr, delta_ptr, out_ptr, beta, uniform, B, R,
+    x_ptr, w_ptr, h_ptr, lse_ptr, grad_z_ptr, delta_ptr, grad_c_ptr, out_ptr, beta, uniform, B, R,
     I, J: tl.constexpr, D: tl.constexpr, K: tl.constexpr,
-    NORMALIZE_INPUTS: tl.constexpr, COSINE: tl.constexpr, TF32X3: tl.constexpr,
+    NORMALIZE_INPUTS: tl.constexpr, COSINE: tl.constexpr, HAS_GRAD_C: tl.constexpr,
+    TF32X3: tl.constexpr,
     BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Sum ∂L/∂u_ij x_iᵀ over the batch: → out (I, J, D, K)."""
@@ -217,8 +245,8 @@ def _grad_weight_kernel(
         x = load_capsules(x_ptr, offs_b, i, B, I, K, BLOCK_K)
         u = votes(x, maps, BLOCK_J, BLOCK_D, TF32X3)
         grad_u = _grad_votes(
-            u, h_ptr, lse_ptr, grad_z_ptr, delta_ptr, beta, uniform, offs_b, i, j0, B, R, I, J, D,
-            NORMALIZE_INPUTS, COSINE, BLOCK_J, BLOCK_D,
+            u, h_ptr, lse_ptr, grad_z_ptr, delta_ptr, grad_c_ptr, beta, uniform, offs_b, i, j0,
+            B, R, I, J, D, NORMALIZE_INPUTS, COSINE, HAS_GRAD_C, BLOCK_J, BLOCK_D,
         )  # fmt: skip
         acc += dot(tl.trans(tl.reshape(grad_u, [BLOCK_B, BLOCK_N])), x, TF32X3)
     offs_n = tl.arange(0, BLOCK_N)
@@ -232,9 +260,10 @@ def _grad_weight_kernel(
 
 @kernel
 def _grad_x_kernel(
-    x_ptr, w_ptr, h_ptr, lse_ptr, grad_z_ptr, delta_ptr, out_ptr, beta, uniform, B, R,
+    x_ptr, w_ptr, h_ptr, lse_ptr, grad_z_ptr, delta_ptr, grad_c_ptr, out_ptr, beta, uniform, B, R,
     I, J: tl.constexpr, D: tl.constexpr, K: tl.constexpr,
-    NORMALIZE_INPUTS: tl.constexpr, COSINE: tl.constexpr, TF32X3: tl.constexpr,
+    NORMALIZE_INPUTS: tl.constexpr, COSINE: tl.constexpr, HAS_GRAD_C: tl.constexpr,
+    TF32X3: tl.constexpr,
     BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Sum W_ijᵀ ∂L/∂u_ij over the experts: → out (B, I, K)."""
@@ -247,8 +276,8 @@ def _grad_x_kernel(
         maps = load_maps(w_ptr, i, j0, J, D, K, BLOCK_N, BLOCK_D, BLOCK_K)
         u = votes(x, maps, BLOCK_J, BLOCK_D, TF32X3)
         grad_u = _grad_votes(
-            u, h_ptr, lse_ptr, grad_z_ptr, delta_ptr, beta, uniform, offs_b, i, j0, B, R, I, J, D,
-            NORMALIZE_INPUTS, COSINE, BLOCK_J, BLOCK_D,
+            u, h_ptr, lse_ptr, grad_z_ptr, delta_ptr, grad_c_ptr, beta, uniform, offs_b, i, j0,
+            B, R, I, J, D, NORMALIZE_INPUTS, COSINE, HAS_GRAD_C, BLOCK_J, BLOCK_D,
         )  # fmt: skip
         acc += dot(tl.reshape(grad_u, [BLOCK_B, BLOCK_N]), maps, TF32X3)
     offs_k = tl.arange(0, BLOCK_K)
@@ -271,12 +300,15 @@ class BackwardPass:
     grad_z : (R, B, J, D)
         ∂L/∂z of each iteration, float32.
     delta : (R, J, P) or (R, I, P)
-        Σ c⟨∂L/∂z, u⟩ of each iteration, over the axis of the softmax.
+        Σ c⟨∂L/∂z, u⟩ of each iteration, over the axis of the softmax; of the last one with grad_c.
+    grad_c : (B, I, J), optional
+        ∂L/∂c of the last iteration, beyond that through z; float32.
     """
 
     forward: ForwardPass
     grad_z: Tensor
     delta: Tensor
+    grad_c: Tensor | None
 
     def grad_x(self, weight: Tensor) -> Tensor:
         """Compute ∂L/∂x: weight (I, J, D, K) → (B, I, K)."""
@@ -296,18 +328,23 @@ class BackwardPass:
 
     def _arguments(self, weight: Tensor, out: Tensor) -> tuple[Tensor | float, ...]:
         forward, c = self.forward, self.forward.coefficients
-        pointers = (forward.x, weight, forward.h, forward.lse, self.grad_z, self.delta, out)
-        numbers = (c.beta, c.uniform(weight), len(forward.x), forward.routing.iterations)
+        grad_c = self.grad_z if self.grad_c is None else self.grad_c
+        pointers = (forward.x, weight, forward.h, forward.lse, self.grad_z, self.delta, grad_c, out)
+        numbers = (c.traits.beta, c.uniform(weight), len(forward.x), forward.routing.iterations)
         return pointers + numbers
 
     @property
     def _flags(self) -> dict[str, bool]:
         c = self.forward.coefficients
-        return {"NORMALIZE_INPUTS": c.normalize_inputs, "COSINE": c.cosine}
+        return {
+            "NORMALIZE_INPUTS": c.traits.normalize_inputs,
+            "COSINE": c.traits.cosine,
+            "HAS_GRAD_C": self.grad_c is not None,
+        }
 
 
 def backward_through_iterations(
-    forward: ForwardPass, weight: Tensor, gradient: Tensor
+    forward: ForwardPass, weight: Tensor, gradient: Tensor | None, grad_c: Tensor | None = None
 ) -> BackwardPass:
     """Compute ∂L/∂z of every iteration from that of the last.
 
@@ -317,8 +354,10 @@ def backward_through_iterations(
         Result of `route` with ``record=True``.
     weight : (I, J, D, K)
         Contiguous.
-    gradient : (B, J, D)
-        ∂L/∂z of the last iteration.
+    gradient : (B, J, D), optional
+        ∂L/∂z of the last iteration; 0 if None.
+    grad_c : (B, I, J), optional
+        ∂L/∂c of the last iteration, beyond that through z; 0 if None.
     """
     x, z, h, lse = forward.x, forward.z, forward.h, forward.lse
     c = forward.coefficients
@@ -329,10 +368,16 @@ def backward_through_iterations(
     )
     blocks = tiling.image_blocks(batch)
     grad_z = torch.empty_like(z)
-    grad_z[last] = gradient
+    grad_z[last] = 0 if gradient is None else gradient
+    if grad_c is not None:
+        grad_c = grad_c.detach().float().contiguous()
     delta = torch.empty_like(lse)
-    if c.normalize_inputs:
-        delta[last, :, :batch] = (grad_z[last] * z[last]).sum(-1).T
+    if c.traits.normalize_inputs:
+        # Σ_i c_ij ⟨∂L/∂z_j, u_ij⟩ = ⟨∂L/∂z_j, z_j⟩
+        mean = (grad_z[last] * z[last]).sum(-1)
+        if grad_c is not None:
+            mean += (c.tensor(weight) * grad_c).sum(1)
+        delta[last, :, :batch] = mean.T
         spare = delta[0]
     else:
         # ⟨∂L/∂z, z⟩ is computed, but not used.
@@ -340,30 +385,32 @@ def backward_through_iterations(
     splits, inputs_per_split = tiling.split(blocks * tiling.expert_blocks, tiling.inputs, x.device)
     part = grad_z.new_empty(splits, *grad_z.shape[1:])
     grad_a = torch.empty_like(grad_z[0])
-    flags = {"NORMALIZE_INPUTS": c.normalize_inputs, "COSINE": c.cosine}
     for r in range(last, 0, -1):
-        pointers = (x, weight, h[r], lse[r], grad_z[r], delta[r])
-        if not c.normalize_inputs:
+        has_grad_c = grad_c is not None and r == last
+        given = grad_c if grad_c is not None and has_grad_c else grad_z
+        pointers = (x, weight, h[r], lse[r], grad_z[r], delta[r], given)
+        flags = {"COSINE": c.traits.cosine, "HAS_GRAD_C": has_grad_c}
+        if not c.traits.normalize_inputs:
             tiling.launch(
                 _output_delta_kernel,
                 batch,
                 (tiling.inputs, blocks),
-                (*pointers, c.beta, batch),
-                {"COSINE": c.cosine},
+                (*pointers, c.traits.beta, batch),
+                flags,
             )
         tiling.launch(
             _grad_h_kernel,
             batch,
             (blocks, tiling.expert_blocks, splits),
-            (*pointers, part, c.beta, batch, inputs_per_split),
-            flags,
+            (*pointers, part, c.traits.beta, batch, inputs_per_split),
+            {"NORMALIZE_INPUTS": c.traits.normalize_inputs, **flags},
         )
-        delta_before = delta[r - 1] if c.normalize_inputs else spare
+        delta_before = delta[r - 1] if c.traits.normalize_inputs else spare
         launch_rows(
             _agreement_vector_backward_kernel,
             (part, z[r - 1], grad_a, grad_z[r - 1], delta_before),
             (batch * tiling.outputs, splits),
             tiling.out_dim,
-            {"COSINE": c.cosine, "J": tiling.outputs, "ACCUMULATE": r < last},
+            {"COSINE": c.traits.cosine, "J": tiling.outputs, "ACCUMULATE": r < last},
         )
-    return BackwardPass(forward, grad_z, delta)
+    return BackwardPass(forward, grad_z, delta, grad_c)

@@ -13,7 +13,6 @@ expert j as one (I·K, D) matrix, z_j = (c_·j ⊙ x) W_j (`_preactivation_from_
 """
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -55,6 +54,7 @@ from poecaps.kernels.triton.tiling import (
     input_tiling,
     launch_rows,
     many_to_few,
+    max_norm,
     padded_batch_size,
 )
 
@@ -366,8 +366,8 @@ class ForwardPass:
         Preactivation of each iteration, and the sum of the agreement vectors before it; float32.
     lse : (R, J, P) or (R, I, P)
         Log-sum-exp of each iteration, see `Coefficients`.
-    logits : (J, I, P), optional
-        Logits of the last iteration, if they were kept.
+    coefficients
+        Coefficients of the last iteration.
     """
 
     x: Tensor
@@ -375,20 +375,21 @@ class ForwardPass:
     z: Tensor
     h: Tensor
     lse: Tensor
-    logits: Tensor | None
+    coefficients: Coefficients
 
     @property
     def preactivation(self) -> Tensor:
         """Preactivation of the last iteration: (B, J, D), of the dtype of x."""
         return self.z[-1].to(self.x.dtype)
 
-    @cached_property
-    def coefficients(self) -> Coefficients:
-        """Coefficients of the last iteration."""
-        return Coefficients(self.x, self.routing, self.h[-1], self.lse[-1], self.logits)
+
+def recorded_pass(
+    x: Tensor, routing: F.RoutingOptions, z: Tensor, h: Tensor, lse: Tensor
+) -> ForwardPass:
+    """Return the forward pass of which x, z, h and lse were recorded."""
+    return ForwardPass(x, routing, z, h, lse, Coefficients(x, routing, h[-1], lse[-1]))
 
 
-@torch.no_grad()
 def route(
     x: Tensor,
     weight: Tensor,
@@ -425,10 +426,12 @@ def route(
     if keep_logits and fits and routing.iterations > 1:
         logits = z.new_empty(outputs, inputs, row)
     all_z, all_h, all_lse = z.unbind(), h.unbind(), lse.unbind()
+    c = Coefficients(x, routing, all_h[0], all_lse[0], logits)
     for r in range(routing.iterations):
         now, following = (r, r + 1) if record else (0, 0)
         last = r == routing.iterations - 1
-        c = Coefficients(x, routing, all_h[now], all_lse[now], logits)
+        if now > 0:
+            c = Coefficients(x, routing, all_h[now], all_lse[now], logits)
         source, write_logits = c.source, False
         if r == 0:
             source = Source.UNIFORM
@@ -443,13 +446,12 @@ def route(
             h_next=None if last else all_h[following],
             first=r == 0,
         )
-    return ForwardPass(x, routing, z, h, lse, logits)
+    return ForwardPass(x, routing, z, h, lse, c)
 
 
-@torch.no_grad()
 def preactivation(v: Tensor, weight: Tensor, c: Coefficients) -> Tensor:
     """Compute z_j = Σ_i c_ij W_ij v_i: (B, I, K), (I, J, D, K) → (B, J, D)."""
-    v, weight = v.contiguous(), weight.detach().contiguous()
+    v, weight = v.detach().contiguous(), weight.detach().contiguous()
     _, outputs, out_dim, _ = weight.shape
     z = v.new_empty(v.shape[0], outputs, out_dim, dtype=torch.float32)
     _combine_splits(_partial_sums(v, weight, c, c.source), z, c)
@@ -488,18 +490,19 @@ def _partial_sums(
     part = v.new_empty(splits, batch, tiling.outputs, tiling.out_dim, dtype=torch.float32)
     m = l = part  # in place of tensors that are not written
     if source == Source.ONLINE:
-        m, l = part.new_empty(2, splits, batch, tiling.outputs).unbind()
+        l = part.new_empty(splits, batch, tiling.outputs)
+        m = l if c.traits.bounded else torch.empty_like(l)
     pointers = (c.x, v, weight, c.h, c.lse, c.logits_or_any, part, m, l)
     tiling.launch(
         _preactivation_kernel,
         batch,
         (blocks, tiling.expert_blocks, splits),
-        (*pointers, c.beta, batch, inputs_per_split),
+        (*pointers, c.traits.beta, batch, inputs_per_split),
         {
-            **c.flags(source),
+            **c.traits.flags[source],
             "V_IS_X": c.x is v,
             "STORE_LOGITS": write_logits,
-            "BOUNDED": c.bounded,
+            "BOUNDED": c.traits.bounded,
         },
     )
     return _PartialSums(part, online=(m, l) if source == Source.ONLINE else None)
@@ -532,7 +535,7 @@ def _sums_from_logits(v: Tensor, weight: Tensor, c: Coefficients) -> Tensor:
         batch,
         (blocks, tiling.outputs, splits),
         (v, weight, c.lse, c.logits_or_any, part, batch, steps_per_split * tiling.block_i),
-        {"NORMALIZE_INPUTS": c.normalize_inputs},
+        {"NORMALIZE_INPUTS": c.traits.normalize_inputs},
     )
     return part
 
@@ -553,10 +556,10 @@ def _combine_splits(
         "SOFTMAX": softmax,
         "FIRST": first,
         "LAST": h_next is None,
-        "COSINE": c.cosine,
-        "BOUNDED": c.bounded,
+        "COSINE": c.traits.cosine,
+        "BOUNDED": c.traits.bounded,
         "J": outputs,
-        "MAX_NORM": F._largest_norm(c.x.dtype),
+        "MAX_NORM": max_norm(c.x.dtype),
     }
     launch_rows(
         _combine_splits_kernel,
@@ -569,11 +572,11 @@ def _combine_splits(
 
 def _output_lse(weight: Tensor, c: Coefficients) -> None:
     """Compute the log-sum-exp over the outputs, and the logits if they are kept."""
-    batch, flags = c.x.shape[0], {"COSINE": c.cosine}
+    batch, flags = c.x.shape[0], {"COSINE": c.traits.cosine}
     if c.logits is None:
         tiling = expert_tiling(weight, OUTPUT_LSE_CONFIG)
         grid = (tiling.inputs, tiling.image_blocks(batch))
-        arguments = (c.x, weight, c.h, c.lse, c.beta, batch)
+        arguments = (c.x, weight, c.h, c.lse, c.traits.beta, batch)
         tiling.launch(_output_lse_kernel, batch, grid, arguments, flags)
         return
     tiling = expert_tiling(weight, PREACTIVATION_CONFIG)
@@ -584,7 +587,7 @@ def _output_lse(weight: Tensor, c: Coefficients) -> None:
         _logits_kernel,
         batch,
         (blocks, tiling.expert_blocks, splits),
-        (c.x, weight, c.h, c.logits, c.beta, batch, inputs_per_split),
+        (c.x, weight, c.h, c.logits, c.traits.beta, batch, inputs_per_split),
         flags,
     )
     launch(

@@ -41,12 +41,19 @@ def why_not(x: Tensor, weight: Tensor, *, needs_grad: bool) -> str | None:  # no
         Whether a gradient through the routing is required. The backend computes it.
     """
     _, experts, out_dim, in_dim = weight.shape
+    return why_not_sizes(x.device.type, x.dtype, experts, out_dim, in_dim)
+
+
+def why_not_sizes(
+    device: str, dtype: torch.dtype, experts: int, out_dim: int, in_dim: int
+) -> str | None:
+    """Return `why_not` of tensors of this kind of device, dtype, J, D and K."""
     if not installed():
         return "Triton is not installed; install it with pip install triton"
-    if x.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        return f"the tensors are on {x.device.type!r}; move layer and data to a CUDA device"
-    if x.dtype not in DTYPES:
-        return f"the dtype is {x.dtype}; use torch.float32, torch.bfloat16 or torch.float16"
+    if device != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return f"the tensors are on {device!r}; move layer and data to a CUDA device"
+    if dtype not in DTYPES:
+        return f"the dtype is {dtype}; use torch.float32, torch.bfloat16 or torch.float16"
     if max(out_dim, in_dim) > MAX_CAPSULE_DIM:
         return (
             f"capsules have {max(out_dim, in_dim)} dimensions; "

@@ -20,8 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from poecaps import functional as F
 from poecaps.kernels.triton.launch import (
     DEFAULT,
+    Constants,
     LaunchConfig,
     cdiv,
     launch,
@@ -96,10 +98,18 @@ class Tiling:
         return split_k(programs, steps, self.config.programs_per_sm * multiprocessors(device))
 
     @cached_property
-    def constants(self) -> dict[str, Any]:
-        """Constants of every kernel, except BLOCK_B."""
-        sizes = {"I": self.inputs, "J": self.outputs, "D": self.out_dim, "K": self.in_dim}
-        return {**sizes, "TF32X3": self.tf32x3, **self.blocks}
+    def _constants(self) -> dict[int, Constants]:
+        """Constants of every kernel, by BLOCK_B."""
+        return {}
+
+    def constants(self, block_b: int) -> Constants:
+        """Return the constants of every kernel for blocks of so many images."""
+        found = self._constants.get(block_b)
+        if found is None:
+            sizes = {"I": self.inputs, "J": self.outputs, "D": self.out_dim, "K": self.in_dim}
+            values = {**sizes, "TF32X3": self.tf32x3, **self.blocks, "BLOCK_B": block_b}
+            found = self._constants[block_b] = Constants(values, self.config.launch)
+        return found
 
     @property
     def blocks(self) -> dict[str, int]:
@@ -115,8 +125,7 @@ class Tiling:
         flags: dict[str, Any],
     ) -> None:
         """Launch a kernel with the constants of this division and `flags`."""
-        constants = {**self.constants, **flags, "BLOCK_B": self.block_b(batch)}
-        launch(kernel, grid, arguments, constants, self.config.launch)
+        launch(kernel, grid, arguments, flags, self.constants(self.block_b(batch)))
 
 
 class ExpertTiling(Tiling):
@@ -208,6 +217,12 @@ def many_to_few(weight: Tensor) -> bool:
     return weight.shape[0] >= weight.shape[1]
 
 
+@cache
+def max_norm(dtype: torch.dtype) -> float:
+    """Return the largest norm of a squashed vector, see `functional.squash`."""
+    return F._largest_norm(dtype)
+
+
 def padded_batch_size(batch: int) -> int:
     """Return P, the length of a row with a number for each image, as `blocks.padded_batch`."""
     return cdiv(batch, BATCH_MULTIPLE) * BATCH_MULTIPLE
@@ -226,13 +241,14 @@ def launch_rows(
 ) -> None:
     """Launch a kernel over rows of `dim` numbers; the count of rows is the first of `numbers`."""
     grid = (cdiv(numbers[0], rows_per_block(dim)),)
-    launch(kernel, grid, pointers + numbers, {**row_constants(dim), **flags})
+    launch(kernel, grid, pointers + numbers, flags, row_constants(dim))
 
 
 @cache
-def row_constants(dim: int) -> dict[str, int]:
+def row_constants(dim: int) -> Constants:
     """Return the constants of a kernel over rows of `dim` numbers."""
-    return {"D": dim, "BLOCK_D": padded(dim, 1), "BLOCK_ROWS": rows_per_block(dim)}
+    block_rows = rows_per_block(dim)
+    return Constants({"D": dim, "BLOCK_D": padded(dim, 1), "BLOCK_ROWS": block_rows})
 
 
 @cache

@@ -262,7 +262,7 @@ def weight_gradient(
             term.batch,
             (inputs.input_blocks * inputs.outputs,),
             (*pointers, term.batch),
-            {**flags, "NORMALIZE_INPUTS": c.normalize_inputs},
+            {**flags, "NORMALIZE_INPUTS": c.traits.normalize_inputs},
         )
         return
     tiling = expert_tiling(weight, WEIGHT_GRADIENT_CONFIG)
@@ -279,11 +279,11 @@ def weight_gradient(
             c.lse,
             c.logits_or_any,
             out,
-            c.beta,
+            c.traits.beta,
             c.uniform(weight),
             term.batch,
         ),
-        {**c.flags(), **flags},
+        {**c.flags, **flags},
     )
 
 
