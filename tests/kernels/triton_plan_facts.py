@@ -36,6 +36,7 @@ def at_address(address: int, dtype: torch.dtype) -> Tensor:
 def compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the interpreter look like a GPU with compiled kernels."""
     monkeypatch.setattr(learning, "_plans", {})
+    monkeypatch.setattr(learning, "PLAN_STEPS", True)
     if not IS_INTERPRETED:
         return
     by_triton = launch._launch_by_triton
