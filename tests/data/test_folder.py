@@ -25,6 +25,18 @@ def save(path: Path, image: Array | Image.Image, **options: Any) -> None:
     (image if isinstance(image, Image.Image) else Image.fromarray(image)).save(path, **options)
 
 
+def coloured(digit: Array) -> Array:
+    return np.stack([digit, digit // 2, digit], -1)
+
+
+def test_reading_is_reported(digits: Array, tmp_path: Path) -> None:
+    for index, digit in enumerate(digits):
+        save(tmp_path / f"{index}.png", digit)
+    seen: list[tuple[int, int]] = []
+    load(tmp_path, report=lambda *report: seen.append(report))
+    assert seen == [(done, len(digits)) for done in range(len(digits) + 1)]
+
+
 def test_grey_images_are_read_in_the_order_of_their_names(digits: Array, tmp_path: Path) -> None:
     for index, digit in enumerate(digits):
         save(tmp_path / f"{9 - index}.png", digit)
@@ -53,12 +65,28 @@ def test_one_colour_image_makes_the_set_rgb_and_channels_decides_otherwise(
     digits: Array, tmp_path: Path
 ) -> None:
     save(tmp_path / "a.png", digits[0])
-    save(tmp_path / "b.png", np.stack([digits[1]] * 3, -1))
+    save(tmp_path / "b.png", coloured(digits[1]))
     data = load(tmp_path)
     assert data.shape == (3, 5, 4)
     np.testing.assert_array_equal(data.images[0], np.stack([digits[0]] * 3, -1))
     grey = load(tmp_path, channels=1)
-    np.testing.assert_array_equal(grey.images[1, ..., 0], digits[1])
+    assert grey.shape == (1, 5, 4)
+    np.testing.assert_array_equal(grey.images[0, ..., 0], digits[0])
+
+
+@pytest.mark.parametrize("suffix", ["png", "jpeg"])
+def test_grey_images_that_are_stored_as_rgb_are_grey_and_the_description_says_so(
+    suffix: str, digits: Array, tmp_path: Path
+) -> None:
+    for index, digit in enumerate(digits):
+        image = Image.fromarray(digit).convert("RGB")
+        save(tmp_path / f"{index}.{suffix}", image, **JPEG if suffix == "jpeg" else {})
+    data = load(tmp_path)
+    assert data.shape == (1, 5, 4)
+    assert np.abs(data.images[..., 0].astype(int) - digits).max() <= 3
+    assert f"{len(digits)} grey images of 5×4 (stored as RGB)" in data.describe()
+    assert load(tmp_path, channels=3).shape == (3, 5, 4)
+    assert "stored" not in load(tmp_path, channels=1).describe()
 
 
 @pytest.mark.parametrize("grey", ["a", "b", "c"])
@@ -66,7 +94,7 @@ def test_no_single_image_decides_that_a_set_is_grey(
     grey: str, digits: Array, tmp_path: Path
 ) -> None:
     for name, digit in zip("abc", digits, strict=False):
-        save(tmp_path / f"{name}.png", digit if name == grey else np.stack([digit] * 3, -1))
+        save(tmp_path / f"{name}.png", digit if name == grey else coloured(digit))
     assert load(tmp_path).shape == (3, 5, 4)
 
 

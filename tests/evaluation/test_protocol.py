@@ -102,6 +102,29 @@ def test_every_measure_of_a_network_is_computed(evaluation: Evaluation) -> None:
     assert note.startswith("Fréchet distances of 300 samples, fewer than 2,000, are too large")
 
 
+@pytest.mark.parametrize("labelled", [True, False])
+@pytest.mark.parametrize("classified", [True, False])
+def test_the_work_is_reported_up_to_its_end(
+    labelled: bool, classified: bool, network: CapsuleNetwork
+) -> None:
+    train, test = (
+        each if labelled else replace(each, labels=None)
+        for each in (part("train", 60), part("test", 40))
+    )
+    seen: list[tuple[int, int]] = []
+    evaluate(
+        network,
+        train,
+        test,
+        load_classifier("mnist") if classified else None,
+        samples=33,
+        report=lambda *report: seen.append(report),
+    )
+    done, totals = zip(*seen, strict=True)
+    assert list(done) == sorted(done)
+    assert set(totals) == {done[-1]}
+
+
 def test_the_reconstruction_error_is_that_of_the_network(
     evaluation: Evaluation, network: CapsuleNetwork, digits: tuple[ImageSet, ImageSet]
 ) -> None:
@@ -192,7 +215,15 @@ def test_a_network_with_a_density_is_measured_on_draws_of_it(
     sizes = replace(TINY_DENSITY, image_shape=(1, 28, 28))
     images = digits[0].batch(range(60))
     dense = untrained_with_density(sizes, images, generator)
-    result = evaluate(dense, *digits, load_classifier("mnist"), samples=6)
+    seen: list[tuple[int, int]] = []
+    result = evaluate(
+        dense,
+        *digits,
+        load_classifier("mnist"),
+        samples=6,
+        report=lambda *report: seen.append(report),
+    )
+    assert seen[-1][0] == seen[-1][1]
     assert tuple(result.domains) == (*DOMAINS, *DENSITY_DOMAINS)
     model, tied = result.domains["model"], result.domains["model-tied"]
     assert model.frechet is not None

@@ -12,6 +12,7 @@ from poecaps import _checks as checks
 from poecaps import card, evaluation, models
 from poecaps._files import write_json
 from poecaps._modules import device_of
+from poecaps._progress import Counter
 from poecaps.cli.loading import SPLITS, load_images, open_model, training_source
 from poecaps.cli.options import Data, DataPath, Device, Model, output
 from poecaps.cli.outputs import default_output, say, write_card
@@ -53,7 +54,14 @@ def evaluate(
     dataset = data.removesuffix("-sample")
     classifier = evaluation.load_classifier(dataset) if dataset in evaluation.CLASSIFIERS else None
     result = evaluation.evaluate(
-        network, train, test, classifier, seed=seed, samples=samples, device=device_of(network)
+        network,
+        train,
+        test,
+        classifier,
+        seed=seed,
+        samples=samples,
+        device=device_of(network),
+        report=Counter("evaluating", None),
     )
     say(result.table())
     write_json(out, json.loads(result.to_json()))

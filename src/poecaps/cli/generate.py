@@ -11,6 +11,7 @@ from tyro.conf import Positional, arg
 from poecaps import _checks as checks
 from poecaps import plotting
 from poecaps._modules import device_of, in_batches
+from poecaps._progress import Counter
 from poecaps.cli.loading import load_images, open_model
 from poecaps.cli.options import (
     Data,
@@ -20,7 +21,7 @@ from poecaps.cli.options import (
     OptionalSplit,
     output,
 )
-from poecaps.cli.outputs import FIGURES, StepCounter, default_output, require_png, say
+from poecaps.cli.outputs import FIGURES, default_output, require_png, say
 from poecaps.code_density import DOMAIN_INFO, DOMAINS, Domain
 from poecaps.network import DENSITY_STEPS, TRAVERSAL_REACH, TRAVERSAL_STEPS, CapsuleNetwork
 from poecaps.sampling import geometric_ladder
@@ -158,7 +159,7 @@ def density_options(
         "ladder": temperatures(temper),
         "tied": tied,
         "generator": torch.Generator(device_of(network)).manual_seed(seed),
-        "report": None if quiet else StepCounter("sampling"),
+        "report": None if quiet else Counter("sampling", "steps"),
     }
 
 

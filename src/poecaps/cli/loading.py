@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from poecaps import data, models
 from poecaps._devices import find_device
+from poecaps._progress import Counter
 from poecaps.autoencoder import minimum_image_size
 from poecaps.cli.outputs import say
 from poecaps.data import DataError, DatasetNotFoundError, datasets
@@ -162,7 +163,9 @@ def _load(network: CapsuleNetwork, source: str, path: str | None, split: Split) 
         smallest = minimum_image_size(network.architecture.kernel_size)
         conversion = {"size": (height, width), "channels": channels, "smallest": smallest}
     with suppress_skipped_warnings():
-        return data.load(source, split=split, path=path, **conversion)
+        return data.load(
+            source, split=split, path=path, report=Counter("reading", "files"), **conversion
+        )
 
 
 def _require_shape(network: CapsuleNetwork, images: ImageSet) -> ImageSet:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from poecaps import plotting
+from poecaps._progress import Counter
 from poecaps.cli.generate import (
     ROWS,
     density_options,
@@ -123,6 +124,7 @@ class TrainingReporter:
         self.folder, self.resumed, self.quiet = folder, resumed, quiet
         self.started = False
         self.displays: list[Any] = [] if quiet else [display()]
+        self.reading = None if quiet else Counter("reading", "files")
         if tensorboard:
             self.displays.append(TensorBoard(folder))
 
@@ -167,9 +169,16 @@ def _train(
                     else config.process_timeout,
                     report=reporter.report,
                     found=reporter.found,
+                    reading=reporter.reading,
                 )
             else:
-                result = run_training(config, folder, report=reporter.report, found=reporter.found)
+                result = run_training(
+                    config,
+                    folder,
+                    report=reporter.report,
+                    found=reporter.found,
+                    reading=reporter.reading,
+                )
     except KeyboardInterrupt as interrupt:
         newest = newest_checkpoint(folder)
         if first and newest is not None:

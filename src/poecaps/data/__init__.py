@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from poecaps import _checks as checks
 from poecaps.data import datasets
@@ -14,6 +14,9 @@ from poecaps.data.errors import DataError, DatasetNotFoundError
 from poecaps.data.folder import SUFFIXES, label_folders, read_folder
 from poecaps.data.idx import PREFIX, Split, find_images, find_labels, looks_like_idx, read_idx
 from poecaps.data.images import ImageSet
+
+if TYPE_CHECKING:
+    from poecaps._progress import Report
 
 __all__ = ["DataError", "DatasetNotFoundError", "ImageSet", "load", "read_folder", "read_idx"]
 
@@ -27,6 +30,7 @@ def load(
     channels: int | None = None,
     smallest: int = 1,
     download: bool = True,
+    report: Report | None = None,
 ) -> ImageSet:
     """Load images by the name of a dataset or by their path.
 
@@ -57,6 +61,8 @@ def load(
         For a folder of images: skip images with a side of fewer pixels.
     download
         Whether a full dataset may be downloaded.
+    report
+        For a folder of images: called with the number of files that were read, and of all files.
 
     Raises
     ------
@@ -89,7 +95,8 @@ def load(
     if not location.is_dir() and not location.is_file():
         raise DataError(f"{location} is neither a file nor a folder")
     if location.is_dir() and not any(find_images(location, each) for each in get_args(Split)):
-        return _load_folder(location, split, size=size, channels=channels, smallest=smallest)
+        options = {"size": size, "channels": channels, "smallest": smallest, "report": report}
+        return _load_folder(location, split, **options)
     _require_no_conversion(source, size, channels)
     images, labels = _read_arrays(location, split)
     return ImageSet(images, labels, source=str(location))

@@ -23,12 +23,15 @@ if TYPE_CHECKING:
 
     from PIL.Image import Image
 
+    from poecaps._progress import Report
+
 MAX_SIDE = 16384  # pixels; a larger `size` is most likely a typing error
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 FORMATS = ("PNG", "JPEG", "WEBP")  # the only decoders used, regardless of a file's suffix
 # Why a file is skipped. Opening a FIFO, a socket or a device may never return.
 OTHER_FORMAT, UNREADABLE = "not PNG, JPEG or WebP", "unreadable"
 NO_FILE = "not a regular file"
+GREY_TOLERANCE = 3  # largest difference of the channels of a grey pixel, of 255; JPEG rounds them
 GREY_MODES = ("1", "L", "LA", "I", "I;16", "I;16B", "I;16L")
 
 
@@ -43,6 +46,7 @@ def read_folder(
     channels: int | None = None,
     label_names: Sequence[str] | None = None,
     smallest: int = 1,
+    report: Report | None = None,
 ) -> ImageSet:
     """Read all PNG, JPEG and WebP images below a folder, sorted by path.
 
@@ -60,13 +64,15 @@ def read_folder(
         Scale each image to cover this size and crop its centre; one number means a square. Without
         it, all images must have the same size.
     channels
-        1 for grey, 3 for RGB; by default grey if all images are grey. Transparent images are
-        composited on black.
+        1 for grey, 3 for RGB; by default grey if all images are grey, also if they are stored as
+        RGB. Transparent images are composited on black.
     label_names
         All possible subfolders, in the order of their labels; by default the existing subfolders,
         sorted.
     smallest
         Skip images with a side of fewer pixels, measured before scaling.
+    report
+        Called with the number of files that were read, and that of all files.
 
     Raises
     ------
@@ -93,7 +99,7 @@ def read_folder(
             "JPEG or WebP images"
         )
     problems, all_grey, candidates = [], True, []
-    for file in pictures:
+    for file in pictures:  # only their headers, so that this is not reported
         try:
             mode, sides = _read_mode_and_size(file)
         except DataError as error:
@@ -106,13 +112,15 @@ def read_folder(
         else:
             all_grey = all_grey and mode in GREY_MODES
             candidates.append(file)
-    channels = channels or (1 if all_grey else 3)
+    decoded_channels = channels or (1 if all_grey else 3)
 
     kept: list[Path] = []
     images = np.empty(0, np.uint8)
-    for file in candidates:
+    for number, file in enumerate(candidates):
+        if report is not None:
+            report(number, len(candidates))
         try:
-            image = _decode(file, size, channels)
+            image = _decode(file, size, decoded_channels)
         except DataError as error:
             skipped[str(file)] = UNREADABLE
             problems.append(str(error))
@@ -127,18 +135,23 @@ def read_folder(
             )
         images[len(kept)] = image
         kept.append(file)
+    if report is not None and candidates:
+        report(len(candidates), len(candidates))
     if not kept:
         which = "its only image" if len(problems) == 1 else f"the first of {len(problems)} problems"
         raise DataError(f"{root} contains no usable image; {which}: {problems[0]}")
 
+    images = images[: len(kept)]
+    grey_as_rgb = channels is None and decoded_channels == 3 and _is_grey(images)
     labels, names = _labels(root, kept, label_names)
     data = ImageSet(
-        images[: len(kept)],
+        np.ascontiguousarray(images[..., :1]) if grey_as_rgb else images,
         labels,
         label_names=names,
         source=str(root),
         skipped=skipped,
         files=tuple(str(file.relative_to(root)) for file in kept),
+        grey_as_rgb=grey_as_rgb,
     )
     if skipped:
         warnings.warn(
@@ -201,6 +214,11 @@ def _decode(file: Path, size: tuple[int, int] | None, channels: int) -> np.ndarr
         if size is not None:
             image = ImageOps.fit(image, size[::-1], Image.Resampling.LANCZOS)
         return np.asarray(image).reshape(*image.size[::-1], channels)
+
+
+def _is_grey(images: np.ndarray[Any, Any]) -> bool:
+    """Return whether the three channels of all images (N, H, W, 3) are equal, but for rounding."""
+    return all(np.ptp(image.astype(np.int16), axis=-1).max() <= GREY_TOLERANCE for image in images)
 
 
 def to_grey_or_rgb(stored: Image, channels: int) -> Image:

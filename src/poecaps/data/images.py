@@ -44,6 +44,8 @@ class ImageSet:
         The files of the source that were skipped, with the reasons.
     files
         The file of each image, relative to the source, if every image is a file.
+    grey_as_rgb
+        Whether the files store grey images as RGB.
     """
 
     images: np.ndarray[Any, Any]
@@ -52,6 +54,7 @@ class ImageSet:
     source: str = "an array"
     skipped: Mapping[str, str] = field(default_factory=dict)
     files: tuple[str, ...] = ()
+    grey_as_rgb: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "images", _as_nhwc(self.images, self.source))
@@ -90,7 +93,8 @@ class ImageSet:
     def _count_images(self) -> str:
         channels, height, width = self.shape
         colour, noun = "grey" if channels == 1 else "RGB", "image" if len(self) == 1 else "images"
-        return f"{len(self):,} {colour} {noun} of {height}×{width}"
+        stored = " (stored as RGB)" if self.grey_as_rgb else ""
+        return f"{len(self):,} {colour} {noun} of {height}×{width}{stored}"
 
     def _count_skipped(self) -> str:
         return f"{len(self.skipped):,} {'file' if len(self.skipped) == 1 else 'files'} skipped"

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterable, Iterator
 
+    from poecaps._progress import Report as Reading
     from poecaps.data import ImageSet
     from poecaps.training.config import Config
     from poecaps.training.progress import Progress
@@ -175,8 +176,12 @@ def run_training(
     data: ImageSet | None = None,
     report: Report | None = None,
     found: Found | None = None,
+    reading: Reading | None = None,
 ) -> TrainingResult:
-    """Train a network as `train` does, and return more than the network."""
+    """Train a network as `train` does, and return more than the network.
+
+    `reading` is called with the number of files of a folder that were read, and of all files.
+    """
     config.validate()
     if data is None:
         path = None if config.data_path is None else _absolute_path(config.data_path)
@@ -185,9 +190,9 @@ def run_training(
         config = replace(config, data=data.source, data_path=None, size=None, channels=None)
     folder = Path(folder)
     if restart_count() > 0 and was_written_by_this_launch(folder):
-        return resume_training(folder, data=data, report=report, found=found)
+        return resume_training(folder, data=data, report=report, found=found, reading=reading)
     with _owned(folder, create=True):
-        return _run(Checkpoint(config), folder, data, report, found, is_new=True)
+        return _run(Checkpoint(config), folder, data, report, found, reading, is_new=True)
 
 
 def resume_training(
@@ -198,6 +203,7 @@ def resume_training(
     data: ImageSet | None = None,
     report: Report | None = None,
     found: Found | None = None,
+    reading: Reading | None = None,
 ) -> TrainingResult:
     """Continue a run as `resume` does, and return more than the network."""
     started, folder = time.perf_counter(), Path(folder)
@@ -208,7 +214,8 @@ def resume_training(
             checkpoint = read_checkpoint(folder)
             config = replace(checkpoint.config, **changes)
             config.validate()
-            return _run(replace(checkpoint, config=config), folder, data, report, found)
+            checkpoint = replace(checkpoint, config=config)
+            return _run(checkpoint, folder, data, report, found, reading)
     record = run_record.read(folder)
     config = replace(run_record.options_of(folder, record), **changes)
     config.validate()
@@ -270,6 +277,7 @@ def _run(
     data: ImageSet | None,
     report: Report | None,
     found: Found | None,
+    reading: Reading | None,
     *,
     is_new: bool = False,
 ) -> TrainingResult:
@@ -285,7 +293,7 @@ def _run(
         if data is None:
             warns = found is None and distributed.is_main
             with nullcontext() if warns else suppress_skipped_warnings():
-                data = _load_images(config)
+                data = _load_images(config, reading)
         if found is not None:
             found(data)
         _require_different_images(data)
@@ -310,13 +318,14 @@ def _run(
         )
 
 
-def _load_images(config: Config) -> ImageSet:
+def _load_images(config: Config, reading: Reading | None) -> ImageSet:
     return load(
         config.data,
         path=config.data_path,
         size=config.size,
         channels=config.channels,
         smallest=minimum_image_size(config.model.kernel_size),
+        report=reading,
     )
 
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from poecaps.autoencoder import ConvAutoencoder, PixelDecoder
     from poecaps.energy import CapsuleDensity
     from poecaps.layer import CapsuleDecoder, CapsuleExperts
+    from poecaps.network import CapsuleNetwork
     from poecaps.training.config import (
         Config,
         Criterion,
@@ -41,6 +42,9 @@ if TYPE_CHECKING:
 
 # Images on which the density does not learn: a twentieth of them, but at most so many.
 HELD_OUT_DIVISOR, MAX_HELD_OUT = 20, 1000
+# Multiplications by each weight of a capsule layer in a training step, for one image: all
+# iterations of the routing and the gradient. Fitted to durations on a CPU.
+ROUTING_WORK = 40
 SCORED_IMAGES = 4096  # most training images by which one of several encoders is chosen
 
 
@@ -97,6 +101,10 @@ class StageTrainer(ABC):
     def metrics(self) -> dict[str, float]:
         """Compute the running metrics, always on the same training images."""
 
+    @abstractmethod
+    def work(self, batch_size: int) -> float:
+        """Estimate the multiplications of a step for one image; only the ratios matter."""
+
     def learning_rate_factors(self) -> list[float]:
         """Return the factor of the learning rate of each parameter, after `prepare`."""
         return [1.0 for _ in self.module.parameters()]
@@ -130,6 +138,10 @@ class AutoencoderTrainer(StageTrainer):
     def data_on_device(self) -> bool:
         """Return whether all inputs of the stage are in the memory of the device."""
         return self.cache.has_images_on_device()
+
+    def work(self, batch_size: int) -> float:  # noqa: ARG002 (the same for every size)
+        """Estimate the multiplications: encoder and decoder, forward and twice backward."""
+        return 6 * _convolution_work(self.cache.network)
 
     def loss(self, indices: Tensor, random: RandomNumbers) -> Tensor:
         """Compute the mean cross-entropy of the pixels, with dropout of the features."""
@@ -186,6 +198,15 @@ class DensityTrainer(StageTrainer):
         if self.density.has_components:
             return self.cache.has_components_on_device()
         return self.cache.has_inputs_on_device(0)
+
+    def work(self, batch_size: int) -> float:
+        """Estimate the multiplications: F of the images, its gradient at every leapfrog step."""
+        weights: float = self.density.weight.numel()
+        if self.density.has_components:  # W then maps components, not capsules
+            weights *= self.cache.network.architecture.density.base_components
+            weights /= self.density.in_capsules * self.density.in_dim
+        gradients = 1 + (1 + self.options.leapfrog_steps) * self.options.chains / batch_size
+        return 3 * self.density.iterations * weights * gradients
 
     def loss(self, indices: Tensor, random: RandomNumbers) -> Tensor:
         """Compute the mean of F over images minus that over draws of the density."""
@@ -348,6 +369,13 @@ class EncoderTrainer(StageTrainer):
             return self.cache.has_images_on_device()
         return self.cache.has_inputs_on_device(self.layer)
 
+    def work(self, batch_size: int) -> float:  # noqa: ARG002 (the same for every size)
+        """Estimate the multiplications: the features of further views, and the routing of all."""
+        options = self.options
+        routing = ROUTING_WORK * self.experts.weight.numel() * options.restarts
+        features = _convolution_work(self.cache.network) * (options.views.count - 1)
+        return features + routing * options.views.count * options.k
+
     def loss(self, indices: Tensor, random: RandomNumbers) -> Tensor:
         """Compute the loss of contrastive divergence, on all views of the images.
 
@@ -456,6 +484,10 @@ class DecoderTrainer(StageTrainer):
         """Return whether all inputs of the stage are in the memory of the device."""
         return all(map(self.cache.has_inputs_on_device, (self.layer, self.layer + 1)))
 
+    def work(self, batch_size: int) -> float:  # noqa: ARG002 (the same for every size)
+        """Estimate the multiplications of the routing."""
+        return ROUTING_WORK * self.module.weight.numel()
+
     def loss(self, indices: Tensor, random: RandomNumbers) -> Tensor:
         """Compute the loss of the decoder's learning rule."""
         y = self.cache.codes(self.layer + 1, indices)
@@ -494,6 +526,11 @@ class PixelDecoderTrainer(StageTrainer):
     def data_on_device(self) -> bool:
         """Return whether all inputs of the stage are in the memory of the device."""
         return self.cache.has_images_on_device() and self.cache.has_inputs_on_device(self.top)
+
+    def work(self, batch_size: int) -> float:  # noqa: ARG002 (the same for every size)
+        """Estimate the multiplications of the routing and of the filters."""
+        filters = 3 * _convolution_work(self.cache.network)
+        return filters + ROUTING_WORK * self.lowest.weight.numel()
 
     def loss(self, indices: Tensor, random: RandomNumbers) -> Tensor:
         """Compute the absolute error of the pixels, plus a small multiple of their cross-entropy.
@@ -540,6 +577,16 @@ def make_stages(config: Config, cache: FeatureCache) -> list[StageTrainer]:
         pixel_decoder = cache.network.pixel_decoder
         stages.append(PixelDecoderTrainer(config.pixel_decoder, pixel_decoder, cache))
     return stages
+
+
+def _convolution_work(network: CapsuleNetwork) -> float:
+    """Count the multiplications of the two convolutions of the encoder, for one image."""
+    autoencoder, (_, height, width) = network.autoencoder, network.architecture.image_shape
+    rows, columns = autoencoder.grid((height, width))
+    inner = (height - autoencoder.kernel_size + 1) * (width - autoencoder.kernel_size + 1)
+    return autoencoder.conv1_weight.numel() * inner + autoencoder.conv2_weight.numel() * (
+        rows * columns
+    )
 
 
 def factor_for_firing(norm: Tensor, target: float) -> float:

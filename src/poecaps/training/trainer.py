@@ -185,6 +185,7 @@ class Trainer:
             first_step=first_step,
             steps_per_epoch=self.steps_per_epoch,
             batch_size=self.batch_size,
+            work={stage.name: stage.work(self.batch_size) for stage in self.stages},
         )
 
     def _make_step(
