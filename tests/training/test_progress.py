@@ -52,6 +52,7 @@ def test_the_summary_has_what_tells_whether_it_learns() -> None:
     expected = "epoch 1.5/2  1,234 images/s  error 0.250  firing 0.50  rank 12.3  1:02:05 left"
     assert at(15).summary() == f"{expected} (run: 1:06:40)"
     assert at(15, number=3).summary() == expected, "the last stage ends with the run"
+    assert at(20).summary().endswith("rank 12.3"), "nothing of the stage is left"
     assert (
         at(15, number=3, metrics={}, seconds_left=59.6).summary()
         == "epoch 1.5/2  1,234 images/s  1:00 left"

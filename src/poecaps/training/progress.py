@@ -69,12 +69,14 @@ class Progress:
             for name, label, digits in SUMMARY_METRICS
             if name in self.metrics
         ]
-        left = f"{format_seconds(self.seconds_left)} left"
-        if self.number < self.stages:
-            left += f" (run: {format_seconds(self.run_seconds_left)})"
-        while metrics and len("  ".join([*position, *metrics, left])) > width:
+        left = []
+        if self.step < self.steps:
+            later = f" (run: {format_seconds(self.run_seconds_left)})"
+            last = self.number == self.stages
+            left = [f"{format_seconds(self.seconds_left)} left" + ("" if last else later)]
+        while metrics and len("  ".join([*position, *metrics, *left])) > width:
             metrics.pop()
-        return "  ".join([*position, *metrics, left])
+        return "  ".join([*position, *metrics, *left])
 
 
 class ProgressMeter:
