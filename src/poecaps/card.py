@@ -158,13 +158,13 @@ def write(
     return True
 
 
-def measures(measured: dict[str, Any]) -> dict[str, str]:
+def measures(measured: Mapping[str, Any]) -> dict[str, str]:
     """Return the names and formatted values of all measures in the JSON of an evaluation."""
     values = {row: (_measure(measured, row), form) for row, (_, form) in MEASURES.items()}
     return {row: f"{value:{form}}" for row, (value, form) in values.items() if value is not None}
 
 
-def _measure(measured: dict[str, Any] | None, row: str) -> Any:
+def _measure(measured: Mapping[str, Any] | None, row: str) -> Any:
     """Return the number of a row, or None if it was not measured."""
     value: Any = measured
     for key in MEASURES[row][0]:

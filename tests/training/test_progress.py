@@ -6,12 +6,13 @@ import io
 import json
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from poecaps.training import Progress, resume, train
+from poecaps.training import Progress, Stage, resume, train
 from poecaps.training.progress import LiveLine, PlainLines, ProgressMeter, TensorBoard, display
-from tests.training.runs import Stop, config_for
+from tests.training.runs import Stop, config_for, without_epochs
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -204,3 +205,26 @@ def test_a_missing_tensorboard_is_named(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setitem(__import__("sys").modules, "torch.utils.tensorboard", None)
     with pytest.raises(ValueError, match=r"pip install 'poecaps\[tensorboard\]'"):
         TensorBoard(tmp_path)
+
+
+def test_held_out_images_that_are_the_training_images_have_the_same_error(
+    data: Path, tmp_path: Path
+) -> None:
+    """So that the two curves differ by the images alone."""
+    images = np.load(data)
+    np.savez(tmp_path / "twice.npz", x_train=images, x_test=images)
+    seen: list[Progress] = []
+    train(config_for(tmp_path / "twice.npz"), tmp_path / "run", report=seen.append)
+    measured = [each for each in seen if each.measured]
+    assert {each.stage for each in measured} >= {"autoencoder", "encoder 2", "pixel decoder"}
+    for each in measured:
+        assert each.metrics["held_out_error"] == pytest.approx(
+            each.metrics["reconstruction_error"], rel=1e-4
+        )
+
+
+def test_a_stage_of_one_epoch_has_a_curve(data: Path, tmp_path: Path) -> None:
+    seen: list[Progress] = []
+    config = without_epochs(data, autoencoder=Stage(epochs=1), batch_size=4)
+    train(config, tmp_path / "run", report=seen.append)
+    assert sum(each.measured for each in seen if each.stage == "autoencoder") >= 10

@@ -13,12 +13,20 @@ from poecaps.data.arrays import Array, read_npy, read_npz
 from poecaps.data.errors import DataError, DatasetNotFoundError
 from poecaps.data.folder import SUFFIXES, label_folders, read_folder
 from poecaps.data.idx import PREFIX, Split, find_images, find_labels, looks_like_idx, read_idx
-from poecaps.data.images import ImageSet
+from poecaps.data.images import ImageSet, hold_out
 
 if TYPE_CHECKING:
     from poecaps._progress import Report
 
-__all__ = ["DataError", "DatasetNotFoundError", "ImageSet", "load", "read_folder", "read_idx"]
+__all__ = [
+    "DataError",
+    "DatasetNotFoundError",
+    "ImageSet",
+    "hold_out",
+    "load",
+    "read_folder",
+    "read_idx",
+]
 
 
 def load(

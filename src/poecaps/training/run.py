@@ -8,10 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from poecaps._devices import find_device
 from poecaps._files import lock, sweep
 from poecaps.autoencoder import minimum_image_size
-from poecaps.data import DataError, load
+from poecaps.data import DataError, hold_out, load
 from poecaps.data.datasets import NAMES
 from poecaps.data.folder import suppress_skipped_warnings
 from poecaps.network import CapsuleNetwork
@@ -26,6 +28,7 @@ from poecaps.training.checkpoint import (
 from poecaps.training.distributed import is_main_process, process_group, restart_count
 from poecaps.training.interrupts import Interrupts
 from poecaps.training.metrics import METRICS, last_values
+from poecaps.training.seeds import Stream, make_generator
 from poecaps.training.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
 
     from poecaps._progress import Report as Reading
     from poecaps.data import ImageSet
+    from poecaps.data.idx import Split
     from poecaps.training.config import Config
     from poecaps.training.progress import Progress
 
@@ -290,10 +294,13 @@ def _run(
             if newest_checkpoint(folder) is not None:
                 remedy = f"resume the run in it, or {remedy}"
             raise FileExistsError(f"{folder} is not empty; {remedy}")
+        held_out = None
         if data is None:
             warns = found is None and distributed.is_main
             with nullcontext() if warns else suppress_skipped_warnings():
-                data = _load_images(config, reading)
+                data = _load_images(config, "train", reading)
+            data, held_out = _divide(data, config, reading)
+        data = _some_images(data, config)
         if found is not None:
             found(data)
         _require_different_images(data)
@@ -305,6 +312,7 @@ def _run(
             distributed=distributed,
             interrupts=interrupts,
             report=report,
+            held_out=held_out,
         )
         trainer.fit(checkpoint)
         return TrainingResult(
@@ -318,15 +326,39 @@ def _run(
         )
 
 
-def _load_images(config: Config, reading: Reading | None) -> ImageSet:
+def _load_images(config: Config, split: Split, reading: Reading | None) -> ImageSet:
     return load(
         config.data,
+        split=split,
         path=config.data_path,
         size=config.size,
         channels=config.channels,
         smallest=minimum_image_size(config.model.kernel_size),
         report=reading,
     )
+
+
+def _divide(
+    data: ImageSet, config: Config, reading: Reading | None
+) -> tuple[ImageSet, ImageSet | None]:
+    """Return the images to learn from, and images on which nothing is learned, if there are any.
+
+    These are the test images of the data. A folder without them is divided at random.
+    """
+    try:
+        with suppress_skipped_warnings():
+            test = _load_images(config, "test", reading)
+    except (DataError, OSError):
+        return hold_out(data, config.held_out) if data.files else (data, None)
+    return data, test if test.shape == data.shape else None
+
+
+def _some_images(data: ImageSet, config: Config) -> ImageSet:
+    """Return the number of images that the options ask for, at random, in their order."""
+    if config.images is None or config.images >= len(data):
+        return data
+    order = torch.randperm(len(data), generator=make_generator(config.seed, Stream.IMAGES))
+    return data.subset(order[: config.images].sort().values)
 
 
 def _require_different_images(data: ImageSet) -> None:

@@ -101,6 +101,10 @@ class StageTrainer(ABC):
     def metrics(self) -> dict[str, float]:
         """Compute the running metrics, always on the same training images."""
 
+    def held_out_error(self) -> float | None:
+        """Compute the reconstruction error of `metrics` on held-out images, if there are any."""
+        return None
+
     @abstractmethod
     def work(self, batch_size: int) -> float:
         """Estimate the multiplications of a step for one image; only the ratios matter."""
@@ -156,10 +160,16 @@ class AutoencoderTrainer(StageTrainer):
 
     def metrics(self) -> dict[str, float]:
         """Compute the fraction of the images' variance that is lost."""
-        images = self.cache.images(self.cache.probe_indices())
+        return {"reconstruction_error": self._error(self.cache.images(self.cache.probe_indices()))}
+
+    def held_out_error(self) -> float | None:
+        """Compute the reconstruction error of held-out images, if there are any."""
+        return None if self.cache.held_out is None else self._error(self.cache.held_out)
+
+    def _error(self, images: Tensor) -> float:
         with self.cache.autocast():
-            error = (self.module(images).float() - images).square().sum()
-        return {"reconstruction_error": (error / _variance(images)).item()}
+            error: Tensor = (self.module(images).float() - images).square().sum()
+        return (error / _variance(images)).item()
 
 
 class DensityTrainer(StageTrainer):
@@ -418,6 +428,14 @@ class EncoderTrainer(StageTrainer):
         each = [self._metrics_of(experts, x) for experts in self.starts]
         return {name: sum(values[name] for values in each) / len(each) for name in each[0]}
 
+    def held_out_error(self) -> float | None:
+        """Compute the reconstruction error of held-out images, if there are any."""
+        if self.cache.held_out is None:
+            return None
+        x = self.cache.held_out_inputs(self.layer)
+        each = [measures.lost_share(x, experts.reconstruct(x)) for experts in self.starts]
+        return sum(each) / len(each)
+
     def _metrics_of(self, experts: CapsuleExperts, x: Tensor) -> dict[str, float]:
         """Compute the `metrics` of one start."""
         error = measures.lost_share(x, experts.reconstruct(x))
@@ -497,9 +515,18 @@ class DecoderTrainer(StageTrainer):
     def metrics(self) -> dict[str, float]:
         """Compute the fraction of the capsules' variance, before squashing, that is lost."""
         indices = self.cache.probe_indices()
-        z = F.unsquash(self.cache.inputs(self.layer, indices))
-        error = F.unsquash(self.module(self.cache.codes(self.layer + 1, indices))) - z
-        return {"reconstruction_error": (error.square().sum() / _variance(z)).item()}
+        x, y = self.cache.inputs(self.layer, indices), self.cache.codes(self.layer + 1, indices)
+        return {"reconstruction_error": self._error(x, y)}
+
+    def held_out_error(self) -> float | None:
+        """Compute the reconstruction error of held-out images, if there are any."""
+        if self.cache.held_out is None:
+            return None
+        return self._error(*map(self.cache.held_out_inputs, (self.layer, self.layer + 1)))
+
+    def _error(self, x: Tensor, y: Tensor) -> float:
+        z = F.unsquash(x)
+        return ((F.unsquash(self.module(y)) - z).square().sum() / _variance(z)).item()
 
 
 class PixelDecoderTrainer(StageTrainer):
@@ -550,9 +577,18 @@ class PixelDecoderTrainer(StageTrainer):
     def metrics(self) -> dict[str, float]:
         """Compute the fraction of the images' variance that is lost between images and codes."""
         indices = self.cache.probe_indices()
-        images = self.cache.images(indices)
-        error = torch.sigmoid(self._logits(self.cache.codes(self.top, indices))) - images
-        return {"reconstruction_error": (error.square().sum() / _variance(images)).item()}
+        error = self._error(self.cache.images(indices), self.cache.codes(self.top, indices))
+        return {"reconstruction_error": error}
+
+    def held_out_error(self) -> float | None:
+        """Compute the reconstruction error of held-out images, if there are any."""
+        if self.cache.held_out is None:
+            return None
+        return self._error(self.cache.held_out, self.cache.held_out_inputs(self.top))
+
+    def _error(self, images: Tensor, y: Tensor) -> float:
+        error = torch.sigmoid(self._logits(y)) - images
+        return (error.square().sum() / _variance(images)).item()
 
     def _logits(self, y: Tensor) -> Tensor:
         """Decode codes, with the routing held fixed as in the decoder's rule: → (B, C, H, W)."""
