@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from poecaps.data import DataError, buffers, load, read_folder
+from poecaps.data import DataError, MissingSplitError, buffers, load, read_folder
 from poecaps.data.folder import SkippedFilesWarning, _decode, suppress_skipped_warnings
 
 if TYPE_CHECKING:
@@ -225,8 +225,18 @@ def test_a_path_that_is_no_folder_is_named(digits: Array, tmp_path: Path) -> Non
     save(tmp_path / "a.png", digits[0])
     with pytest.raises(NotADirectoryError, match=r"a.png is not a folder"):
         read_folder(tmp_path / "a.png")
-    with pytest.raises(DataError, match=r"a.png is a single image; give the folder"):
-        load(tmp_path / "a.png")
+
+
+def test_a_single_picture_is_a_set_of_one(digits: Array, tmp_path: Path) -> None:
+    save(tmp_path / "a.png", digits[0])
+    data = load(tmp_path / "a.png", size=(10, 8), channels=3)
+    assert (len(data), data.shape, data.files) == (1, (3, 10, 8), ("a.png",))
+    assert data.source == str(tmp_path / "a.png")
+    with pytest.raises(MissingSplitError, match=r"a.png is a single image"):
+        load(tmp_path / "a.png", split="test")
+    (tmp_path / "b.png").write_bytes(b"no picture")
+    with pytest.raises(DataError, match="not a valid image"):
+        load(tmp_path / "b.png")
 
 
 def test_other_files_are_skipped_and_named(digits: Array, tmp_path: Path) -> None:

@@ -32,7 +32,9 @@ def encode(
 ) -> None:
     """Write the codes of images and the firing probabilities of the experts as NumPy arrays.
 
-    The file contains codes (N, J, D), firing (N, J) and, for labelled data, labels (N,).
+    The file contains codes (N, J, D), firing (N, J) and, for labelled data, labels (N,). For
+    pictures, files (N,) has the file of each, and label_names those of the labels. --data may
+    also name a single picture.
 
     Parameters
     ----------
@@ -52,6 +54,10 @@ def encode(
     arrays: dict[str, Any] = {"codes": codes.numpy(), "firing": codes.norm(dim=-1).numpy()}
     if images.labels is not None:
         arrays["labels"] = images.labels
+    if images.label_names:
+        arrays["label_names"] = np.array(images.label_names)
+    if images.files:
+        arrays["files"] = np.array(images.files)
     out.parent.mkdir(parents=True, exist_ok=True)
     try:
         with atomic_write(out) as file:

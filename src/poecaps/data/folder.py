@@ -7,6 +7,7 @@ import itertools
 import os
 import warnings
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -84,11 +85,46 @@ def read_folder(
         raise NotADirectoryError(
             f"{root} is not a folder; give the folder that contains the images"
         )
+    data = _read_files(root, sorted(_files_below(root)), size, channels, smallest, report)
+    labels, names = _labels(root, [root / file for file in data.files], label_names)
+    data = replace(data, labels=labels, label_names=names)
+    if data.skipped:
+        warnings.warn(
+            f"found {data.describe()}", SkippedFilesWarning, stacklevel=_stacklevel_of_caller()
+        )
+    return data
+
+
+def is_picture(path: Path) -> bool:
+    """Return whether a path is that of a single PNG, JPEG or WebP image."""
+    return path.suffix.lower() in SUFFIXES and not path.is_dir()
+
+
+def read_picture(
+    path: Path,
+    *,
+    size: int | tuple[int, int] | None = None,
+    channels: int | None = None,
+    smallest: int = 1,
+) -> ImageSet:
+    """Read a single image, with the parameters of `read_folder`."""
+    data = _read_files(path.parent, [path], size, channels, smallest, None)
+    return replace(data, source=str(path))
+
+
+def _read_files(
+    root: Path,
+    files: list[Path],
+    size: int | tuple[int, int] | None,
+    channels: int | None,
+    smallest: int,
+    report: Report | None,
+) -> ImageSet:
+    """Read files below a folder, without labels; see `read_folder`."""
     size = _as_size(size)
     if channels is not None and (type(channels) is not int or channels not in (1, 3)):
         raise ValueError(f"channels must be 1 (grey) or 3 (RGB), but is {channels!r}")
     checks.require_int("smallest", smallest, 1)
-    files = sorted(_files_below(root))
     skipped = {str(file): OTHER_FORMAT for file in files if file.suffix.lower() not in SUFFIXES}
     skipped |= {str(file): NO_FILE for file in files if not file.is_file()}
     pictures = [file for file in files if str(file) not in skipped]
@@ -143,21 +179,13 @@ def read_folder(
 
     images = images[: len(kept)]
     grey_as_rgb = channels is None and decoded_channels == 3 and _is_grey(images)
-    labels, names = _labels(root, kept, label_names)
-    data = ImageSet(
+    return ImageSet(
         np.ascontiguousarray(images[..., :1]) if grey_as_rgb else images,
-        labels,
-        label_names=names,
         source=str(root),
         skipped=skipped,
         files=tuple(str(file.relative_to(root)) for file in kept),
         grey_as_rgb=grey_as_rgb,
     )
-    if skipped:
-        warnings.warn(
-            f"found {data.describe()}", SkippedFilesWarning, stacklevel=_stacklevel_of_caller()
-        )
-    return data
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import torch
 from poecaps._devices import find_device
 from poecaps._files import lock, sweep
 from poecaps.autoencoder import minimum_image_size
-from poecaps.data import DataError, hold_out, load
+from poecaps.data import DataError, MissingSplitError, hold_out, load
 from poecaps.data.datasets import NAMES
 from poecaps.data.folder import suppress_skipped_warnings
 from poecaps.network import CapsuleNetwork
@@ -59,6 +59,8 @@ class TrainingResult:
     """Options of the run."""
     data: ImageSet | None
     """Training images; None if the run was finished already, so that they were not loaded."""
+    held_out: ImageSet | None
+    """Test images, or held-out images of a folder; None if there are none, or like `data`."""
     metrics: dict[str, dict[str, float]]
     """Last value of each metric of each stage; empty in all but the main process."""
     record: dict[str, Any]
@@ -228,6 +230,7 @@ def resume_training(
         folder,
         config,
         data,
+        held_out=None,
         metrics=last_values(folder / METRICS),
         record=record,
         seconds=time.perf_counter() - started,
@@ -320,6 +323,7 @@ def _run(
             folder,
             config,
             data,
+            held_out,
             metrics=last_values(folder / METRICS) if distributed.is_main else {},
             record=run_record.read(folder) if distributed.is_main else {},
             seconds=time.perf_counter() - started,
@@ -348,7 +352,7 @@ def _divide(
     try:
         with suppress_skipped_warnings():
             test = _load_images(config, "test", reading)
-    except (DataError, OSError):
+    except MissingSplitError:
         return hold_out(data, config.held_out) if data.files else (data, None)
     return data, test if test.shape == data.shape else None
 
