@@ -71,7 +71,8 @@ def read_folder(
         All possible subfolders, in the order of their labels; by default the existing subfolders,
         sorted.
     smallest
-        Skip images with a side of fewer pixels, measured before scaling.
+        Skip images with a side of fewer pixels, measured before scaling, unless all images are
+        that small.
     report
         Called with the number of files that were read, and that of all files.
 
@@ -134,20 +135,20 @@ def _read_files(
             f"{root} {f'contains only {found}' if files else 'is empty'}; give a folder of PNG, "
             "JPEG or WebP images"
         )
-    problems, all_grey, candidates = [], True, []
-    for file in pictures:  # only their headers, so that this is not reported
+    problems: list[str] = []
+    headers: dict[Path, tuple[str, tuple[int, int]]] = {}
+    for file in pictures:
         try:
-            mode, sides = _read_mode_and_size(file)
-        except DataError as error:
+            headers[file] = _read_mode_and_size(file)
+        except DataError as error:  # noqa: PERF203 (an error for each file)
             skipped[str(file)] = UNREADABLE
             problems.append(str(error))
-            continue
-        if min(sides) < smallest:
-            skipped[str(file)] = f"smaller than {smallest}×{smallest}"
-            problems.append(f"{file} has {_format_size(sides)} pixels; use larger images")
-        else:
-            all_grey = all_grey and mode in GREY_MODES
-            candidates.append(file)
+    if all(min(sides) < smallest for _, sides in headers.values()):
+        smallest = 1
+    candidates = [file for file, (_, sides) in headers.items() if min(sides) >= smallest]
+    too_small = f"smaller than {smallest}×{smallest}"
+    skipped |= {str(file): too_small for file in headers.keys() - set(candidates)}
+    all_grey = all(headers[file][0] in GREY_MODES for file in candidates)
     decoded_channels = channels or (1 if all_grey else 3)
 
     kept: list[Path] = []

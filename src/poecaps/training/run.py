@@ -17,6 +17,7 @@ from poecaps.data import DataError, MissingSplitError, hold_out, load
 from poecaps.data.datasets import NAMES
 from poecaps.data.folder import suppress_skipped_warnings
 from poecaps.network import CapsuleNetwork
+from poecaps.options import ModelOptions
 from poecaps.training import record as run_record
 from poecaps.training.checkpoint import (
     Checkpoint,
@@ -307,6 +308,9 @@ def _run(
         if found is not None:
             found(data)
         _require_different_images(data)
+        if is_new:
+            config = _with_filters_that_fit(config, data)
+            checkpoint = replace(checkpoint, config=config)
         trainer = Trainer(
             config,
             data,
@@ -363,6 +367,14 @@ def _some_images(data: ImageSet, config: Config) -> ImageSet:
         return data
     order = torch.randperm(len(data), generator=make_generator(config.seed, Stream.IMAGES))
     return data.subset(order[: config.images].sort().values)
+
+
+def _with_filters_that_fit(config: Config, data: ImageSet) -> Config:
+    """Return options with smaller filters if images are too small for those of the preset."""
+    default, side = ModelOptions().kernel_size, min(data.shape[1:])
+    if config.model.kernel_size != default or side >= minimum_image_size(default):
+        return config
+    return replace(config, model=replace(config.model, kernel_size=max(1, side // 3)))
 
 
 def _require_different_images(data: ImageSet) -> None:
