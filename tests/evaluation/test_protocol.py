@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ from poecaps.evaluation import (
     evaluate,
     load_classifier,
 )
+from poecaps.evaluation.protocol import CHAIN_WORK
 from poecaps.options import ModelOptions
 from poecaps.training import Config, DecoderStage, EncoderStage, Stage
 from poecaps.training import train as train_network
@@ -224,6 +226,10 @@ def test_a_network_with_a_density_is_measured_on_draws_of_it(
         report=lambda *report: seen.append(report),
     )
     assert seen[-1][0] == seen[-1][1]
+    done = [each for each, _ in seen]
+    assert done == sorted(done)
+    within = CHAIN_WORK * 6  # the work of one domain, of whose chains several steps are reported
+    assert max(b - a for a, b in itertools.pairwise(done)) < within
     assert tuple(result.domains) == (*DOMAINS, *DENSITY_DOMAINS)
     model, tied = result.domains["model"], result.domains["model-tied"]
     assert model.frechet is not None

@@ -126,6 +126,7 @@ class NetworkEncoder:
 
     def __init__(self, network: CapsuleNetwork, name: str = "poecaps") -> None:
         self.network, self.name = network.eval(), name
+        self.report: Report | None = None  # of the steps of Markov chains
         self.domains: Sequence[str] = DOMAINS
         self.density_experts = 0
         if network.density is not None:
@@ -151,7 +152,7 @@ class NetworkEncoder:
         """Draw images from a domain; see `CapsuleNetwork.generate`."""
         if domain in DENSITY_DOMAINS:
             return self.network.generate_from_density(
-                count, tied=domain == "model-tied", generator=generator
+                count, tied=domain == "model-tied", generator=generator, report=self.report
             )
         checked: Domain = domain  # type: ignore[assignment]  # the network checks the name
         return self._decode(self.network.sample(count, checked, generator=generator))
@@ -164,7 +165,9 @@ class NetworkEncoder:
 
     def sample_density_experts(self, experts: Tensor, generator: torch.Generator) -> Tensor:
         """Draw images from P(x | only this expert is on) of each of these experts."""
-        return self.network.generate_from_density(len(experts), expert=experts, generator=generator)
+        return self.network.generate_from_density(
+            len(experts), expert=experts, generator=generator, report=self.report
+        )
 
     def _decode(self, codes: Tensor) -> Tensor:
         return _in_small_batches(self.network.decode, codes)
@@ -497,10 +500,12 @@ class _Evaluator:
         count = self._samples_per_expert(encoder.density_experts)
         experts = torch.arange(encoder.density_experts, device=self.device)
         generator = self._generator("model-experts")
-        draws = in_batches(
-            lambda part: self._counted(encoder.sample_density_experts(part, generator), CHAIN_WORK),
-            experts.repeat_interleave(count),
-        )
+
+        def draw(part: Tensor) -> Tensor:
+            self._watch_chains(len(part))
+            return self._counted(encoder.sample_density_experts(part, generator), CHAIN_WORK)
+
+        draws = in_batches(draw, experts.repeat_interleave(count))
         return torch.split(self._checked(draws), count)
 
     def _samples_per_expert(self, experts: int) -> int:
@@ -547,6 +552,17 @@ class _Evaluator:
         if self.report is not None:
             self.report(work, self._total_work())
 
+    def _watch_chains(self, count: int) -> None:
+        """Report the steps of the chains that the network will run for so many draws."""
+        start, work = self.work, CHAIN_WORK * count
+
+        def report(done: int, total: int) -> None:
+            if self.report is not None and done < total:
+                self.report(start + work * done // total, self._total_work())
+
+        if isinstance(self.encoder, NetworkEncoder):
+            self.encoder.report = report
+
     def _total_work(self) -> int:
         """Count the work of all measures, in passes of an image through the model."""
         encoder, classify = self.encoder, int(self.classifier is not None)
@@ -575,14 +591,12 @@ class _Evaluator:
 
     def _sample(self, encoder: SupportsSampling, domain: str) -> Tensor:
         generator, work = self._generator(domain), _work_of(domain)
-        return self._checked(
-            torch.cat(
-                [
-                    self._counted(encoder.sample(size, domain, generator), work)
-                    for size in _batch_sizes(self.samples)
-                ]
-            )
-        )
+
+        def draw(size: int) -> Tensor:
+            self._watch_chains(size)
+            return self._counted(encoder.sample(size, domain, generator), work)
+
+        return self._checked(torch.cat([draw(size) for size in _batch_sizes(self.samples)]))
 
     def _checked(self, images: Tensor) -> Tensor:
         """Raise ValueError unless samples are images in [0, 1]; NaN would pass as not negative."""
