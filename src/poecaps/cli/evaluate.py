@@ -52,9 +52,9 @@ def evaluate(
     if out.suffix.lower() != ".json":
         raise ValueError(f"--out must name a .json file, but is {out}")
     network = open_model(run, device)
-    parts = load_parts(network, run, data, data_path)
     if data is None:
-        data, _ = training_source(run, data_path)
+        data, data_path = training_source(run, data_path)
+    parts = load_parts(network, run, data, data_path)
     dataset = data.removesuffix("-sample")
     classifier = evaluation.load_classifier(dataset) if dataset in evaluation.CLASSIFIERS else None
     result = evaluation.evaluate(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 import sys
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -102,13 +101,13 @@ class Parts:
     """What a reader of the results should know about them."""
 
 
-def load_parts(network: CapsuleNetwork, run: str, source: str | None, path: str | None) -> Parts:
+def load_parts(network: CapsuleNetwork, run: str, source: str, path: str | None) -> Parts:
     """Load training and test images for a model, and report skipped files on standard error.
 
     The test images are, in this order:
 
     - those of the data, if they have any;
-    - all images of `source`, if it is given: it is a folder or file of test images;
+    - all images of `source`, if it is not the training data: a folder or file of test images;
     - the images that the model has not learned from, as `poecaps train` holds out a tenth of a
       folder;
     - a random tenth of the training images, with a note.
@@ -118,53 +117,46 @@ def load_parts(network: CapsuleNetwork, run: str, source: str | None, path: str 
     network, run
         The model, and its name or folder.
     source, path
-        The data as in `poecaps.data.load`; by default the training data of the model.
+        The data as in `poecaps.data.load`.
 
     Raises
     ------
     DataError
         If the images do not have the shape that the model expects, or are too few.
     """
-    given = source is not None and not _is_training_data(source, run)
-    if source is None:
-        source, path = training_source(run, path)
     images = load_images(network, run, source, path, "train")
     try:
         test = load_images(network, run, source, path, "test")
     except MissingSplitError:
-        if not given:
-            return _divide(images, run)
+        folder = models.find(run)
+        if not (folder / record.RECORD).is_file() or _is_training_data(source, folder):
+            return _divide(images, folder)
         source, path = training_source(run, None)
-        train = load_images(network, run, source, path, "train")
-        with suppress(MissingSplitError):
-            load_images(network, run, source, path, "test")
-            return _with_same_labels(train, images)
-        return _with_same_labels(_divide(train, run).train, images)
+        return _with_same_labels(load_images(network, run, source, path, "train"), images)
     return Parts(images, test)
 
 
-def _is_training_data(source: str, run: str) -> bool:
+def _is_training_data(source: str, folder: Path) -> bool:
     """Return whether a source is the folder or file that a model was trained on."""
-    folder = models.find(run)
-    if not (folder / record.RECORD).is_file():
-        return False
     trained = record.options_of(folder, record.read(folder)).data
     return Path(source).expanduser().resolve() == Path(trained).expanduser().resolve()
 
 
-def _divide(images: ImageSet, run: str) -> Parts:
-    """Divide the training data of a model, as `poecaps train` does."""
-    folder = models.find(run)
-    about = record.read(folder)
-    share = record.options_of(folder, about).held_out or HELD_OUT_SHARE
+def _divide(images: ImageSet, folder: Path) -> Parts:
+    """Divide images without a test part, those of a training run as the run has done."""
+    share, note = HELD_OUT_SHARE, "the model may have learned from the test images"
+    if (folder / record.RECORD).is_file():
+        about = record.read(folder)
+        share = record.options_of(folder, about).held_out or HELD_OUT_SHARE
+        learned = not about["data"].get("held_out")
+        note = "the model has learned from the test images, too" if learned else ""
     train, test = data.hold_out(images, share)
     if test is None:
         raise DataError(
             f"{images.source} has no test images, and is too small to hold out {share:.0%} of it; "
             "give a folder of test images with --data"
         )
-    learned = not about["data"].get("held_out")
-    return Parts(train, test, "the model has learned from the test images, too" * learned)
+    return Parts(train, test, note)
 
 
 def _with_same_labels(train: ImageSet, test: ImageSet) -> Parts:
