@@ -15,7 +15,17 @@ ROOT = Path(poecaps.__file__).parent
 # From the lowest floor to the highest. A module may import modules of lower floors, and of its own
 # package. CONTRIBUTING.md has a table with the same rows; a new module needs a place in both.
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("_checks", "_devices", "_files", "_graphs", "_json", "_modules", "_version", "metrics"),
+    (
+        "_checks",
+        "_devices",
+        "_files",
+        "_graphs",
+        "_json",
+        "_modules",
+        "_progress",
+        "_version",
+        "metrics",
+    ),
     ("functional", "data"),
     ("kernels",),
     ("layer", "autoencoder", "preprocessing", "code_density", "options", "views"),

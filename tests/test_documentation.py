@@ -16,6 +16,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import json
 import re
 import shlex
 import shutil
@@ -290,6 +291,25 @@ def test_ten_lines_are_ten() -> None:
     text = PAGES["README.md"].read_text(encoding="utf-8").split("## Ten lines of Python")[1]
     (example,) = [block for block in blocks_of("README.md", text) if block.language == "python"]
     assert len([line for line in example.body.splitlines() if line.strip()]) == 10
+
+
+@pytest.mark.parametrize(
+    ("data", "pattern"),
+    [
+        ("mnist", r"normalised mutual information of (0\.\d+)"),
+        ("fashion-mnist", r"On Fashion-MNIST it is (0\.\d+)"),
+    ],
+)
+def test_the_readme_quotes_the_measured_information(data: str, pattern: str) -> None:
+    study = json.loads((ROOT / "docs" / "results" / f"{data}-study.json").read_text("utf-8"))
+    measured = [
+        each["evaluation"]["specialisation"]["normalised"]
+        for each in study
+        if each["variant"] == "default"
+    ]
+    (quoted,) = re.findall(pattern, " ".join(PAGES["README.md"].read_text("utf-8").split()))
+    digits = len(quoted) - 2
+    assert f"{np.mean(measured):.{digits}f}" == quoted
 
 
 # -------------------------------------------------------------------------------------------------

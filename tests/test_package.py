@@ -135,7 +135,8 @@ def test_the_guide_to_own_images_runs_from_end_to_end(
         for line in block.replace("\\\n", " ").splitlines()
     ]
     assert [line.split()[1] for line in lines] == [
-        "train", "generate", "generate", "reconstruct", "traverse", "evaluate", "info",
+        "train", "generate", "generate", "reconstruct", "traverse", "traverse",
+        "encode", "encode", "evaluate", "info",
     ]  # fmt: skip
     for line in lines:
         words = shlex.split(line, comments=True)[1:]

@@ -12,14 +12,14 @@ import torch
 
 from poecaps import _checks as checks
 from poecaps import functional as F
-from poecaps._modules import in_batches
+from poecaps._modules import BATCH_SIZE, in_batches
+from poecaps._progress import counted
 from poecaps.metrics import margins
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import Tensor
 
+    from poecaps._progress import Report
     from poecaps.network import CapsuleNetwork
 
 __all__ = [
@@ -42,9 +42,12 @@ QUERY_BATCH = 1000  # queries whose similarities to all codes are in memory toge
 
 
 @torch.no_grad()
-def encode(network: CapsuleNetwork, images: Tensor) -> Tensor:
-    """Encode any number of images, in batches, without gradients: (N, C, H, W) → (N, J, D)."""
-    return in_batches(network.encode, images)
+def encode(network: CapsuleNetwork, images: Tensor, *, report: Report | None = None) -> Tensor:
+    """Encode any number of images, in batches, without gradients: (N, C, H, W) → (N, J, D).
+
+    After each batch, `report` is called with the number of finished images and that of all images.
+    """
+    return in_batches(network.encode, counted(images.split(BATCH_SIZE), len(images), report))
 
 
 @dataclass(frozen=True)
@@ -68,14 +71,16 @@ class Clusters:
 
 
 @torch.no_grad()
-def cluster(network: CapsuleNetwork, images: Tensor) -> Clusters:
+def cluster(network: CapsuleNetwork, images: Tensor, *, report: Report | None = None) -> Clusters:
     """Sort images by their most active expert: (N, C, H, W) → N clusters.
+
+    After each batch, `report` is called with the number of finished images and that of all images.
 
     The experts learned without labels, so a cluster has no name. After training with several views
     of every image (`encoder.views`) and about as many experts as there are kinds of objects, the
     images of an expert show one kind.
     """
-    firing = encode(network, images).norm(dim=-1)
+    firing = encode(network, images, report=report).norm(dim=-1)
     best = firing.max(dim=1)
     # ‖squash(z)‖ = ‖z‖²/(1+‖z‖²), so that log‖z‖² is its logit.
     log_odds = torch.logit(firing.double(), eps=torch.finfo(firing.dtype).tiny)
@@ -216,7 +221,7 @@ def inpaint_by_density(
     draws: int = 8,
     steps: int = 300,
     generator: torch.Generator | None = None,
-    report: Callable[[int, int], None] | None = None,
+    report: Report | None = None,
 ) -> Tensor:
     """Replace hidden pixels by draws from their posterior under the density of the network.
 
@@ -263,7 +268,7 @@ def denoise(
     draws: int = 8,
     steps: int = 300,
     generator: torch.Generator | None = None,
-    report: Callable[[int, int], None] | None = None,
+    report: Report | None = None,
 ) -> Tensor:
     """Remove Gaussian noise from images: the mean of the posterior under the density.
 
@@ -297,7 +302,7 @@ def _posterior(
     draws: int,
     steps: int,
     generator: torch.Generator | None,
-    report: Callable[[int, int], None] | None,
+    report: Report | None,
 ) -> Tensor:
     """Draw images given the known pixels of others: (N, C, H, W) → (draws, N, C, H, W)."""
     checks.require_positive("noise", noise)

@@ -158,6 +158,20 @@ def write(
     return True
 
 
+def measures(measured: Mapping[str, Any]) -> dict[str, str]:
+    """Return the names and formatted values of all measures in the JSON of an evaluation."""
+    values = {row: (_measure(measured, row), form) for row, (_, form) in MEASURES.items()}
+    return {row: f"{value:{form}}" for row, (value, form) in values.items() if value is not None}
+
+
+def _measure(measured: Mapping[str, Any] | None, row: str) -> Any:
+    """Return the number of a row, or None if it was not measured."""
+    value: Any = measured
+    for key in MEASURES[row][0]:
+        value = None if value is None else value.get(key)
+    return value
+
+
 def is_unedited(text: str) -> bool:
     """Return whether a card is unchanged since `write` wrote it."""
     body, _, last = text.rstrip("\n").rpartition("\n\n")
@@ -221,7 +235,7 @@ class _Card:
         yield "tags:\n" + "\n".join(f"- {tag}" for tag in TAGS)
         if known:
             yield f"datasets:\n- {known.hub_name}"
-        values = {row: self._measure(row) for row in HUB_METRICS}
+        values = {row: _measure(self.measured, row) for row in HUB_METRICS}
         values = {row: value for row, value in values.items() if value is not None}
         if self.measured is not None and values:
             yield "metrics:\n" + "\n".join(f"- {HUB_METRICS[row]}" for row in values)
@@ -303,17 +317,7 @@ class _Card:
         yield f"with {draws} from each domain, seed {seed}{rounded}."
         yield "The documentation of poecaps defines each measure in `docs/evaluation.md`.\n"
         yield "| | |\n| --- | ---: |"
-        for row, (_, form) in MEASURES.items():
-            value = self._measure(row)
-            if value is not None:
-                yield f"| {row} | {value:{form}} |"
-
-    def _measure(self, row: str) -> Any:
-        """Return the number of a row, or None if it was not measured."""
-        value: Any = self.measured
-        for key in MEASURES[row][0]:
-            value = None if value is None else value.get(key)
-        return value
+        yield from (f"| {row} | {value} |" for row, value in measures(measured).items())
 
 
 def _changed(config: Config, preset: str) -> dict[str, Any]:

@@ -76,7 +76,7 @@ class ModelOptions:
     features: int = 128
     """Number of filters of each convolution."""
     kernel_size: int = 9
-    """Height and width of the filters."""
+    """Height and width of the filters; training on images below 17×17 makes 9 a third of a side."""
     bias: bool = True
     """Whether the convolutions have biases."""
     dropout: float = 0.2

@@ -43,6 +43,7 @@ BACKGROUND, TEXT, SEPARATOR = (255, 255, 255), (40, 40, 40), (190, 190, 190)
 ANIMATION_SIZE = 480  # width of an animation in pixels, about
 IMAGES_PER_LINE = 20  # of `reconstructions`
 ASCII_SUBSTITUTES = str.maketrans("×–—−‘’“”", "x---''\"\"")
+HELD_OUT = "held_out_error"  # drawn in the panel of the reconstruction error
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#8c6d1f", "#4b4b9b", "#56b4e9", "#666666")
 
 
@@ -259,6 +260,8 @@ def animation(images: Tensor | Array, path: PathLike, *, milliseconds: int = 80)
 def training_curves(metrics: PathLike | Mapping[str, Mapping[str, Array]], path: PathLike) -> Path:
     """Draw the curves of a training run over its epochs: one column per stage, one panel per curve.
 
+    The reconstruction errors of training images and of held-out images share a panel.
+
     Parameters
     ----------
     metrics
@@ -273,9 +276,12 @@ def training_curves(metrics: PathLike | Mapping[str, Mapping[str, Array]], path:
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     stages = metrics if isinstance(metrics, Mapping) else read_metrics(Path(metrics))
-    names = dict.fromkeys(name for curves in stages.values() for name in curves)
+    panels_of = {
+        stage: [name for name in curves if name != HELD_OUT] for stage, curves in stages.items()
+    }
+    names = dict.fromkeys(name for shown in panels_of.values() for name in shown)
     colours = {name: COLOURS[index % len(COLOURS)] for index, name in enumerate(names)}
-    rows, width = max(map(len, stages.values())), max(12.0, 2.4 * len(stages))
+    rows, width = max(map(len, panels_of.values())), max(12.0, 2.4 * len(stages))
     number = FuncFormatter(lambda value, _: f"{value:.10g}".replace("-", "−"))
 
     with style.context("default"):  # regardless of the style that the caller has set
@@ -283,18 +289,22 @@ def training_curves(metrics: PathLike | Mapping[str, Mapping[str, Array]], path:
         figure = Figure(figsize=(width, 0.8 + 1.9 * rows), dpi=100, layout=layout)
         panels = figure.subplots(rows, len(stages), squeeze=False, sharex="col")
         for column, (stage, curves) in zip(panels.T, stages.items(), strict=True):
+            shown = panels_of[stage]
             headings = [
                 textwrap.fill(name.replace("_", " "), int(13 * width / len(stages)) - 10)
-                for name in curves
+                for name in shown
             ]
-            for panel, heading, (name, points) in zip(
-                column, headings, curves.items(), strict=False
-            ):
+            for panel, heading, name in zip(column, headings, shown, strict=False):
+                points = curves[name]
                 # Without markers, a curve of a single point would be invisible.
-                marker = "o" if len(points) <= 30 else None
+                options = {"linewidth": 1.3, "marker": "o" if len(points) <= 30 else None}
                 panel.plot(
-                    *points.T, color=colours[name], linewidth=1.3, marker=marker, markersize=3
+                    *points.T, color=colours[name], markersize=3, label="training", **options
                 )
+                if name == "reconstruction_error" and HELD_OUT in curves:
+                    other = curves[HELD_OUT].T
+                    panel.plot(*other, color="#303030", markersize=2, label="held out", **options)
+                    panel.legend(fontsize=8, frameon=False)
                 panel.set_title(heading, loc="left", fontsize=10, color="#404040")
                 panel.grid(color="#e4e4e4", linewidth=0.8)
                 panel.spines[["top", "right"]].set_visible(False)
@@ -318,9 +328,9 @@ def training_curves(metrics: PathLike | Mapping[str, Mapping[str, Array]], path:
                 fontsize=12,
                 fontweight="bold",
             )
-            column[len(curves) - 1].tick_params(labelbottom=True)
-            column[len(curves) - 1].set_xlabel("epoch", fontsize=9, color="#404040")
-            for unused in column[len(curves) :]:
+            column[len(shown) - 1].tick_params(labelbottom=True)
+            column[len(shown) - 1].set_xlabel("epoch", fontsize=9, color="#404040")
+            for unused in column[len(shown) :]:
                 unused.remove()
         picture = io.BytesIO()
         figure.savefig(picture, format="png", metadata={"Software": None})

@@ -63,11 +63,11 @@ def test_one_expert_can_be_drawn_alone(
 
 
 def test_reconstructions_are_the_models(run: Path, tmp_path: Path) -> None:
-    assert main(["reconstruct", str(run), "--count", "7", "--out", str(tmp_path / "r.png")]) == 0
+    assert main(["reconstruct", str(run), "--count", "2", "--out", str(tmp_path / "r.png")]) == 0
     drawn = arrays(tmp_path / "r.npz")
-    assert len(drawn["originals"]) == 7
-    test = poecaps.data.load("mnist-sample", split="test").batch(range(7))
-    np.testing.assert_array_equal(drawn["originals"], test.numpy())  # the test images come first
+    assert len(drawn["originals"]) == 2
+    test = poecaps.data.load("mnist-sample", split="test").batch([0, 19])  # the first and the last
+    np.testing.assert_array_equal(drawn["originals"], test.numpy())
     with torch.no_grad():
         made = poecaps.load(run).reconstruct(test)
     np.testing.assert_allclose(drawn["reconstructions"], made.numpy(), atol=1e-6)
@@ -86,7 +86,7 @@ def test_reconstructions_are_the_models(run: Path, tmp_path: Path) -> None:
         )
         == 0
     )
-    train = poecaps.data.load("mnist-sample").batch(range(3))
+    train = poecaps.data.load("mnist-sample").batch([0, 24, 47])
     np.testing.assert_array_equal(arrays(tmp_path / "t.npz")["originals"], train.numpy())
 
 

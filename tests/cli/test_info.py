@@ -36,6 +36,25 @@ def test_info_describes_a_run(run: Path, source: Path, capsys: pytest.CaptureFix
     assert f"torch        {torch.__version__}" in capsys.readouterr().out
 
 
+def test_info_has_the_measures_of_the_model_card(capsys: pytest.CaptureFixture[str]) -> None:
+    folder = models.find("mnist")
+    measured = json.loads((folder / "evaluation.json").read_text(encoding="utf-8"))
+    assert main(["info", "mnist"]) == 0
+    text = capsys.readouterr().out
+    card = (folder / "README.md").read_text(encoding="utf-8")
+    for name, value in (
+        ("linear probe on codes, test accuracy", measured["probe"]["test_accuracy"]),
+        (
+            "recognisable draws from all experts together",
+            measured["domains"]["joint"]["recognisability"]["share"],
+        ),
+    ):
+        (line,) = [line for line in text.splitlines() if name in line]
+        number = line.split()[-1]
+        assert float(number.rstrip("%")) / 100 == pytest.approx(value, abs=1e-3)
+        assert f"| {name} | {number} |" in card
+
+
 def test_info_has_the_command_that_resumes_a_run(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import io
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -52,6 +55,58 @@ def test_help_shows_optional_values_plainly(capsys: pytest.CaptureFixture[str]) 
         assert "{None}" not in text
         if command != "train":
             assert "None" not in text, "an option that is left out has a default in words"
+
+
+COMMANDS = (
+    *("train", "generate", "reconstruct", "traverse", "encode", "cluster", "evaluate"),
+    *("sample", "likelihood", "explore", "info", "completion"),
+)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_is_wrapped_at_80_columns(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit) as leave:
+        main([command, "--help"])
+    assert leave.value.code == 0
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 80
+    assert not any(each in text for each in ("{None}", "[[", "(default: )"))
+    assert "show this help message" in text
+
+
+def test_the_overview_has_a_line_about_each_command_and_every_option(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 80
+    for name in (*COMMANDS, "-h, --help", "--version"):
+        assert f"\n  {name:13} " in text
+    assert main([]) == 0
+    assert capsys.readouterr().out == text
+
+
+def test_a_misspelt_command_is_corrected(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["genrate", "mnist"]) == 2
+    error = capsys.readouterr().err
+    assert error == "poecaps: there is no command genrate; did you mean generate?\n"
+    assert main(["xyzzy"]) == 2
+    assert "poecaps --help lists the commands" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(os.name == "nt", reason="a pipe of POSIX")
+def test_a_reader_that_leaves_ends_the_command_quietly() -> None:
+    command = [sys.executable, "-m", "poecaps", "completion", "bash"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait() == 141
 
 
 def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from poecaps.data import DataError, buffers, load, read_folder
+from poecaps.data import DataError, MissingSplitError, buffers, load, read_folder
 from poecaps.data.folder import SkippedFilesWarning, _decode, suppress_skipped_warnings
 
 if TYPE_CHECKING:
@@ -23,6 +23,18 @@ JPEG = {"quality": 100, "subsampling": 0}
 def save(path: Path, image: Array | Image.Image, **options: Any) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     (image if isinstance(image, Image.Image) else Image.fromarray(image)).save(path, **options)
+
+
+def coloured(digit: Array) -> Array:
+    return np.stack([digit, digit // 2, digit], -1)
+
+
+def test_reading_is_reported(digits: Array, tmp_path: Path) -> None:
+    for index, digit in enumerate(digits):
+        save(tmp_path / f"{index}.png", digit)
+    seen: list[tuple[int, int]] = []
+    load(tmp_path, report=lambda *report: seen.append(report))
+    assert seen == [(done, len(digits)) for done in range(len(digits) + 1)]
 
 
 def test_grey_images_are_read_in_the_order_of_their_names(digits: Array, tmp_path: Path) -> None:
@@ -53,12 +65,28 @@ def test_one_colour_image_makes_the_set_rgb_and_channels_decides_otherwise(
     digits: Array, tmp_path: Path
 ) -> None:
     save(tmp_path / "a.png", digits[0])
-    save(tmp_path / "b.png", np.stack([digits[1]] * 3, -1))
+    save(tmp_path / "b.png", coloured(digits[1]))
     data = load(tmp_path)
     assert data.shape == (3, 5, 4)
     np.testing.assert_array_equal(data.images[0], np.stack([digits[0]] * 3, -1))
     grey = load(tmp_path, channels=1)
-    np.testing.assert_array_equal(grey.images[1, ..., 0], digits[1])
+    assert grey.shape == (1, 5, 4)
+    np.testing.assert_array_equal(grey.images[0, ..., 0], digits[0])
+
+
+@pytest.mark.parametrize("suffix", ["png", "jpeg"])
+def test_grey_images_that_are_stored_as_rgb_are_grey_and_the_description_says_so(
+    suffix: str, digits: Array, tmp_path: Path
+) -> None:
+    for index, digit in enumerate(digits):
+        image = Image.fromarray(digit).convert("RGB")
+        save(tmp_path / f"{index}.{suffix}", image, **JPEG if suffix == "jpeg" else {})
+    data = load(tmp_path)
+    assert data.shape == (1, 5, 4)
+    assert np.abs(data.images[..., 0].astype(int) - digits).max() <= 3
+    assert f"{len(digits)} grey images of 5×4 (stored as RGB)" in data.describe()
+    assert load(tmp_path, channels=3).shape == (3, 5, 4)
+    assert "stored" not in load(tmp_path, channels=1).describe()
 
 
 @pytest.mark.parametrize("grey", ["a", "b", "c"])
@@ -66,7 +94,7 @@ def test_no_single_image_decides_that_a_set_is_grey(
     grey: str, digits: Array, tmp_path: Path
 ) -> None:
     for name, digit in zip("abc", digits, strict=False):
-        save(tmp_path / f"{name}.png", digit if name == grey else np.stack([digit] * 3, -1))
+        save(tmp_path / f"{name}.png", digit if name == grey else coloured(digit))
     assert load(tmp_path).shape == (3, 5, 4)
 
 
@@ -197,8 +225,18 @@ def test_a_path_that_is_no_folder_is_named(digits: Array, tmp_path: Path) -> Non
     save(tmp_path / "a.png", digits[0])
     with pytest.raises(NotADirectoryError, match=r"a.png is not a folder"):
         read_folder(tmp_path / "a.png")
-    with pytest.raises(DataError, match=r"a.png is a single image; give the folder"):
-        load(tmp_path / "a.png")
+
+
+def test_a_single_picture_is_a_set_of_one(digits: Array, tmp_path: Path) -> None:
+    save(tmp_path / "a.png", digits[0])
+    data = load(tmp_path / "a.png", size=(10, 8), channels=3)
+    assert (len(data), data.shape, data.files) == (1, (3, 10, 8), ("a.png",))
+    assert data.source == str(tmp_path / "a.png")
+    with pytest.raises(MissingSplitError, match=r"a.png is a single image"):
+        load(tmp_path / "a.png", split="test")
+    (tmp_path / "b.png").write_bytes(b"no picture")
+    with pytest.raises(DataError, match="not a valid image"):
+        load(tmp_path / "b.png")
 
 
 def test_other_files_are_skipped_and_named(digits: Array, tmp_path: Path) -> None:
@@ -267,11 +305,7 @@ def test_images_that_are_too_small_are_skipped_before_they_are_scaled(
     assert (len(data), data.shape) == (1, (1, 8, 8))
     assert data.skipped == {str(tmp_path / "a.png"): "smaller than 5×5"}
     assert len(load(tmp_path, size=8, smallest=4)) == 2
-    with pytest.raises(
-        DataError,
-        match=r"no usable image; the first of 2 problems: .*a.png has 5×4 pixels; use larger",
-    ):
-        load(tmp_path, smallest=6)
+    assert len(load(tmp_path, size=8, smallest=6)) == 2, "a folder of small images is read"
 
 
 def test_a_cut_image_is_named_where_there_is_no_other(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from poecaps.data import DataError, ImageSet
+from poecaps.data import DataError, ImageSet, hold_out
 
 Array = np.ndarray[Any, Any]
 
@@ -146,3 +146,52 @@ def test_one_line_describes_a_set() -> None:
     assert text == (
         "3 RGB images of 5×4 in here; 3 files skipped: 2 not PNG (a.gif, …), 1 unreadable (b.png)"
     )
+
+
+def test_a_subset_keeps_what_belongs_to_its_images() -> None:
+    whole = ImageSet(
+        np.arange(5, dtype=np.uint8).reshape(5, 1, 1),
+        np.arange(5) % 2,
+        label_names=("even", "odd"),
+        files=("a", "b", "c", "d", "e"),
+    )
+    part = whole.subset([3, 0])
+    assert part.images.ravel().tolist() == [3, 0]
+    assert part.labels is not None
+    assert part.labels.tolist() == [1, 0]
+    assert (part.files, part.label_names) == (("d", "a"), ("even", "odd"))
+
+
+def numbered(files: list[str]) -> ImageSet:
+    images = np.arange(len(files), dtype=np.uint8).reshape(-1, 1, 1)
+    return ImageSet(images, files=tuple(files))
+
+
+def test_held_out_images_are_a_random_tenth_and_the_others_are_the_rest() -> None:
+    files = [f"{number}.png" for number in range(200)]
+    train, test = hold_out(numbered(files))
+    assert test is not None
+    assert (len(train), len(test), train.held_out) == (180, 20, 20)
+    assert sorted(train.files + test.files) == sorted(files)
+    assert "180 grey images of 1×1 in an array, and 20 more that are held out" in train.describe()
+    assert hold_out(numbered(files))[1].files == test.files  # type: ignore[union-attr]
+    assert hold_out(numbered(files), seed=1)[1].files != test.files  # type: ignore[union-attr]
+    first = sum(int(name.removesuffix(".png")) < 100 for name in test.files)
+    assert 4 <= first <= 16, "they are spread over the set"
+
+
+def test_held_out_images_stay_held_out_if_others_are_added() -> None:
+    files = [f"{number}.png" for number in range(200)]
+    _, before = hold_out(numbered(files))
+    _, after = hold_out(numbered(sorted([*files, *(f"new{number}.png" for number in range(20))])))
+    assert before is not None
+    assert after is not None
+    assert len(set(before.files) & set(after.files)) >= 17
+
+
+def test_a_few_images_cannot_be_divided() -> None:
+    train, test = hold_out(numbered(["a", "b", "c"]))
+    assert test is None
+    assert len(train) == 3
+    with pytest.raises(ValueError, match="share must be below 1"):
+        hold_out(numbered(["a", "b", "c"]), 1.0)

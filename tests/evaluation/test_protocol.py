@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ from poecaps.evaluation import (
     evaluate,
     load_classifier,
 )
+from poecaps.evaluation.protocol import CHAIN_WORK
 from poecaps.options import ModelOptions
 from poecaps.training import Config, DecoderStage, EncoderStage, Stage
 from poecaps.training import train as train_network
@@ -100,6 +102,29 @@ def test_every_measure_of_a_network_is_computed(evaluation: Evaluation) -> None:
     assert len(evaluation.experts.purity.per_expert) == 5
     (note,) = evaluation.notes
     assert note.startswith("Fréchet distances of 300 samples, fewer than 2,000, are too large")
+
+
+@pytest.mark.parametrize("labelled", [True, False])
+@pytest.mark.parametrize("classified", [True, False])
+def test_the_work_is_reported_up_to_its_end(
+    labelled: bool, classified: bool, network: CapsuleNetwork
+) -> None:
+    train, test = (
+        each if labelled else replace(each, labels=None)
+        for each in (part("train", 60), part("test", 40))
+    )
+    seen: list[tuple[int, int]] = []
+    evaluate(
+        network,
+        train,
+        test,
+        load_classifier("mnist") if classified else None,
+        samples=33,
+        report=lambda *report: seen.append(report),
+    )
+    done, totals = zip(*seen, strict=True)
+    assert list(done) == sorted(done)
+    assert set(totals) == {done[-1]}
 
 
 def test_the_reconstruction_error_is_that_of_the_network(
@@ -192,7 +217,19 @@ def test_a_network_with_a_density_is_measured_on_draws_of_it(
     sizes = replace(TINY_DENSITY, image_shape=(1, 28, 28))
     images = digits[0].batch(range(60))
     dense = untrained_with_density(sizes, images, generator)
-    result = evaluate(dense, *digits, load_classifier("mnist"), samples=6)
+    seen: list[tuple[int, int]] = []
+    result = evaluate(
+        dense,
+        *digits,
+        load_classifier("mnist"),
+        samples=6,
+        report=lambda *report: seen.append(report),
+    )
+    assert seen[-1][0] == seen[-1][1]
+    done = [each for each, _ in seen]
+    assert done == sorted(done)
+    within = CHAIN_WORK * 6  # the work of one domain, of whose chains several steps are reported
+    assert max(b - a for a, b in itertools.pairwise(done)) < within
     assert tuple(result.domains) == (*DOMAINS, *DENSITY_DOMAINS)
     model, tied = result.domains["model"], result.domains["model-tied"]
     assert model.frechet is not None

@@ -68,7 +68,7 @@ def test_a_run_killed_twice_has_bit_identical_weights(
     folder = tmp_path / "run"
     start = command("train", "--data", data, "--out", folder, "--quiet", "--no-figures", *OPTIONS)
     go_on = command("train", "--resume", folder, "--quiet", "--no-figures")
-    for arguments, lines in ((start, 4), (go_on, 12)):
+    for arguments, lines in ((start, 4), (go_on, 16)):
         process = subprocess.Popen(arguments)
         wait_for_lines(process, folder, lines)
         process.send_signal(signal.SIGKILL)
@@ -114,7 +114,7 @@ def test_an_interrupt_saves_and_prints_the_command_to_resume(
             signal.SIGINT, signal.default_int_handler
         ),  # even if the tests ignore it
     )
-    wait_for_lines(process, folder, 10)
+    wait_for_lines(process, folder, 16)
     process.send_signal(number)
     _, err = process.communicate()
     assert process.returncode == 130

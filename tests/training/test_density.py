@@ -222,7 +222,7 @@ def test_the_metrics_are_those_of_images_and_chains(whole: Callable[[str], Path]
     names = {"loss", "learning_rate", "free_energy", "held_out_free_energy", "acceptance"}
     for variant in VARIANTS:
         lines = [line for line in metrics(whole(variant)) if line["stage"] == "density"]
-        assert [line["step"] for line in lines] == [3, 6, 9, 12]
+        assert [line["step"] for line in lines] == list(range(1, 13))
         expected = {*names, "chain_free_energy"}
         if variant != "persistent":
             expected |= {"log_partition", "nats"}

@@ -30,6 +30,7 @@ def at(stage: str, step: int, **metrics: float) -> Progress:
         total_step=step,
         images_per_second=1234.56,
         seconds_left=1.0,
+        run_seconds_left=2.0,
         metrics=metrics,
         measured=True,
     )

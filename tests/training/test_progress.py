@@ -6,12 +6,13 @@ import io
 import json
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from poecaps.training import Progress, resume, train
-from poecaps.training.progress import LiveLine, PlainLines, TensorBoard, display
-from tests.training.runs import Stop, config_for
+from poecaps.training import Progress, Stage, resume, train
+from poecaps.training.progress import LiveLine, PlainLines, ProgressMeter, TensorBoard, display
+from tests.training.runs import Stop, config_for, without_epochs
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -29,6 +30,7 @@ def at(step: int, stage: str = "encoder 1", **changes: Any) -> Progress:
         "total_step": 100 + step,
         "images_per_second": 1234.5,
         "seconds_left": 3725.0,
+        "run_seconds_left": 4000.0,
         "metrics": {
             "loss": 1.0,
             "reconstruction_error": 0.25,
@@ -49,9 +51,12 @@ class Terminal(io.StringIO):
 
 def test_the_summary_has_what_tells_whether_it_learns() -> None:
     expected = "epoch 1.5/2  1,234 images/s  error 0.250  firing 0.50  rank 12.3  1:02:05 left"
-    assert at(15).summary() == expected
+    assert at(15).summary() == f"{expected} (run: 1:06:40)"
+    assert at(15, number=3).summary() == expected, "the last stage ends with the run"
+    assert at(20).summary().endswith("rank 12.3"), "nothing of the stage is left"
     assert (
-        at(15, metrics={}, seconds_left=59.6).summary() == "epoch 1.5/2  1,234 images/s  1:00 left"
+        at(15, number=3, metrics={}, seconds_left=59.6).summary()
+        == "epoch 1.5/2  1,234 images/s  1:00 left"
     )
 
 
@@ -74,9 +79,35 @@ def test_without_a_terminal_there_is_one_plain_line_for_each_epoch() -> None:
     assert all(line.isprintable() and line.startswith("2/3 encoder 1 ") for line in lines)
 
 
+def test_without_a_terminal_a_long_epoch_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("poecaps._progress.PLAIN_DELAY", 0.0)
+    out = io.StringIO()
+    show = display(out)
+    for step in (0, 1, 2):
+        show(at(step, images_per_second=100.0 * step, measured=False))
+    assert [line.split()[4] for line in out.getvalue().splitlines()[1:]] == ["0.1/2", "0.2/2"]
+
+
+def test_the_time_left_of_the_run_includes_the_later_stages() -> None:
+    meter = ProgressMeter(
+        {"autoencoder": 2, "encoder 1": 4, "decoder 1": 0},
+        "autoencoder",
+        first_step=0,
+        steps_per_epoch=10,
+        batch_size=8,
+        work={"autoencoder": 3.0, "encoder 1": 1.5, "decoder 1": 9.0},
+    )
+    half = meter.update(10)
+    assert half.seconds_left > 0
+    # 10 steps are left, and 40 steps of half the duration.
+    assert half.run_seconds_left == pytest.approx(3 * half.seconds_left)
+    assert meter.update(20).seconds_left == 0
+
+
 def test_on_a_terminal_one_line_is_drawn_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("poecaps.training.progress.REFRESH_SECONDS", 0.0)
-    monkeypatch.setenv("COLUMNS", "120")
+    for pause in ("LIVE_DELAY", "LIVE_PAUSE"):
+        monkeypatch.setattr(f"poecaps._progress.{pause}", 0.0)
+    monkeypatch.setenv("COLUMNS", "140")
     out = Terminal()
     show = display(out)
     assert isinstance(show, LiveLine)
@@ -87,7 +118,7 @@ def test_on_a_terminal_one_line_is_drawn_again_and_again(monkeypatch: pytest.Mon
     assert out.getvalue().count("\n") == 2
     drawn = out.getvalue().replace("\n", "").split("\r\x1b[K")[1:]
     assert len(drawn) == 42
-    assert all(len(line) < 120 for line in drawn)
+    assert all(len(line) < 140 for line in drawn)
     assert "━" * 7 + "─" * 7 + "  50%" in drawn[10]
     assert "encoder 2" in drawn[-1]
     assert "100%" in drawn[-1]
@@ -96,9 +127,9 @@ def test_on_a_terminal_one_line_is_drawn_again_and_again(monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("columns", "shown"),
     [
-        (120, ["━", "error 0.250", "rank 12.3", "left"]),
-        (90, ["error 0.250", "left"]),
-        (68, ["left"]),
+        (140, ["━", "error 0.250", "rank 12.3", "left"]),
+        (105, ["error 0.250", "left"]),
+        (82, ["left"]),
     ],
 )
 def test_a_narrow_terminal_shows_less_but_the_time_left(
@@ -136,7 +167,7 @@ def test_every_step_is_reported_and_every_number_is_written(data: Path, tmp_path
         each.metrics.items() <= line.items() for line, each in zip(written, measured, strict=True)
     )
     assert all(line["images_per_second"] > 0 for line in written)
-    assert seen[-1].seconds_left == 0
+    assert seen[-1].seconds_left == seen[-1].run_seconds_left == 0
 
 
 @pytest.mark.parametrize("at", [13, 0])  # between two checkpoints, or between two stages
@@ -174,3 +205,26 @@ def test_a_missing_tensorboard_is_named(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setitem(__import__("sys").modules, "torch.utils.tensorboard", None)
     with pytest.raises(ValueError, match=r"pip install 'poecaps\[tensorboard\]'"):
         TensorBoard(tmp_path)
+
+
+def test_held_out_images_that_are_the_training_images_have_the_same_error(
+    data: Path, tmp_path: Path
+) -> None:
+    """So that the two curves differ by the images alone."""
+    images = np.load(data)
+    np.savez(tmp_path / "twice.npz", x_train=images, x_test=images)
+    seen: list[Progress] = []
+    train(config_for(tmp_path / "twice.npz"), tmp_path / "run", report=seen.append)
+    measured = [each for each in seen if each.measured]
+    assert {each.stage for each in measured} >= {"autoencoder", "encoder 2", "pixel decoder"}
+    for each in measured:
+        assert each.metrics["held_out_error"] == pytest.approx(
+            each.metrics["reconstruction_error"], rel=1e-4
+        )
+
+
+def test_a_stage_of_one_epoch_has_a_curve(data: Path, tmp_path: Path) -> None:
+    seen: list[Progress] = []
+    config = without_epochs(data, autoencoder=Stage(epochs=1), batch_size=4)
+    train(config, tmp_path / "run", report=seen.append)
+    assert sum(each.measured for each in seen if each.stage == "autoencoder") >= 10

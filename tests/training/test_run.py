@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -341,3 +342,24 @@ def test_an_altered_record_is_an_error(finished: Path, tmp_path: Path) -> None:
     path.write_text(path.read_text().replace('"learning_rate": 0.05', '"learning_rate": 0.04'))
     with pytest.raises(ModelError, match=r"run\.json is damaged: it does not match its checksum"):
         resume(tmp_path / "run")
+
+
+@pytest.mark.parametrize(("side", "filters"), [(8, 2), (16, 5), (17, 9)])
+def test_small_images_get_filters_that_fit(side: int, filters: int, tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    np.save(tmp_path / "x.npy", random.integers(0, 256, (40, side, side + 1), np.uint8))
+    config = config_for(tmp_path / "x.npy")
+    network = train(config, tmp_path / "run")
+    assert network.architecture.kernel_size == filters
+    assert network.generate(2).shape == (2, 1, side, side + 1)
+    assert resume(tmp_path / "run").architecture == network.architecture
+    about = run_record.read(tmp_path / "run")
+    assert about["config"]["model"]["kernel_size"] == filters
+
+
+def test_filters_that_were_chosen_are_not_changed(tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.random.default_rng(0).integers(0, 256, (9, 8, 8), np.uint8))
+    config = config_for(tmp_path / "x.npy")
+    config = replace(config, model=replace(config.model, kernel_size=5))
+    with pytest.raises(ValueError, match="images must be at least 9×9 for filters of 5×5"):
+        train(config, tmp_path / "run")

@@ -13,6 +13,7 @@ from poecaps import _checks as checks
 from poecaps import plotting
 from poecaps._files import atomic_write
 from poecaps._modules import device_of
+from poecaps._progress import Counter
 from poecaps.applications import Clusters
 from poecaps.applications import cluster as cluster_images
 from poecaps.cli.loading import load_images, open_model
@@ -52,7 +53,7 @@ def cluster(
     network = open_model(run, device)
     images = load_images(network, run, data, data_path, split)
     pixels = images.batch(slice(None))
-    clusters = cluster_images(network, pixels.to(device_of(network)))
+    clusters = cluster_images(network, pixels.to(device_of(network)), report=Counter("encoding"))
     out.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(out) as file:
         file.write(_table(images, clusters).encode())

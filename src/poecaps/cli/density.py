@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path  # noqa: TC003 (tyro reads the annotations)
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,11 +15,12 @@ from poecaps import _checks as checks
 from poecaps import likelihood as likelihoods
 from poecaps import plotting
 from poecaps._files import write_json
-from poecaps._modules import device_of, in_batches
+from poecaps._modules import BATCH_SIZE, device_of, in_batches
+from poecaps._progress import Counter, counted
 from poecaps.cli.generate import temperatures
 from poecaps.cli.loading import load_images, open_model
 from poecaps.cli.options import Data, DataPath, Device, Model, OptionalSplit, output
-from poecaps.cli.outputs import FIGURES, StepCounter, default_output, require_png, say
+from poecaps.cli.outputs import FIGURES, default_output, require_png, say
 from poecaps.network import DENSITY_STEPS, CapsuleNetwork
 
 if TYPE_CHECKING:
@@ -94,7 +96,7 @@ def sample(
         ladder=temperatures(temper),
         keep_every=every if show else None,
         generator=torch.Generator(device_of(network)).manual_seed(seed),
-        report=StepCounter("sampling"),
+        report=Counter("sampling", "steps"),
         **options,
     )
     say(f"acceptance             {drawn.acceptance:.2f} (step size {drawn.step_size:.3f})")
@@ -157,12 +159,13 @@ def likelihood(
             chains=chains,
             steps=steps,
             generator=torch.Generator(device_of(network)).manual_seed(seed),
-            report=StepCounter("annealed importance sampling"),
+            report=Counter("annealed importance sampling", "steps"),
         )
     likelihoods.fit_log_partition(density, estimate)
+    batches = counted(batch.split(BATCH_SIZE), len(batch), Counter("log-likelihood"))
     with torch.no_grad():
-        value = in_batches(network.log_prob, batch)
-        base = value - in_batches(lambda x: density.log_ratio(network.whitened(x)), batch)
+        value, ratio = in_batches(partial(_log_prob, network), batches).unbind(1)
+    base = value - ratio
     half = abs(estimate.bracket) / 2
     mean = value.mean().item()
     error = None if len(value) == 1 else value.std().item() / len(value) ** 0.5
@@ -183,6 +186,12 @@ def likelihood(
     }
     write_json(path, result)
     say(f"written to {path}")
+
+
+def _log_prob(network: CapsuleNetwork, images: Tensor) -> Tensor:
+    """Compute the log-likelihood of images and the part of the experts in it: → (B, 2)."""
+    ratio = network.require_density().log_ratio(network.whitened(images))
+    return torch.stack([network.log_prob(images), ratio], dim=1)
 
 
 @torch.no_grad()

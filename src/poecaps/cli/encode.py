@@ -11,6 +11,7 @@ from tyro.conf import Positional  # noqa: TC002 (tyro reads the annotations)
 
 from poecaps._files import atomic_write
 from poecaps._modules import BATCH_SIZE, device_of, in_batches
+from poecaps._progress import Counter, counted
 from poecaps.cli.loading import load_images, open_model
 from poecaps.cli.options import Data, DataPath, Device, Model, output
 from poecaps.cli.outputs import default_output, say
@@ -31,7 +32,9 @@ def encode(
 ) -> None:
     """Write the codes of images and the firing probabilities of the experts as NumPy arrays.
 
-    The file contains codes (N, J, D), firing (N, J) and, for labelled data, labels (N,).
+    The file contains codes (N, J, D), firing (N, J) and, for labelled data, labels (N,). For
+    pictures, files (N,) has the file of each, and label_names those of the labels. --data may
+    also name a single picture.
 
     Parameters
     ----------
@@ -45,13 +48,16 @@ def encode(
     network = open_model(run, device)
     images = load_images(network, run, data, data_path, split)
     torch_device = device_of(network)
+    batches = counted(images.batches(BATCH_SIZE), len(images), Counter("encoding"))
     with torch.no_grad():
-        codes = in_batches(
-            lambda batch: network.encode(batch.to(torch_device)).cpu(), images.batches(BATCH_SIZE)
-        )
+        codes = in_batches(lambda batch: network.encode(batch.to(torch_device)).cpu(), batches)
     arrays: dict[str, Any] = {"codes": codes.numpy(), "firing": codes.norm(dim=-1).numpy()}
     if images.labels is not None:
         arrays["labels"] = images.labels
+    if images.label_names:
+        arrays["label_names"] = np.array(images.label_names)
+    if images.files:
+        arrays["files"] = np.array(images.files)
     out.parent.mkdir(parents=True, exist_ok=True)
     try:
         with atomic_write(out) as file:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path  # noqa: TC003 (tyro reads the annotations)
 from typing import Annotated
 
@@ -12,7 +13,8 @@ from poecaps import _checks as checks
 from poecaps import card, evaluation, models
 from poecaps._files import write_json
 from poecaps._modules import device_of
-from poecaps.cli.loading import SPLITS, load_images, open_model, training_source
+from poecaps._progress import Counter
+from poecaps.cli.loading import load_parts, open_model, training_source
 from poecaps.cli.options import Data, DataPath, Device, Model, output
 from poecaps.cli.outputs import default_output, say, write_card
 
@@ -34,6 +36,9 @@ def evaluate(
     experts are. docs/evaluation.md defines every metric. The model card (README.md in the folder of
     the run) shows the results.
 
+    Without test images in the data, those that training has held out are used: a tenth of a folder.
+    With --data, a folder or file of test images can be given.
+
     Parameters
     ----------
     samples
@@ -49,12 +54,21 @@ def evaluate(
     network = open_model(run, device)
     if data is None:
         data, data_path = training_source(run, data_path)
-    train, test = (load_images(network, run, data, data_path, split) for split in SPLITS)
+    parts = load_parts(network, run, data, data_path)
     dataset = data.removesuffix("-sample")
     classifier = evaluation.load_classifier(dataset) if dataset in evaluation.CLASSIFIERS else None
     result = evaluation.evaluate(
-        network, train, test, classifier, seed=seed, samples=samples, device=device_of(network)
+        network,
+        parts.train,
+        parts.test,
+        classifier,
+        seed=seed,
+        samples=samples,
+        device=device_of(network),
+        report=Counter("evaluating", None),
     )
+    if parts.note:
+        result = replace(result, notes=(*result.notes, parts.note))
     say(result.table())
     write_json(out, json.loads(result.to_json()))
     say(f"written to {out}")

@@ -11,6 +11,7 @@ from tyro.conf import Positional, arg
 from poecaps import _checks as checks
 from poecaps import plotting
 from poecaps._modules import device_of, in_batches
+from poecaps._progress import Counter
 from poecaps.cli.loading import load_images, open_model
 from poecaps.cli.options import (
     Data,
@@ -20,7 +21,7 @@ from poecaps.cli.options import (
     OptionalSplit,
     output,
 )
-from poecaps.cli.outputs import FIGURES, StepCounter, default_output, require_png, say
+from poecaps.cli.outputs import FIGURES, default_output, require_png, say
 from poecaps.code_density import DOMAIN_INFO, DOMAINS, Domain
 from poecaps.network import DENSITY_STEPS, TRAVERSAL_REACH, TRAVERSAL_STEPS, CapsuleNetwork
 from poecaps.sampling import geometric_ladder
@@ -158,7 +159,7 @@ def density_options(
         "ladder": temperatures(temper),
         "tied": tied,
         "generator": torch.Generator(device_of(network)).manual_seed(seed),
-        "report": None if quiet else StepCounter("sampling"),
+        "report": None if quiet else Counter("sampling", "steps"),
     }
 
 
@@ -219,7 +220,7 @@ def reconstruct(
     Parameters
     ----------
     count
-        Number of images, from the first on.
+        Number of images, at equal distances from the first to the last.
     """
     checks.require_int("count", count, 1)
     network = open_model(run, device)
@@ -230,8 +231,9 @@ def reconstruct(
 
 @torch.no_grad()
 def draw_reconstructions(network: CapsuleNetwork, data: ImageSet, path: Path, count: int) -> Path:
-    """Draw the first images of a set (top) and their reconstructions (bottom)."""
-    images = data.batch(range(min(count, len(data))))
+    """Draw images that are spread over a set (top) and their reconstructions (bottom)."""
+    spread = torch.linspace(0, len(data) - 1, min(count, len(data))).round().long()
+    images = data.batch(spread)
     device = device_of(network)
     reconstructions = in_batches(lambda batch: network.reconstruct(batch.to(device)).cpu(), images)
     return plotting.reconstructions(images, reconstructions, path)
@@ -240,7 +242,13 @@ def draw_reconstructions(network: CapsuleNetwork, data: ImageSet, path: Path, co
 def traverse(
     run: Positional[Model],
     *,
-    expert: int = 0,
+    expert: Annotated[
+        int | None,
+        arg(
+            metavar="INT",
+            help_behavior_hint="(default: 0, or with --image the strongest expert of the image)",
+        ),
+    ] = None,
     image: Annotated[
         int | None,
         arg(
@@ -278,12 +286,17 @@ def traverse(
         )
     network = open_model(run, device)
     offsets = torch.linspace(-reach, reach, steps)
-    start, title, name = None, f"expert {expert}", f"expert-{expert}"
+    start = None
     if image is not None:
         images = load_images(network, run, data, data_path, split)
         checks.require_int("image", image, 0, len(images) - 1)
         with torch.no_grad():
             start = network.encode(images.batch([image]).to(device_of(network)))[0]
+        if expert is None:
+            expert = int(start.norm(dim=-1).argmax())
+    expert = expert or 0
+    title, name = f"expert {expert}", f"expert-{expert}"
+    if image is not None:
         title, name = f"{title}, from image {image}", f"{name}-image-{image}"
     with torch.no_grad():
         drawn = network.traverse(expert, offsets, start=start)

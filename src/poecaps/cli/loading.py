@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import shlex
 import sys
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from poecaps import data, models
 from poecaps._devices import find_device
+from poecaps._progress import Counter
 from poecaps.autoencoder import minimum_image_size
 from poecaps.cli.outputs import say
-from poecaps.data import DataError, DatasetNotFoundError, datasets
-from poecaps.data.folder import suppress_skipped_warnings
+from poecaps.data import DataError, DatasetNotFoundError, MissingSplitError, datasets
+from poecaps.data.folder import is_picture, suppress_skipped_warnings
 from poecaps.data.idx import Split, find_images
+from poecaps.data.images import HELD_OUT_SHARE
 from poecaps.network import CapsuleNetwork
 from poecaps.training import record
 from poecaps.training.checkpoint import newest_checkpoint
@@ -86,25 +91,83 @@ def load_images(
     return _require_shape(network, images)
 
 
-def load_figure_images(
-    network: CapsuleNetwork, run: Path, training_images: ImageSet | None
-) -> ImageSet:
-    """Load the test images for the figures of a run, or without a test split the training images.
+@dataclass(frozen=True)
+class Parts:
+    """Images to fit probes on, and images to test on."""
+
+    train: ImageSet
+    test: ImageSet
+    note: str = ""
+    """What a reader of the results should know about them."""
+
+
+def load_parts(network: CapsuleNetwork, run: str, source: str, path: str | None) -> Parts:
+    """Load training and test images for a model, and report skipped files on standard error.
+
+    The test images are, in this order:
+
+    - those of the data, if they have any;
+    - all images of `source`, if it is not the training data: a folder or file of test images;
+    - the images that the model has not learned from, as `poecaps train` holds out a tenth of a
+      folder;
+    - a random tenth of the training images, with a note.
 
     Parameters
     ----------
     network, run
-        The model and its folder.
-    training_images
-        The training images, if they are loaded already.
+        The model, and its name or folder.
+    source, path
+        The data as in `poecaps.data.load`.
+
+    Raises
+    ------
+    DataError
+        If the images do not have the shape that the model expects, or are too few.
     """
-    source, path = training_source(run, None)
-    images = _load_test_images(network, source, path)
-    if images is None:
-        images = training_images
-    if images is None:
-        images = _load(network, source, path, "train")
-    return _require_shape(network, images)
+    images = load_images(network, run, source, path, "train")
+    try:
+        test = load_images(network, run, source, path, "test")
+    except MissingSplitError:
+        folder = models.find(run)
+        if not (folder / record.RECORD).is_file() or _is_training_data(source, folder):
+            return _divide(images, folder)
+        source, path = training_source(run, None)
+        return _with_same_labels(load_images(network, run, source, path, "train"), images)
+    return Parts(images, test)
+
+
+def _is_training_data(source: str, folder: Path) -> bool:
+    """Return whether a source is the folder or file that a model was trained on."""
+    trained = record.options_of(folder, record.read(folder)).data
+    return Path(source).expanduser().resolve() == Path(trained).expanduser().resolve()
+
+
+def _divide(images: ImageSet, folder: Path) -> Parts:
+    """Divide images without a test part, those of a training run as the run has done."""
+    share, note = HELD_OUT_SHARE, "the model may have learned from the test images"
+    if (folder / record.RECORD).is_file():
+        about = record.read(folder)
+        share = record.options_of(folder, about).held_out or HELD_OUT_SHARE
+        learned = not about["data"].get("held_out")
+        note = "the model has learned from the test images, too" if learned else ""
+    train, test = data.hold_out(images, share)
+    if test is None:
+        raise DataError(
+            f"{images.source} has no test images, and is too small to hold out {share:.0%} of it; "
+            "give a folder of test images with --data"
+        )
+    return Parts(train, test, note)
+
+
+def _with_same_labels(train: ImageSet, test: ImageSet) -> Parts:
+    """Give the labels of test images the numbers that training images have, by their names."""
+    if train.label_names == test.label_names or train.labels is None or test.labels is None:
+        return Parts(train, test)
+    if not test.label_names or not set(test.label_names) <= set(train.label_names):
+        note = "the test images have other labels than the training images"
+        return Parts(train, replace(test, labels=None, label_names=()), note)
+    numbers = np.array([train.label_names.index(name) for name in test.label_names])
+    return Parts(train, replace(test, labels=numbers[test.labels], label_names=train.label_names))
 
 
 def training_source(run: str | Path, path: str | None) -> tuple[str, str | None]:
@@ -145,24 +208,23 @@ def _load_test_images(network: CapsuleNetwork, source: str, path: str | None) ->
     """Load the test images, or return None if the data have no test split."""
     try:
         return _load(network, source, path, "test")
-    except DataError:
+    except MissingSplitError:
         return None
 
 
 def _load(network: CapsuleNetwork, source: str, path: str | None, split: Split) -> ImageSet:
-    """Load images; those of a folder are scaled to the size that the model expects."""
+    """Load images; pictures are scaled to the size that the model expects."""
     channels, height, width = network.architecture.image_shape
     conversion: dict[str, Any] = {}
     location = Path(source).expanduser()
-    if (
-        source not in datasets.NAMES
-        and location.is_dir()
-        and find_images(location, "train") is None
-    ):
+    is_folder = location.is_dir() and find_images(location, "train") is None
+    if source not in datasets.NAMES and (is_folder or is_picture(location)):
         smallest = minimum_image_size(network.architecture.kernel_size)
         conversion = {"size": (height, width), "channels": channels, "smallest": smallest}
     with suppress_skipped_warnings():
-        return data.load(source, split=split, path=path, **conversion)
+        return data.load(
+            source, split=split, path=path, report=Counter("reading", "files"), **conversion
+        )
 
 
 def _require_shape(network: CapsuleNetwork, images: ImageSet) -> ImageSet:

@@ -1,18 +1,22 @@
 """Dispatch of the commands, and how their errors are reported.
 
 Results (paths and numbers) go to standard output, progress and errors to standard error. The exit
-status is 0 after success, 1 after a failure, 2 for an invalid command, and 130 after Ctrl-C or
-SIGTERM.
+status is 0 after success, 1 after a failure, 2 for an invalid command, 130 after Ctrl-C or SIGTERM,
+and 141 if the output is no longer read, as by `head`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import difflib
+import inspect
 import io
 import os
+import shutil
 import sys
+import textwrap
 import warnings
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import tyro
@@ -37,7 +41,7 @@ from poecaps.training import TrainingError
 from poecaps.training.distributed import Distributed
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 FAILURES = (ModelError, TrainingError, DataError, OSError, torch.OutOfMemoryError, MemoryError)
 
@@ -45,15 +49,17 @@ FAILURES = (ModelError, TrainingError, DataError, OSError, torch.OutOfMemoryErro
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    if given == ["--version"]:
-        say(f"poecaps {__version__}")
-        return 0
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning  # type: ignore[assignment]
-            _dispatch(given or ["--help"])
+            _run(given)
+        sys.stdout.flush()
     except KeyboardInterrupt:
         return _report_error("interrupted", 130)
+    except BrokenPipeError:
+        # Python would report the rest of the output when it closes the pipe.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except FAILURES as error:
         return _report_error(str(error) or type(error).__name__, 1)
     except RuntimeError as error:
@@ -105,29 +111,116 @@ def completion(shell: Positional[Shell]) -> None:
     print(correct(script.getvalue(), shell))
 
 
+def _run(arguments: Sequence[str]) -> None:
+    """Run the command, or print the help or the version."""
+    command = arguments[0] if arguments else "--help"
+    if command == "--version":
+        say(f"poecaps {__version__}")
+    elif command in ("-h", "--help"):
+        print(_overview())
+    elif not command.startswith("-") and command not in _commands(arguments):
+        close = difflib.get_close_matches(command, _commands(arguments), n=1)
+        hint = f"did you mean {close[0]}?" if close else "poecaps --help lists the commands"
+        raise ValueError(f"there is no command {command}; {hint}")
+    elif "-h" in arguments or "--help" in arguments:
+        text = _Buffer()
+        try:
+            with contextlib.redirect_stdout(text):
+                _dispatch(arguments)
+        finally:
+            print(_wrap(text.getvalue()), end="")
+    else:
+        _dispatch(arguments)
+
+
+def _commands(arguments: Sequence[str]) -> dict[str, Callable[..., Any]]:
+    """Return the commands by their names; the arguments determine the defaults of `train`."""
+    return {
+        "train": train_command(preset_of(arguments)),
+        "generate": generate,
+        "reconstruct": reconstruct,
+        "traverse": traverse,
+        "encode": encode,
+        "cluster": cluster,
+        "evaluate": evaluate,
+        "sample": sample,
+        "likelihood": likelihood,
+        "explore": explore,
+        "info": info,
+        "completion": completion,
+    }
+
+
 def _dispatch(arguments: Sequence[str]) -> None:
     """Call the command that the arguments name."""
     tyro.extras.subcommand_cli_from_dict(
-        {
-            "train": train_command(preset_of(arguments)),
-            "generate": generate,
-            "reconstruct": reconstruct,
-            "traverse": traverse,
-            "encode": encode,
-            "cluster": cluster,
-            "evaluate": evaluate,
-            "sample": sample,
-            "likelihood": likelihood,
-            "explore": explore,
-            "info": info,
-            "completion": completion,
-        },
-        prog="poecaps",
-        description="Products of expert capsules: learn from images without labels, and draw new "
-        f"ones.\n\nVersion {__version__}. Start with: poecaps train",
-        args=arguments,
-        registry=registry,
+        _commands(arguments), prog="poecaps", args=arguments, registry=registry
     )
+
+
+def _overview() -> str:
+    """Return the help of the program: the first sentence about each command."""
+    about = {
+        name: (inspect.getdoc(command) or "").split("\n\n")[0]
+        for name, command in _commands([]).items()
+    }
+    options = {"-h, --help": "Show this help.", "--version": "Show the version."}
+    return "\n".join(
+        [
+            "usage: poecaps [-h] [--version] COMMAND ...",
+            "",
+            "Products of expert capsules: learn from images without labels, and draw new",
+            "ones. Start with: poecaps train",
+            "",
+            "commands:",
+            *(_entry(name, " ".join(text.split())) for name, text in about.items()),
+            "",
+            "options:",
+            *(_entry(name, text) for name, text in options.items()),
+            "",
+            "poecaps COMMAND --help describes a command and its options.",
+        ]
+    )
+
+
+def _entry(name: str, text: str) -> str:
+    """Format a line of the help; the text starts in column 16."""
+    return textwrap.fill(
+        text, _help_width(), initial_indent=f"  {name:13} ", subsequent_indent=" " * 16
+    )
+
+
+def _wrap(text: str) -> str:
+    """Wrap the descriptions of tyro's help; its coloured lines and its boxes fit already."""
+    lines = text.splitlines()
+    return "".join((line if "\x1b" in line else _fill(line)) + "\n" for line in lines)
+
+
+def _fill(line: str) -> str:
+    if len(line) <= _help_width():
+        return line
+    return textwrap.fill(line, _help_width(), break_on_hyphens=False, break_long_words=False)
+
+
+def _help_width() -> int:
+    return min(shutil.get_terminal_size().columns, 80)
+
+
+class _Buffer(io.StringIO):
+    """Text for standard output, with the characters and colours that are possible there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.target = sys.stdout
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        """Return the encoding of standard output."""
+        return self.target.encoding
+
+    def isatty(self) -> bool:
+        """Return whether standard output is a terminal."""
+        return self.target.isatty()
 
 
 def _show_warning(message: Warning | str, *_: object) -> None:

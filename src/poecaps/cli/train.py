@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from poecaps import plotting
+from poecaps._progress import Counter
 from poecaps.cli.generate import (
     ROWS,
     density_options,
@@ -21,7 +22,7 @@ from poecaps.cli.generate import (
     draw_domain,
     draw_reconstructions,
 )
-from poecaps.cli.loading import load_figure_images
+from poecaps.cli.loading import load_images
 from poecaps.cli.outputs import FIGURES, say, write_card
 from poecaps.code_density import DOMAINS
 from poecaps.training import (
@@ -76,7 +77,7 @@ def train_command(preset_given: str) -> Callable[..., None]:
         Parameters
         ----------
         preset
-            Values of other options: default (best results), paper (as published) or energy.
+            Values of other options: default (best results), fast (a small model), paper or energy.
         out
             New folder for the results.
         resume
@@ -123,6 +124,7 @@ class TrainingReporter:
         self.folder, self.resumed, self.quiet = folder, resumed, quiet
         self.started = False
         self.displays: list[Any] = [] if quiet else [display()]
+        self.reading = None if quiet else Counter("reading", "files")
         if tensorboard:
             self.displays.append(TensorBoard(folder))
 
@@ -167,9 +169,16 @@ def _train(
                     else config.process_timeout,
                     report=reporter.report,
                     found=reporter.found,
+                    reading=reporter.reading,
                 )
             else:
-                result = run_training(config, folder, report=reporter.report, found=reporter.found)
+                result = run_training(
+                    config,
+                    folder,
+                    report=reporter.report,
+                    found=reporter.found,
+                    reading=reporter.reading,
+                )
     except KeyboardInterrupt as interrupt:
         newest = newest_checkpoint(folder)
         if first and newest is not None:
@@ -250,7 +259,9 @@ def _finish(result: TrainingResult, *, quiet: bool, figures: bool) -> None:
 def _draw_figures(result: TrainingResult, *, quiet: bool) -> Iterator[str]:
     """Draw the figures of a run, and yield a line about each."""
     network, folder = result.network, result.folder / FIGURES
-    images = load_figure_images(network, result.folder, result.data)
+    images = result.held_out if result.held_out is not None else result.data
+    if images is None:
+        images = load_images(network, str(result.folder), None, None, None)
     path = draw_reconstructions(network, images, folder / "reconstructions.png", RECONSTRUCTIONS)
     yield f"originals (top) and reconstructions (bottom): {path}"
     for domain in DOMAINS:

@@ -5,17 +5,29 @@ from __future__ import annotations
 import difflib
 import os
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from poecaps import _checks as checks
 from poecaps.data import datasets
 from poecaps.data.arrays import Array, read_npy, read_npz
-from poecaps.data.errors import DataError, DatasetNotFoundError
-from poecaps.data.folder import SUFFIXES, label_folders, read_folder
+from poecaps.data.errors import DataError, DatasetNotFoundError, MissingSplitError
+from poecaps.data.folder import is_picture, label_folders, read_folder, read_picture
 from poecaps.data.idx import PREFIX, Split, find_images, find_labels, looks_like_idx, read_idx
-from poecaps.data.images import ImageSet
+from poecaps.data.images import ImageSet, hold_out
 
-__all__ = ["DataError", "DatasetNotFoundError", "ImageSet", "load", "read_folder", "read_idx"]
+if TYPE_CHECKING:
+    from poecaps._progress import Report
+
+__all__ = [
+    "DataError",
+    "DatasetNotFoundError",
+    "ImageSet",
+    "MissingSplitError",
+    "hold_out",
+    "load",
+    "read_folder",
+    "read_idx",
+]
 
 
 def load(
@@ -27,6 +39,7 @@ def load(
     channels: int | None = None,
     smallest: int = 1,
     download: bool = True,
+    report: Report | None = None,
 ) -> ImageSet:
     """Load images by the name of a dataset or by their path.
 
@@ -44,8 +57,8 @@ def load(
           ``train_images`` (``x_test``, ``test_images``), or without a split as ``images``, ``x`` or
           ``arr_0``; labels likewise as ``y_train``, ``train_labels``, ``labels``, ``y`` or
           ``arr_1``;
-        - a folder of PNG, JPEG or WebP images, which may have subfolders ``train`` and ``test``,
-          and in them one subfolder for each label; see `read_folder`.
+        - a PNG, JPEG or WebP image, or a folder of them, which may have subfolders ``train`` and
+          ``test``, and in them one subfolder for each label; see `read_folder`.
     split
         ``"train"`` or ``"test"``; a source without splits has only ``"train"``.
     path
@@ -57,11 +70,15 @@ def load(
         For a folder of images: skip images with a side of fewer pixels.
     download
         Whether a full dataset may be downloaded.
+    report
+        For a folder of images: called with the number of files that were read, and of all files.
 
     Raises
     ------
     DataError
-        If the source is damaged, or does not contain the images of the split.
+        If the source is damaged.
+    MissingSplitError
+        If the source does not contain the images of the split.
     DatasetNotFoundError, FileNotFoundError
         If the source does not exist.
     """
@@ -89,7 +106,12 @@ def load(
     if not location.is_dir() and not location.is_file():
         raise DataError(f"{location} is neither a file nor a folder")
     if location.is_dir() and not any(find_images(location, each) for each in get_args(Split)):
-        return _load_folder(location, split, size=size, channels=channels, smallest=smallest)
+        options = {"size": size, "channels": channels, "smallest": smallest, "report": report}
+        return _load_folder(location, split, **options)
+    if is_picture(location):
+        if split == "test":
+            raise MissingSplitError(f"{location} is a single image, without a test split")
+        return read_picture(location, size=size, channels=channels, smallest=smallest)
     _require_no_conversion(source, size, channels)
     images, labels = _read_arrays(location, split)
     return ImageSet(images, labels, source=str(location))
@@ -112,7 +134,7 @@ def _read_arrays(location: Path, split: Split) -> tuple[Array, Array | None]:
     if location.is_dir():
         found = find_images(location, split)
         if found is None:
-            raise DataError(
+            raise MissingSplitError(
                 f"{location} has no {split} split: it does not contain "
                 f"{PREFIX[split]}-images-idx3-ubyte"
             )
@@ -137,14 +159,12 @@ def _read_arrays(location: Path, split: Split) -> tuple[Array, Array | None]:
         assert images is not None  # noqa: S101 (read_npz requires the first array)
         return images, labels
     if split == "test":
-        raise DataError(
+        raise MissingSplitError(
             f"{location} is one set of images without a test split; give the file of the test "
             "images instead"
         )
     if suffix == ".npy":
         return read_npy(location), None
-    if suffix in SUFFIXES:
-        raise DataError(f"{location} is a single image; give the folder that contains the images")
     if not looks_like_idx(location):
         raise DataError(
             f"cannot read {location}: unknown format; give a folder of PNG, JPEG or WebP images, "
@@ -173,7 +193,7 @@ def _load_folder(location: Path, split: Split, **options: Any) -> ImageSet:
             f"is ambiguous; give {parts[0]} itself, or create both 'train' and 'test'"
         )
     if split == "test":
-        raise DataError(
+        raise MissingSplitError(
             f"{location} has no subfolder 'test'; create it, or give the folder of the test images "
             "instead"
         )

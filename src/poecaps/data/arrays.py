@@ -12,7 +12,7 @@ from numpy.lib import format as npy
 
 from poecaps._files import open_regular
 from poecaps.data.buffers import read_plain, read_stream
-from poecaps.data.errors import DataError
+from poecaps.data.errors import DataError, MissingSplitError
 
 if TYPE_CHECKING:
     import os
@@ -52,7 +52,9 @@ def read_npz(path: str | os.PathLike[str], wanted: Sequence[Sequence[str]]) -> l
     Raises
     ------
     DataError
-        If the file is not a valid `.npz` file, or does not contain the first array.
+        If the file is not a valid `.npz` file.
+    MissingSplitError
+        If it does not contain the first array.
     """
     path = Path(path)
     with open_regular(path) as file:
@@ -64,7 +66,7 @@ def read_npz(path: str | os.PathLike[str], wanted: Sequence[Sequence[str]]) -> l
                     for names in wanted
                 ]
                 if found[0] is None:
-                    raise DataError(
+                    raise MissingSplitError(
                         f"{path} contains the arrays {', '.join(sorted(members)) or '(none)'}, but "
                         f"no array named {' or '.join(wanted[0])}; save it with "
                         f"np.savez(path, {wanted[0][-1]}=…)"

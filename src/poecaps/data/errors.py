@@ -9,6 +9,12 @@ class DataError(ValueError):
     __module__ = "poecaps.data"
 
 
+class MissingSplitError(DataError):
+    """A file or folder has no test images, or no training images."""
+
+    __module__ = "poecaps.data"
+
+
 class DatasetNotFoundError(FileNotFoundError):
     """A named dataset was found in none of the folders that were searched."""
 

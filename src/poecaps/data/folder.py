@@ -7,6 +7,7 @@ import itertools
 import os
 import warnings
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,12 +24,15 @@ if TYPE_CHECKING:
 
     from PIL.Image import Image
 
+    from poecaps._progress import Report
+
 MAX_SIDE = 16384  # pixels; a larger `size` is most likely a typing error
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 FORMATS = ("PNG", "JPEG", "WEBP")  # the only decoders used, regardless of a file's suffix
 # Why a file is skipped. Opening a FIFO, a socket or a device may never return.
 OTHER_FORMAT, UNREADABLE = "not PNG, JPEG or WebP", "unreadable"
 NO_FILE = "not a regular file"
+GREY_TOLERANCE = 3  # largest difference of the channels of a grey pixel, of 255; JPEG rounds them
 GREY_MODES = ("1", "L", "LA", "I", "I;16", "I;16B", "I;16L")
 
 
@@ -43,6 +47,7 @@ def read_folder(
     channels: int | None = None,
     label_names: Sequence[str] | None = None,
     smallest: int = 1,
+    report: Report | None = None,
 ) -> ImageSet:
     """Read all PNG, JPEG and WebP images below a folder, sorted by path.
 
@@ -60,13 +65,16 @@ def read_folder(
         Scale each image to cover this size and crop its centre; one number means a square. Without
         it, all images must have the same size.
     channels
-        1 for grey, 3 for RGB; by default grey if all images are grey. Transparent images are
-        composited on black.
+        1 for grey, 3 for RGB; by default grey if all images are grey, also if they are stored as
+        RGB. Transparent images are composited on black.
     label_names
         All possible subfolders, in the order of their labels; by default the existing subfolders,
         sorted.
     smallest
-        Skip images with a side of fewer pixels, measured before scaling.
+        Skip images with a side of fewer pixels, measured before scaling, unless all images are
+        that small.
+    report
+        Called with the number of files that were read, and that of all files.
 
     Raises
     ------
@@ -78,11 +86,46 @@ def read_folder(
         raise NotADirectoryError(
             f"{root} is not a folder; give the folder that contains the images"
         )
+    data = _read_files(root, sorted(_files_below(root)), size, channels, smallest, report)
+    labels, names = _labels(root, [root / file for file in data.files], label_names)
+    data = replace(data, labels=labels, label_names=names)
+    if data.skipped:
+        warnings.warn(
+            f"found {data.describe()}", SkippedFilesWarning, stacklevel=_stacklevel_of_caller()
+        )
+    return data
+
+
+def is_picture(path: Path) -> bool:
+    """Return whether a path is that of a single PNG, JPEG or WebP image."""
+    return path.suffix.lower() in SUFFIXES and not path.is_dir()
+
+
+def read_picture(
+    path: Path,
+    *,
+    size: int | tuple[int, int] | None = None,
+    channels: int | None = None,
+    smallest: int = 1,
+) -> ImageSet:
+    """Read a single image, with the parameters of `read_folder`."""
+    data = _read_files(path.parent, [path], size, channels, smallest, None)
+    return replace(data, source=str(path))
+
+
+def _read_files(
+    root: Path,
+    files: list[Path],
+    size: int | tuple[int, int] | None,
+    channels: int | None,
+    smallest: int,
+    report: Report | None,
+) -> ImageSet:
+    """Read files below a folder, without labels; see `read_folder`."""
     size = _as_size(size)
     if channels is not None and (type(channels) is not int or channels not in (1, 3)):
         raise ValueError(f"channels must be 1 (grey) or 3 (RGB), but is {channels!r}")
     checks.require_int("smallest", smallest, 1)
-    files = sorted(_files_below(root))
     skipped = {str(file): OTHER_FORMAT for file in files if file.suffix.lower() not in SUFFIXES}
     skipped |= {str(file): NO_FILE for file in files if not file.is_file()}
     pictures = [file for file in files if str(file) not in skipped]
@@ -92,27 +135,29 @@ def read_folder(
             f"{root} {f'contains only {found}' if files else 'is empty'}; give a folder of PNG, "
             "JPEG or WebP images"
         )
-    problems, all_grey, candidates = [], True, []
+    problems: list[str] = []
+    headers: dict[Path, tuple[str, tuple[int, int]]] = {}
     for file in pictures:
         try:
-            mode, sides = _read_mode_and_size(file)
-        except DataError as error:
+            headers[file] = _read_mode_and_size(file)
+        except DataError as error:  # noqa: PERF203 (an error for each file)
             skipped[str(file)] = UNREADABLE
             problems.append(str(error))
-            continue
-        if min(sides) < smallest:
-            skipped[str(file)] = f"smaller than {smallest}×{smallest}"
-            problems.append(f"{file} has {_format_size(sides)} pixels; use larger images")
-        else:
-            all_grey = all_grey and mode in GREY_MODES
-            candidates.append(file)
-    channels = channels or (1 if all_grey else 3)
+    if all(min(sides) < smallest for _, sides in headers.values()):
+        smallest = 1
+    candidates = [file for file, (_, sides) in headers.items() if min(sides) >= smallest]
+    too_small = f"smaller than {smallest}×{smallest}"
+    skipped |= {str(file): too_small for file in headers.keys() - set(candidates)}
+    all_grey = all(headers[file][0] in GREY_MODES for file in candidates)
+    decoded_channels = channels or (1 if all_grey else 3)
 
     kept: list[Path] = []
     images = np.empty(0, np.uint8)
-    for file in candidates:
+    for number, file in enumerate(candidates):
+        if report is not None:
+            report(number, len(candidates))
         try:
-            image = _decode(file, size, channels)
+            image = _decode(file, size, decoded_channels)
         except DataError as error:
             skipped[str(file)] = UNREADABLE
             problems.append(str(error))
@@ -127,24 +172,21 @@ def read_folder(
             )
         images[len(kept)] = image
         kept.append(file)
+    if report is not None and candidates:
+        report(len(candidates), len(candidates))
     if not kept:
         which = "its only image" if len(problems) == 1 else f"the first of {len(problems)} problems"
         raise DataError(f"{root} contains no usable image; {which}: {problems[0]}")
 
-    labels, names = _labels(root, kept, label_names)
-    data = ImageSet(
-        images[: len(kept)],
-        labels,
-        label_names=names,
+    images = images[: len(kept)]
+    grey_as_rgb = channels is None and decoded_channels == 3 and _is_grey(images)
+    return ImageSet(
+        np.ascontiguousarray(images[..., :1]) if grey_as_rgb else images,
         source=str(root),
         skipped=skipped,
         files=tuple(str(file.relative_to(root)) for file in kept),
+        grey_as_rgb=grey_as_rgb,
     )
-    if skipped:
-        warnings.warn(
-            f"found {data.describe()}", SkippedFilesWarning, stacklevel=_stacklevel_of_caller()
-        )
-    return data
 
 
 @contextmanager
@@ -201,6 +243,11 @@ def _decode(file: Path, size: tuple[int, int] | None, channels: int) -> np.ndarr
         if size is not None:
             image = ImageOps.fit(image, size[::-1], Image.Resampling.LANCZOS)
         return np.asarray(image).reshape(*image.size[::-1], channels)
+
+
+def _is_grey(images: np.ndarray[Any, Any]) -> bool:
+    """Return whether the three channels of all images (N, H, W, 3) are equal, but for rounding."""
+    return all(np.ptp(image.astype(np.int16), axis=-1).max() <= GREY_TOLERANCE for image in images)
 
 
 def to_grey_or_rgb(stored: Image, channels: int) -> Image:

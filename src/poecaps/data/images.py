@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import numbers
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ import torch
 
 from poecaps import _checks as checks
 from poecaps._files import printable
-from poecaps.data.buffers import require_uncut
+from poecaps.data.buffers import allocate, require_uncut
 from poecaps.data.errors import DataError
 
 if TYPE_CHECKING:
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-CHECK_BATCH = 1024  # images whose values are checked together in a float array
+CHECK_BATCH = 1024  # images that are checked or copied together
+HELD_OUT_SHARE = 0.1  # of a folder without a test part
 MAX_LISTED_CLASSES = 6  # `describe` lists the class names up to this number of classes
 
 
@@ -44,6 +46,10 @@ class ImageSet:
         The files of the source that were skipped, with the reasons.
     files
         The file of each image, relative to the source, if every image is a file.
+    grey_as_rgb
+        Whether the files store grey images as RGB.
+    held_out
+        Number of images of the source that `hold_out` has put into another set.
     """
 
     images: np.ndarray[Any, Any]
@@ -52,6 +58,8 @@ class ImageSet:
     source: str = "an array"
     skipped: Mapping[str, str] = field(default_factory=dict)
     files: tuple[str, ...] = ()
+    grey_as_rgb: bool = False
+    held_out: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "images", _as_nhwc(self.images, self.source))
@@ -76,6 +84,8 @@ class ImageSet:
                 else ""
             )
             line += f", {count} {'class' if count == 1 else 'classes'}{names}"
+        if self.held_out:
+            line += f", and {self.held_out:,} more that are held out"
         if not self.skipped:
             return line
         files = defaultdict(list)
@@ -90,7 +100,8 @@ class ImageSet:
     def _count_images(self) -> str:
         channels, height, width = self.shape
         colour, noun = "grey" if channels == 1 else "RGB", "image" if len(self) == 1 else "images"
-        return f"{len(self):,} {colour} {noun} of {height}×{width}"
+        stored = " (stored as RGB)" if self.grey_as_rgb else ""
+        return f"{len(self):,} {colour} {noun} of {height}×{width}{stored}"
 
     def _count_skipped(self) -> str:
         return f"{len(self.skipped):,} {'file' if len(self.skipped) == 1 else 'files'} skipped"
@@ -157,6 +168,24 @@ class ImageSet:
         stop = len(self) - len(self) % size if drop_last else len(self)
         return (self.batch(order[start : start + size]) for start in range(0, stop, size))
 
+    def subset(self, indices: Sequence[int] | np.ndarray[Any, Any] | Tensor | slice) -> ImageSet:
+        """Return a set of some of the images, selected as in `batch`."""
+        chosen = self._as_indices(indices)
+        return replace(
+            self,
+            images=self._copy(chosen),
+            labels=None if self.labels is None else self.labels[chosen],
+            files=tuple(self.files[index] for index in chosen) if self.files else (),
+        )
+
+    def _copy(self, chosen: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Copy some of the images; many of them to a temporary file."""
+        require_uncut(self.images, self.source)
+        copy = allocate((len(chosen), *self.images.shape[1:]), self.images.dtype)
+        for start in range(0, len(chosen), CHECK_BATCH):
+            copy[start : start + CHECK_BATCH] = self.images[chosen[start : start + CHECK_BATCH]]
+        return copy
+
     def __getitem__(self, index: int) -> Tensor | tuple[Tensor, int]:
         """Return an image (C, H, W), or (image, label) if the set has labels."""
         if not isinstance(index, numbers.Integral):
@@ -178,6 +207,41 @@ class ImageSet:
                 f"{len(self)} truth values, but have shape {chosen.shape} and type {chosen.dtype}"
             )
         return chosen.astype(np.int64)
+
+
+def hold_out(
+    images: ImageSet, share: float = HELD_OUT_SHARE, *, seed: int = 0
+) -> tuple[ImageSet, ImageSet | None]:
+    """Divide images at random into those to learn from and those to test on.
+
+    The choice depends on the seed and on the name of each file, or else on the number of each
+    image, and on nothing else. If files are added to a folder, most images stay where they were.
+
+    Parameters
+    ----------
+    images
+        Images to divide.
+    share
+        Share of the images to test on, at least 0 and below 1.
+    seed
+        Seed of the choice.
+
+    Returns
+    -------
+    train, test
+        The second is None if the share of the images is less than half an image.
+    """
+    checks.require_share("share", share)
+    if share == 1:
+        raise ValueError("share must be below 1, so that images to learn from are left")
+    count = round(share * len(images))
+    if count == 0:
+        return images, None
+    names = images.files or tuple(map(str, range(len(images))))
+    keys = [hashlib.sha256(f"{seed}/{Path(name).as_posix()}".encode()).digest() for name in names]
+    order = sorted(range(len(images)), key=keys.__getitem__)
+    test, train = sorted(order[:count]), sorted(order[count:])
+    return replace(images.subset(train), held_out=count), images.subset(test)
 
 
 def _as_nhwc(images: Any, source: str) -> Any:

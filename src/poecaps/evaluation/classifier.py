@@ -12,12 +12,15 @@ from torch import nn
 from poecaps import _checks as checks
 from poecaps._files import ModelError
 from poecaps._modules import in_batches
+from poecaps._progress import counted
 from poecaps.serialization import CLASSIFIER_VERSION, read_tensors, write_tensors
 
 if TYPE_CHECKING:
     import os
 
     from torch import Tensor
+
+    from poecaps._progress import Report
 
 WEIGHTS = Path(__file__).parent / "weights"
 CLASSIFIERS = ("mnist", "fashion-mnist")  # the datasets with a trained classifier in the package
@@ -93,9 +96,13 @@ class Classifier(nn.Module):
         return logits
 
     @torch.no_grad()
-    def predict(self, images: Tensor) -> Predictions:
-        """Predict class probabilities and features of images (N, C, H, W), in batches."""
-        features = in_batches(self.features, images, BATCH_SIZE)
+    def predict(self, images: Tensor, *, report: Report | None = None) -> Predictions:
+        """Predict class probabilities and features of images (N, C, H, W), in batches.
+
+        After each batch, `report` is called with the number of finished images and of all images.
+        """
+        batches = counted(images.split(BATCH_SIZE), len(images), report)
+        features = in_batches(self.features, batches)
         return Predictions(self.head(features).softmax(1), features)
 
     def save(self, path: str | os.PathLike[str], metadata: dict[str, Any]) -> None:

@@ -24,14 +24,17 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from poecaps._progress import Report
     from poecaps.data import ImageSet
-    from poecaps.evaluation.classifier import Classifier
+    from poecaps.evaluation.classifier import Classifier, Predictions
 
 MISSING = "–"  # cell of a table without a result
 # Fréchet distances of fewer samples are noticeably biased upwards; a note says so.
 FEWEST_UNBIASED_SAMPLES = 2000
 # Images per forward pass of a network on a CPU: activations of larger batches exceed its caches.
 CPU_BATCH_SIZE = 50
+# Work of a draw by Markov chains, in passes of an image through a network; for the time left only.
+CHAIN_WORK = 100
 KMEANS_STARTS = 10  # random initial centres, of which the best result counts
 
 
@@ -123,6 +126,7 @@ class NetworkEncoder:
 
     def __init__(self, network: CapsuleNetwork, name: str = "poecaps") -> None:
         self.network, self.name = network.eval(), name
+        self.report: Report | None = None  # of the steps of Markov chains
         self.domains: Sequence[str] = DOMAINS
         self.density_experts = 0
         if network.density is not None:
@@ -148,7 +152,7 @@ class NetworkEncoder:
         """Draw images from a domain; see `CapsuleNetwork.generate`."""
         if domain in DENSITY_DOMAINS:
             return self.network.generate_from_density(
-                count, tied=domain == "model-tied", generator=generator
+                count, tied=domain == "model-tied", generator=generator, report=self.report
             )
         checked: Domain = domain  # type: ignore[assignment]  # the network checks the name
         return self._decode(self.network.sample(count, checked, generator=generator))
@@ -161,7 +165,9 @@ class NetworkEncoder:
 
     def sample_density_experts(self, experts: Tensor, generator: torch.Generator) -> Tensor:
         """Draw images from P(x | only this expert is on) of each of these experts."""
-        return self.network.generate_from_density(len(experts), expert=experts, generator=generator)
+        return self.network.generate_from_density(
+            len(experts), expert=experts, generator=generator, report=self.report
+        )
 
     def _decode(self, codes: Tensor) -> Tensor:
         return _in_small_batches(self.network.decode, codes)
@@ -258,6 +264,7 @@ def evaluate(
     seed: int = 0,
     samples: int = 10_000,
     device: torch.device | str | None = None,
+    report: Report | None = None,
 ) -> Evaluation:
     """Evaluate a trained model.
 
@@ -283,6 +290,8 @@ def evaluate(
     device
         Device of the computation. A network and the classifier are moved there; any other encoder
         must accept images there. None: the device of the network, or the CPU for other encoders.
+    report
+        Called with the work that is done and all work, in passes of an image through the model.
 
     Raises
     ------
@@ -316,7 +325,14 @@ def evaluate(
                 "evaluate with the classifier of this dataset, or without one"
             )
     return _Evaluator(
-        network, data_train, data_test, classifier, seed, samples, torch.device(device or "cpu")
+        network,
+        data_train,
+        data_test,
+        classifier,
+        seed,
+        samples,
+        torch.device(device or "cpu"),
+        report,
     ).run()
 
 
@@ -342,14 +358,14 @@ class _Evaluator:
         seed: int,
         samples: int,
         device: torch.device,
+        report: Report | None,
     ) -> None:
         self.encoder, self.data_train, self.data_test = encoder, data_train, data_test
         self.seed, self.samples, self.device = seed, samples, device
         self.classifier = None if classifier is None else classifier.to(device).eval()
+        self.report, self.work = report, 0
         self.test = data_test.batch(slice(None)).to(device)
-        self.test_features = (
-            None if self.classifier is None else self.classifier.predict(self.test).features
-        )
+        self.test_features = None if self.classifier is None else self._predict(self.test).features
         self.background = measures.background(self._training_batches())
         self.notes: list[str] = []
 
@@ -371,7 +387,7 @@ class _Evaluator:
                 f"only {len(self.data_train):,} training images in place of {self.samples:,} "
                 "samples: their Fréchet distance is slightly too large"
             )
-        codes = in_batches(encoder.encode, self.test)
+        codes = in_batches(self._encode, self.test)
         if not bool(codes.isfinite().all()):
             raise ValueError(
                 f"codes of {encoder.name} must be finite, but contain NaN or infinity; "
@@ -380,7 +396,8 @@ class _Evaluator:
         with_labels = self._label_measures(codes)
         reconstruction = None
         if isinstance(encoder, SupportsReconstruction):
-            pairs = ((batch, encoder.reconstruct(batch)) for batch in self.test.split(BATCH_SIZE))
+            batches = self.test.split(BATCH_SIZE)
+            pairs = ((batch, self._counted(encoder.reconstruct(batch))) for batch in batches)
             reconstruction = measures.reconstruction(pairs, self.background.mean)
         domains = {}
         if isinstance(encoder, SupportsSampling):
@@ -423,7 +440,7 @@ class _Evaluator:
         train_labels, test_labels = (
             torch.from_numpy(labels) for labels in (self.data_train.labels, self.data_test.labels)
         )
-        train_codes = in_batches(self.encoder.encode, self._training_batches())
+        train_codes = in_batches(self._encode, self._training_batches())
         probe = self._probe("codes", train_codes, train_labels, codes, test_labels)
         if not isinstance(self.encoder, SupportsFiring):
             return _LabelMeasures(probe)
@@ -451,7 +468,7 @@ class _Evaluator:
         negatives = measures.negatives(images, self.background)
         if self.classifier is None or self.test_features is None:
             return SampleMetrics(None, None, None, negatives)
-        predictions = self.classifier.predict(images)
+        predictions = self._predict(images)
         return SampleMetrics(
             measures.frechet_distance(predictions.features, self.test_features),
             measures.recognisability(predictions.probabilities),
@@ -468,7 +485,10 @@ class _Evaluator:
         draws = [
             self._checked(
                 torch.cat(
-                    [encoder.sample_expert(size, expert, generator) for size in _batch_sizes(count)]
+                    [
+                        self._counted(encoder.sample_expert(size, expert, generator))
+                        for size in _batch_sizes(count)
+                    ]
                 )
             )
             for expert in range(encoder.experts)
@@ -480,10 +500,12 @@ class _Evaluator:
         count = self._samples_per_expert(encoder.density_experts)
         experts = torch.arange(encoder.density_experts, device=self.device)
         generator = self._generator("model-experts")
-        draws = in_batches(
-            lambda part: encoder.sample_density_experts(part, generator),
-            experts.repeat_interleave(count),
-        )
+
+        def draw(part: Tensor) -> Tensor:
+            self._watch_chains(len(part))
+            return self._counted(encoder.sample_density_experts(part, generator), CHAIN_WORK)
+
+        draws = in_batches(draw, experts.repeat_interleave(count))
         return torch.split(self._checked(draws), count)
 
     def _samples_per_expert(self, experts: int) -> int:
@@ -494,7 +516,7 @@ class _Evaluator:
         if self.classifier is None:
             return None
         count = len(draws[0])
-        predictions = self.classifier.predict(torch.cat(tuple(draws)))
+        predictions = self._predict(torch.cat(tuple(draws)))
         predicted = predictions.labels.view(len(draws), count)
         variety = variation = None
         if self.data_test.labels is not None:
@@ -510,6 +532,54 @@ class _Evaluator:
             variation,
         )
 
+    def _encode(self, images: Tensor) -> Tensor:
+        return self._counted(self.encoder.encode(images))
+
+    def _predict(self, images: Tensor) -> Predictions:
+        assert self.classifier is not None  # noqa: S101 (the callers have one)
+        start = self.work
+        return self.classifier.predict(
+            images, report=lambda done, _: self._report_work(start + done)
+        )
+
+    def _counted(self, images: Tensor, work: int = 1) -> Tensor:
+        """Return images or codes, and report that they are computed."""
+        self._report_work(self.work + work * len(images))
+        return images
+
+    def _report_work(self, work: int) -> None:
+        self.work = work
+        if self.report is not None:
+            self.report(work, self._total_work())
+
+    def _watch_chains(self, count: int) -> None:
+        """Report the steps of the chains that the network will run for so many draws."""
+        start, work = self.work, CHAIN_WORK * count
+
+        def report(done: int, total: int) -> None:
+            if self.report is not None and done < total:
+                self.report(start + work * done // total, self._total_work())
+
+        if isinstance(self.encoder, NetworkEncoder):
+            self.encoder.report = report
+
+    def _total_work(self) -> int:
+        """Count the work of all measures, in passes of an image through the model."""
+        encoder, classify = self.encoder, int(self.classifier is not None)
+        test = classify + 1 + isinstance(encoder, SupportsReconstruction)
+        total = test * len(self.data_test)
+        if self.data_train.labels is not None and self.data_test.labels is not None:
+            total += len(self.data_train)
+        if isinstance(encoder, SupportsSampling):
+            draws = sum(_work_of(domain) + classify for domain in encoder.domains)
+            total += draws * self.samples
+        if isinstance(encoder, SupportsDensityExperts) and encoder.density_experts:
+            count = encoder.density_experts * self._samples_per_expert(encoder.density_experts)
+            total += (CHAIN_WORK + 2 * classify) * count
+        if isinstance(encoder, SupportsExpertSampling) and classify:
+            total += 2 * encoder.experts * self._samples_per_expert(encoder.experts)
+        return total + classify * min(self.samples, len(self.data_train))
+
     def _training_batches(self) -> Iterator[Tensor]:
         return (batch.to(self.device) for batch in self.data_train.batches(BATCH_SIZE))
 
@@ -520,12 +590,13 @@ class _Evaluator:
         return self.data_train.batch(order[: self.samples]).to(self.device)
 
     def _sample(self, encoder: SupportsSampling, domain: str) -> Tensor:
-        generator = self._generator(domain)
-        return self._checked(
-            torch.cat(
-                [encoder.sample(size, domain, generator) for size in _batch_sizes(self.samples)]
-            )
-        )
+        generator, work = self._generator(domain), _work_of(domain)
+
+        def draw(size: int) -> Tensor:
+            self._watch_chains(size)
+            return self._counted(encoder.sample(size, domain, generator), work)
+
+        return self._checked(torch.cat([draw(size) for size in _batch_sizes(self.samples)]))
 
     def _checked(self, images: Tensor) -> Tensor:
         """Raise ValueError unless samples are images in [0, 1]; NaN would pass as not negative."""
@@ -556,6 +627,11 @@ def _best_kmeans(points: Tensor, clusters: int, generator: torch.Generator) -> T
 
     found = [kmeans(points, clusters, generator) for _ in range(KMEANS_STARTS)]
     return min(found, key=variance)
+
+
+def _work_of(domain: str) -> int:
+    """Return the work of a draw from a domain."""
+    return CHAIN_WORK if domain in DENSITY_DOMAINS else 1
 
 
 def _batch_sizes(count: int) -> Iterable[int]:

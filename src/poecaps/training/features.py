@@ -45,6 +45,8 @@ class FeatureCache:
         Processes that train together; each computes its shard of the outputs.
     bfloat16
         Whether convolutions run in bfloat16.
+    held_out
+        Other images, on which metrics are computed.
     """
 
     def __init__(
@@ -55,10 +57,15 @@ class FeatureCache:
         distributed: Distributed,
         *,
         bfloat16: bool,
+        held_out: ImageSet | None = None,
     ) -> None:
         self.data, self.network, self.device = data, network, device
         self.distributed, self.bfloat16 = distributed, bfloat16
         self.batch_size = BATCH_SIZE if device.type == "cpu" else GPU_BATCH_SIZE
+        self.held_out: Tensor | None = None  # (M, C, H, W)
+        if held_out is not None:
+            self.held_out = held_out.batch(_spread(len(held_out), PROBE_SIZE)).to(device)
+        self._held_out_inputs: dict[int, Tensor] = {}  # (M, I, K) of each layer
         self._pixels: Tensor | None = None  # (N, C, H, W)
         self._activations: Tensor | None = None  # (N, I, K), before preprocessing
         self._capsules: Tensor | None = None  # (N, I, K)
@@ -120,7 +127,14 @@ class FeatureCache:
 
     def probe_indices(self, most: int = PROBE_SIZE) -> Tensor:
         """Return the indices of at most so many images, spread over the dataset: (B,)."""
-        return torch.arange(0, len(self), math.ceil(len(self) / most))
+        return _spread(len(self), most)
+
+    def held_out_inputs(self, layer: int) -> Tensor:
+        """Return the `inputs` of a layer for the held-out images; the layers below are trained."""
+        assert self.held_out is not None  # noqa: S101 (the callers have checked it)
+        if layer not in self._held_out_inputs:
+            self._held_out_inputs[layer] = self.inputs_of(layer, self.held_out)
+        return self._held_out_inputs[layer]
 
     def has_images_on_device(self) -> bool:
         """Return whether the images are in the memory of the device."""
@@ -241,6 +255,11 @@ class FeatureCache:
     def _fits_on_device(self, size: int) -> bool:
         """Return whether `size` bytes are less than a quarter of a GPU's free memory."""
         return self.device.type == "cuda" and size < torch.cuda.mem_get_info(self.device)[0] // 4
+
+
+def _spread(count: int, most: int) -> Tensor:
+    """Return at most so many of `count` indices, at equal distances: (B,)."""
+    return torch.arange(0, count, math.ceil(count / most))
 
 
 def _take(rows: Tensor, indices: Tensor, device: torch.device) -> Tensor:

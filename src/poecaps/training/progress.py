@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-import shutil
 import sys
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TextIO
+
+from poecaps._progress import StatusLine, format_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -21,8 +22,6 @@ SUMMARY_METRICS = (
     ("nats", "nats", 1),
     ("acceptance", "acceptance", 2),
 )
-REFRESH_SECONDS = 0.1  # between two updates of the live line
-BAR_WIDTH = 14
 STAGE_WIDTH = len("pixel decoder")  # the longest name of a stage
 
 
@@ -50,6 +49,8 @@ class Progress:
     """Speed since the stage was started or resumed; 0 before the first step."""
     seconds_left: float
     """Time to the end of the stage at that speed."""
+    run_seconds_left: float
+    """Time to the end of the run, with a rough estimate for the stages that follow."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Last metrics: loss, learning rate, reconstruction error, …; empty before the first ones."""
     measured: bool = False
@@ -68,17 +69,14 @@ class Progress:
             for name, label, digits in SUMMARY_METRICS
             if name in self.metrics
         ]
-        left = f"{_format_seconds(self.seconds_left)} left"
-        while metrics and len("  ".join([*position, *metrics, left])) > width:
+        left = []
+        if self.step < self.steps:
+            later = f" (run: {format_seconds(self.run_seconds_left)})"
+            last = self.number == self.stages
+            left = [f"{format_seconds(self.seconds_left)} left" + ("" if last else later)]
+        while metrics and len("  ".join([*position, *metrics, *left])) > width:
             metrics.pop()
-        return "  ".join([*position, *metrics, left])
-
-
-def _format_seconds(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes >= 60:
-        return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
-    return f"{minutes}:{rest:02}"
+        return "  ".join([*position, *metrics, *left])
 
 
 class ProgressMeter:
@@ -94,6 +92,8 @@ class ProgressMeter:
         Steps of the stage that were done before it was resumed.
     steps_per_epoch, batch_size
         Size of an epoch and of a step.
+    work
+        Relative durations of a step of each stage.
     """
 
     def __init__(
@@ -104,12 +104,18 @@ class ProgressMeter:
         first_step: int,
         steps_per_epoch: int,
         batch_size: int,
+        work: Mapping[str, float],
     ) -> None:
         self.stage, self.index, self.stages = stage, list(epochs).index(stage), len(epochs)
         self.epochs, self.first_step = epochs[stage], first_step
         self.steps_per_epoch, self.batch_size = steps_per_epoch, batch_size
         self.steps = self.epochs * steps_per_epoch
         self.steps_before = sum(list(epochs.values())[: self.index]) * steps_per_epoch
+        later = list(epochs)[self.index + 1 :]
+        # The steps of this stage that take as long as all later stages.
+        self.later_steps = (
+            sum(work[name] * epochs[name] for name in later) * steps_per_epoch / work[stage]
+        )
         self.metrics: Mapping[str, float] = {}
         self.start_timer()
 
@@ -121,6 +127,8 @@ class ProgressMeter:
         """Return the progress when so many steps are done, with new metrics if there are any."""
         seconds = max(time.perf_counter() - self.started, 1e-9)
         steps_per_second = (step - self.first_step) / seconds
+        seconds_per_step = 1 / steps_per_second if steps_per_second else math.inf
+        steps_left = self.steps - step
         self.metrics = metrics or self.metrics
         return Progress(
             stage=self.stage,
@@ -132,26 +140,33 @@ class ProgressMeter:
             epochs=self.epochs,
             total_step=self.steps_before + step,
             images_per_second=steps_per_second * self.batch_size,
-            seconds_left=(self.steps - step) / steps_per_second if steps_per_second else math.inf,
+            seconds_left=steps_left * seconds_per_step if steps_left else 0.0,
+            run_seconds_left=(steps_left + self.later_steps) * seconds_per_step
+            if steps_left or self.later_steps
+            else 0.0,
             metrics=self.metrics,
             measured=bool(metrics),
         )
 
 
 class PlainLines:
-    """Display of one line per epoch, for an output that is not a terminal."""
+    """Display of plain lines, for an output that is not a terminal.
+
+    There is a line at the start of a stage and at the end of an epoch, and further lines while an
+    epoch takes long.
+    """
 
     def __init__(self, out: TextIO) -> None:
-        self.out = out
+        self.line = StatusLine(out)
         self.shown: tuple[str, int] | None = None
 
     def __call__(self, progress: Progress) -> None:
-        """Print a line at the start of a stage and at the end of an epoch."""
+        """Print a line if there is one to print."""
         epoch = int(progress.epoch + 1e-9)
         current = (progress.stage, epoch)
         is_new_epoch = progress.measured and epoch > 0 and current != self.shown
-        if not progress.images_per_second or is_new_epoch:
-            print(f"{_stage_label(progress)}  {progress.summary()}", file=self.out, flush=True)
+        if not progress.images_per_second or is_new_epoch or self.line.is_due():
+            self.line.write(f"{_stage_label(progress)}  {progress.summary()}")
             self.shown = current
 
     def close(self) -> None:
@@ -162,52 +177,33 @@ class LiveLine:
     """Display of one line per stage on a terminal, updated during the stage."""
 
     def __init__(self, out: TextIO) -> None:
-        self.out = out
-        self.filled, self.empty = "━─" if _can_encode("━─", out) else "#."
-        self.stage, self.updated = "", 0.0
+        self.line, self.stage = StatusLine(out), ""
 
     def __call__(self, progress: Progress) -> None:
         """Update the line, but not too often."""
         is_end = progress.step == progress.steps
-        if progress.stage != self.stage and self.stage:
-            self._end_line()
-        now = time.monotonic()
-        if progress.stage == self.stage and not is_end and now - self.updated < REFRESH_SECONDS:
+        if progress.stage != self.stage:
+            self.line.end()
+        elif not is_end and not self.line.is_due():
             return
-        self.stage, self.updated = progress.stage, now
+        self.stage = progress.stage
         share = progress.step / max(progress.steps, 1)
-        bar = (self.filled * round(BAR_WIDTH * share)).ljust(BAR_WIDTH, self.empty) + " "
-        width = shutil.get_terminal_size().columns - 1
+        bar, width = self.line.bar(share), self.line.width()
         label, percentage = f"{_stage_label(progress)}  ", f"{share:4.0%}  "
         if len(label + bar + percentage + progress.summary()) > width:
             bar = ""
         start = label + bar + percentage
-        line = start + progress.summary(width - len(start))
-        print(f"\r\x1b[K{line[:width]}", end="", file=self.out, flush=True)
+        self.line.write(start + progress.summary(width - len(start)))
         if is_end:
-            self._end_line()
+            self.close()
 
     def close(self) -> None:
         """Move the cursor to a new line."""
-        if self.stage:
-            self._end_line()
-
-    def _end_line(self) -> None:
-        print(file=self.out, flush=True)
-        self.stage = ""
+        self.line.end()
 
 
 def _stage_label(progress: Progress) -> str:
     return f"{progress.number}/{progress.stages} {progress.stage:{STAGE_WIDTH}}"
-
-
-def _can_encode(characters: str, out: TextIO) -> bool:
-    """Return whether the encoding of an output has these characters."""
-    try:
-        characters.encode(out.encoding or "ascii")
-    except (LookupError, UnicodeEncodeError):
-        return False
-    return True
 
 
 def display(out: TextIO | None = None) -> LiveLine | PlainLines:

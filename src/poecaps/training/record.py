@@ -50,6 +50,7 @@ def describe_data(data: ImageSet) -> dict[str, Any]:
     return {
         "source": data.source,
         "images": len(data),
+        "held_out": data.held_out,
         "shape": list(data.shape),
         "sha256": digest.hexdigest(),
         "sha256_of": "all images" if step == 1 else f"every {step}th image",

@@ -8,13 +8,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from poecaps._devices import find_device
 from poecaps._files import lock, sweep
 from poecaps.autoencoder import minimum_image_size
-from poecaps.data import DataError, load
+from poecaps.data import DataError, MissingSplitError, hold_out, load
 from poecaps.data.datasets import NAMES
 from poecaps.data.folder import suppress_skipped_warnings
 from poecaps.network import CapsuleNetwork
+from poecaps.options import ModelOptions
 from poecaps.training import record as run_record
 from poecaps.training.checkpoint import (
     Checkpoint,
@@ -26,13 +29,16 @@ from poecaps.training.checkpoint import (
 from poecaps.training.distributed import is_main_process, process_group, restart_count
 from poecaps.training.interrupts import Interrupts
 from poecaps.training.metrics import METRICS, last_values
+from poecaps.training.seeds import Stream, make_generator
 from poecaps.training.trainer import Trainer
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterable, Iterator
 
+    from poecaps._progress import Report as Reading
     from poecaps.data import ImageSet
+    from poecaps.data.idx import Split
     from poecaps.training.config import Config
     from poecaps.training.progress import Progress
 
@@ -54,6 +60,8 @@ class TrainingResult:
     """Options of the run."""
     data: ImageSet | None
     """Training images; None if the run was finished already, so that they were not loaded."""
+    held_out: ImageSet | None
+    """Test images, or held-out images of a folder; None if there are none, or like `data`."""
     metrics: dict[str, dict[str, float]]
     """Last value of each metric of each stage; empty in all but the main process."""
     record: dict[str, Any]
@@ -175,8 +183,12 @@ def run_training(
     data: ImageSet | None = None,
     report: Report | None = None,
     found: Found | None = None,
+    reading: Reading | None = None,
 ) -> TrainingResult:
-    """Train a network as `train` does, and return more than the network."""
+    """Train a network as `train` does, and return more than the network.
+
+    `reading` is called with the number of files of a folder that were read, and of all files.
+    """
     config.validate()
     if data is None:
         path = None if config.data_path is None else _absolute_path(config.data_path)
@@ -185,9 +197,9 @@ def run_training(
         config = replace(config, data=data.source, data_path=None, size=None, channels=None)
     folder = Path(folder)
     if restart_count() > 0 and was_written_by_this_launch(folder):
-        return resume_training(folder, data=data, report=report, found=found)
+        return resume_training(folder, data=data, report=report, found=found, reading=reading)
     with _owned(folder, create=True):
-        return _run(Checkpoint(config), folder, data, report, found, is_new=True)
+        return _run(Checkpoint(config), folder, data, report, found, reading, is_new=True)
 
 
 def resume_training(
@@ -198,6 +210,7 @@ def resume_training(
     data: ImageSet | None = None,
     report: Report | None = None,
     found: Found | None = None,
+    reading: Reading | None = None,
 ) -> TrainingResult:
     """Continue a run as `resume` does, and return more than the network."""
     started, folder = time.perf_counter(), Path(folder)
@@ -208,7 +221,8 @@ def resume_training(
             checkpoint = read_checkpoint(folder)
             config = replace(checkpoint.config, **changes)
             config.validate()
-            return _run(replace(checkpoint, config=config), folder, data, report, found)
+            checkpoint = replace(checkpoint, config=config)
+            return _run(checkpoint, folder, data, report, found, reading)
     record = run_record.read(folder)
     config = replace(run_record.options_of(folder, record), **changes)
     config.validate()
@@ -217,6 +231,7 @@ def resume_training(
         folder,
         config,
         data,
+        held_out=None,
         metrics=last_values(folder / METRICS),
         record=record,
         seconds=time.perf_counter() - started,
@@ -270,6 +285,7 @@ def _run(
     data: ImageSet | None,
     report: Report | None,
     found: Found | None,
+    reading: Reading | None,
     *,
     is_new: bool = False,
 ) -> TrainingResult:
@@ -282,13 +298,19 @@ def _run(
             if newest_checkpoint(folder) is not None:
                 remedy = f"resume the run in it, or {remedy}"
             raise FileExistsError(f"{folder} is not empty; {remedy}")
+        held_out = None
         if data is None:
             warns = found is None and distributed.is_main
             with nullcontext() if warns else suppress_skipped_warnings():
-                data = _load_images(config)
+                data = _load_images(config, "train", reading)
+            data, held_out = _divide(data, config, reading)
+        data = _some_images(data, config)
         if found is not None:
             found(data)
         _require_different_images(data)
+        if is_new:
+            config = _with_filters_that_fit(config, data)
+            checkpoint = replace(checkpoint, config=config)
         trainer = Trainer(
             config,
             data,
@@ -297,6 +319,7 @@ def _run(
             distributed=distributed,
             interrupts=interrupts,
             report=report,
+            held_out=held_out,
         )
         trainer.fit(checkpoint)
         return TrainingResult(
@@ -304,20 +327,54 @@ def _run(
             folder,
             config,
             data,
+            held_out,
             metrics=last_values(folder / METRICS) if distributed.is_main else {},
             record=run_record.read(folder) if distributed.is_main else {},
             seconds=time.perf_counter() - started,
         )
 
 
-def _load_images(config: Config) -> ImageSet:
+def _load_images(config: Config, split: Split, reading: Reading | None) -> ImageSet:
     return load(
         config.data,
+        split=split,
         path=config.data_path,
         size=config.size,
         channels=config.channels,
         smallest=minimum_image_size(config.model.kernel_size),
+        report=reading,
     )
+
+
+def _divide(
+    data: ImageSet, config: Config, reading: Reading | None
+) -> tuple[ImageSet, ImageSet | None]:
+    """Return the images to learn from, and images on which nothing is learned, if there are any.
+
+    These are the test images of the data. A folder without them is divided at random.
+    """
+    try:
+        with suppress_skipped_warnings():
+            test = _load_images(config, "test", reading)
+    except MissingSplitError:
+        return hold_out(data, config.held_out) if data.files else (data, None)
+    return data, test if test.shape == data.shape else None
+
+
+def _some_images(data: ImageSet, config: Config) -> ImageSet:
+    """Return the number of images that the options ask for, at random, in their order."""
+    if config.images is None or config.images >= len(data):
+        return data
+    order = torch.randperm(len(data), generator=make_generator(config.seed, Stream.IMAGES))
+    return data.subset(order[: config.images].sort().values)
+
+
+def _with_filters_that_fit(config: Config, data: ImageSet) -> Config:
+    """Return options with smaller filters if images are too small for those of the preset."""
+    default, side = ModelOptions().kernel_size, min(data.shape[1:])
+    if config.model.kernel_size != default or side >= minimum_image_size(default):
+        return config
+    return replace(config, model=replace(config.model, kernel_size=max(1, side // 3)))
 
 
 def _require_different_images(data: ImageSet) -> None:

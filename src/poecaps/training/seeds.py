@@ -30,6 +30,8 @@ class Stream(IntEnum):
     """Chains that estimate the partition function of the density."""
     SCORED_VIEWS = 7
     """Views by which an encoder is chosen; position: layer, first image of the batch."""
+    IMAGES = 8
+    """Images of a run that uses a part of its data."""
 
 
 def derive_seed(seed: int, stream: Stream, *position: int) -> int:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from poecaps.autoencoder import ConvAutoencoder, PixelDecoder
     from poecaps.energy import CapsuleDensity
     from poecaps.layer import CapsuleDecoder, CapsuleExperts
+    from poecaps.network import CapsuleNetwork
     from poecaps.training.config import (
         Config,
         Criterion,
@@ -42,6 +43,9 @@ if TYPE_CHECKING:
 # Images on which the density does not learn: a twentieth of them, but at most so many.
 HELD_OUT_DIVISOR, MAX_HELD_OUT = 20, 1000
 EXPLODED_WEIGHT = 1e3  # mean absolute value of weights that have diverged
+# Multiplications by each weight of a capsule layer in a training step, for one image: all
+# iterations of the routing and the gradient. Fitted to durations on a CPU.
+ROUTING_WORK = 40
 SCORED_IMAGES = 4096  # most training images by which one of several encoders is chosen
 
 
@@ -98,6 +102,14 @@ class StageTrainer(ABC):
     def metrics(self) -> dict[str, float]:
         """Compute the running metrics, always on the same training images."""
 
+    def held_out_error(self) -> float | None:
+        """Compute the reconstruction error of `metrics` on held-out images, if there are any."""
+        return None
+
+    @abstractmethod
+    def work(self, batch_size: int) -> float:
+        """Estimate the multiplications of a step for one image; only the ratios matter."""
+
     def learning_rate_factors(self) -> list[float]:
         """Return the factor of the learning rate of each parameter, after `prepare`."""
         return [1.0 for _ in self.module.parameters()]
@@ -137,6 +149,10 @@ class AutoencoderTrainer(StageTrainer):
         """Return whether all inputs of the stage are in the memory of the device."""
         return self.cache.has_images_on_device()
 
+    def work(self, batch_size: int) -> float:  # noqa: ARG002 (the same for every size)
+        """Estimate the multiplications: encoder and decoder, forward and twice backward."""
+        return 6 * _convolution_work(self.cache.network)
+
     def loss(self, indices: Tensor, random: RandomNumbers) -> Tensor:
         """Compute the mean cross-entropy of the pixels, with dropout of the features."""
         images = self.cache.images(indices)
@@ -150,10 +166,16 @@ class AutoencoderTrainer(StageTrainer):
 
     def metrics(self) -> dict[str, float]:
         """Compute the fraction of the images' variance that is lost."""
-        images = self.cache.images(self.cache.probe_indices())
+        return {"reconstruction_error": self._error(self.cache.images(self.cache.probe_indices()))}
+
+    def held_out_error(self) -> float | None:
+        """Compute the reconstruction error of held-out images, if there are any."""
+        return None if self.cache.held_out is None else self._error(self.cache.held_out)
+
+    def _error(self, images: Tensor) -> float:
         with self.cache.autocast():
-            error = (self.module(images).float() - images).square().sum()
-        return {"reconstruction_error": (error / _variance(images)).item()}
+            error: Tensor = (self.module(images).float() - images).square().sum()
+        return (error / _variance(images)).item()
 
 
 class DensityTrainer(StageTrainer):
@@ -192,6 +214,15 @@ class DensityTrainer(StageTrainer):
         if self.density.has_components:
             return self.cache.has_components_on_device()
         return self.cache.has_inputs_on_device(0)
+
+    def work(self, batch_size: int) -> float:
+        """Estimate the multiplications: F of the images, its gradient at every leapfrog step."""
+        weights: float = self.density.weight.numel()
+        if self.density.has_components:  # W then maps components, not capsules
+            weights *= self.cache.network.architecture.density.base_components
+            weights /= self.density.in_capsules * self.density.in_dim
+        gradients = 1 + (1 + self.options.leapfrog_steps) * self.options.chains / batch_size
+        return 3 * self.density.iterations * weights * gradients
 
     def loss(self, indices: Tensor, random: RandomNumbers) -> Tensor:
         """Compute the mean of F over images minus that over draws of the density."""
@@ -354,6 +385,13 @@ class EncoderTrainer(StageTrainer):
             return self.cache.has_images_on_device()
         return self.cache.has_inputs_on_device(self.layer)
 
+    def work(self, batch_size: int) -> float:  # noqa: ARG002 (the same for every size)
+        """Estimate the multiplications: the features of further views, and the routing of all."""
+        options = self.options
+        routing = ROUTING_WORK * self.experts.weight.numel() * options.restarts
+        features = _convolution_work(self.cache.network) * (options.views.count - 1)
+        return features + routing * options.views.count * options.k
+
     def loss(self, indices: Tensor, random: RandomNumbers) -> Tensor:
         """Compute the loss of contrastive divergence, on all views of the images.
 
@@ -395,6 +433,14 @@ class EncoderTrainer(StageTrainer):
         x = self.cache.inputs(self.layer, self.cache.probe_indices())
         each = [self._metrics_of(experts, x) for experts in self.starts]
         return {name: sum(values[name] for values in each) / len(each) for name in each[0]}
+
+    def held_out_error(self) -> float | None:
+        """Compute the reconstruction error of held-out images, if there are any."""
+        if self.cache.held_out is None:
+            return None
+        x = self.cache.held_out_inputs(self.layer)
+        each = [measures.lost_share(x, experts.reconstruct(x)) for experts in self.starts]
+        return sum(each) / len(each)
 
     def _metrics_of(self, experts: CapsuleExperts, x: Tensor) -> dict[str, float]:
         """Compute the `metrics` of one start."""
@@ -462,6 +508,10 @@ class DecoderTrainer(StageTrainer):
         """Return whether all inputs of the stage are in the memory of the device."""
         return all(map(self.cache.has_inputs_on_device, (self.layer, self.layer + 1)))
 
+    def work(self, batch_size: int) -> float:  # noqa: ARG002 (the same for every size)
+        """Estimate the multiplications of the routing."""
+        return ROUTING_WORK * self.module.weight.numel()
+
     def loss(self, indices: Tensor, random: RandomNumbers) -> Tensor:
         """Compute the loss of the decoder's learning rule."""
         y = self.cache.codes(self.layer + 1, indices)
@@ -471,9 +521,18 @@ class DecoderTrainer(StageTrainer):
     def metrics(self) -> dict[str, float]:
         """Compute the fraction of the capsules' variance, before squashing, that is lost."""
         indices = self.cache.probe_indices()
-        z = F.unsquash(self.cache.inputs(self.layer, indices))
-        error = F.unsquash(self.module(self.cache.codes(self.layer + 1, indices))) - z
-        return {"reconstruction_error": (error.square().sum() / _variance(z)).item()}
+        x, y = self.cache.inputs(self.layer, indices), self.cache.codes(self.layer + 1, indices)
+        return {"reconstruction_error": self._error(x, y)}
+
+    def held_out_error(self) -> float | None:
+        """Compute the reconstruction error of held-out images, if there are any."""
+        if self.cache.held_out is None:
+            return None
+        return self._error(*map(self.cache.held_out_inputs, (self.layer, self.layer + 1)))
+
+    def _error(self, x: Tensor, y: Tensor) -> float:
+        z = F.unsquash(x)
+        return ((F.unsquash(self.module(y)) - z).square().sum() / _variance(z)).item()
 
 
 class PixelDecoderTrainer(StageTrainer):
@@ -501,6 +560,11 @@ class PixelDecoderTrainer(StageTrainer):
         """Return whether all inputs of the stage are in the memory of the device."""
         return self.cache.has_images_on_device() and self.cache.has_inputs_on_device(self.top)
 
+    def work(self, batch_size: int) -> float:  # noqa: ARG002 (the same for every size)
+        """Estimate the multiplications of the routing and of the filters."""
+        filters = 3 * _convolution_work(self.cache.network)
+        return filters + ROUTING_WORK * self.lowest.weight.numel()
+
     def loss(self, indices: Tensor, random: RandomNumbers) -> Tensor:
         """Compute the absolute error of the pixels, plus a small multiple of their cross-entropy.
 
@@ -519,9 +583,18 @@ class PixelDecoderTrainer(StageTrainer):
     def metrics(self) -> dict[str, float]:
         """Compute the fraction of the images' variance that is lost between images and codes."""
         indices = self.cache.probe_indices()
-        images = self.cache.images(indices)
-        error = torch.sigmoid(self._logits(self.cache.codes(self.top, indices))) - images
-        return {"reconstruction_error": (error.square().sum() / _variance(images)).item()}
+        error = self._error(self.cache.images(indices), self.cache.codes(self.top, indices))
+        return {"reconstruction_error": error}
+
+    def held_out_error(self) -> float | None:
+        """Compute the reconstruction error of held-out images, if there are any."""
+        if self.cache.held_out is None:
+            return None
+        return self._error(self.cache.held_out, self.cache.held_out_inputs(self.top))
+
+    def _error(self, images: Tensor, y: Tensor) -> float:
+        error = torch.sigmoid(self._logits(y)) - images
+        return (error.square().sum() / _variance(images)).item()
 
     def _logits(self, y: Tensor) -> Tensor:
         """Decode codes, with the routing held fixed as in the decoder's rule: → (B, C, H, W)."""
@@ -546,6 +619,16 @@ def make_stages(config: Config, cache: FeatureCache) -> list[StageTrainer]:
         pixel_decoder = cache.network.pixel_decoder
         stages.append(PixelDecoderTrainer(config.pixel_decoder, pixel_decoder, cache))
     return stages
+
+
+def _convolution_work(network: CapsuleNetwork) -> float:
+    """Count the multiplications of the two convolutions of the encoder, for one image."""
+    autoencoder, (_, height, width) = network.autoencoder, network.architecture.image_shape
+    rows, columns = autoencoder.grid((height, width))
+    inner = (height - autoencoder.kernel_size + 1) * (width - autoencoder.kernel_size + 1)
+    return autoencoder.conv1_weight.numel() * inner + autoencoder.conv2_weight.numel() * (
+        rows * columns
+    )
 
 
 def factor_for_firing(norm: Tensor, target: float) -> float:

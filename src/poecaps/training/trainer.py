@@ -53,7 +53,8 @@ if TYPE_CHECKING:
 
     Report = Callable[[Progress], None]
 
-METRICS_PER_EPOCH = 2
+# Metrics are computed so often in an epoch, and in a stage at least.
+METRICS_PER_EPOCH, METRICS_PER_STAGE = 2, 10
 INTERRUPT_CHECK_STEPS = 10  # steps between two exchanges about interrupts with other processes
 MAX_DENSITY_IMAGES = 100_000  # codes to which the density is fitted, a random subset of more images
 
@@ -77,6 +78,8 @@ class Trainer:
         Handler of signals, installed by the caller.
     report
         Function that is called with the progress after every step.
+    held_out
+        Images on which nothing is learned, for the running metrics.
     """
 
     def __init__(
@@ -89,6 +92,7 @@ class Trainer:
         distributed: Distributed,
         interrupts: Interrupts,
         report: Report | None = None,
+        held_out: ImageSet | None = None,
     ) -> None:
         if config.batch_size % distributed.size:
             raise ValueError(
@@ -103,7 +107,9 @@ class Trainer:
         self.batch_size = min(config.batch_size, len(data) - len(data) % distributed.size)
         self.steps_per_epoch = len(data) // self.batch_size
         bfloat16 = use_bfloat16(config.precision, device)
-        self.cache = FeatureCache(data, self.network, device, distributed, bfloat16=bfloat16)
+        self.cache = FeatureCache(
+            data, self.network, device, distributed, bfloat16=bfloat16, held_out=held_out
+        )
         self.stages = make_stages(config, self.cache)
         self.metrics_log = MetricsLog(folder)
         self.record: dict[str, Any] = {}  # of the run; only the main process writes it
@@ -146,7 +152,9 @@ class Trainer:
             meter.start_timer()
             train_step = self._make_step(stage, optimizer, generator, steps - first_step)
         self.interrupts.deferred = True
-        metrics_every = max(1, self.steps_per_epoch // METRICS_PER_EPOCH)
+        metrics_every = max(
+            1, min(self.steps_per_epoch // METRICS_PER_EPOCH, steps // METRICS_PER_STAGE)
+        )
         order = _ImageOrder(self.config.seed, index, len(self.cache), self.batch_size, self.device)
         for step in range(first_step, steps):
             set_learning_rate(optimizer, stage.options.learning_rate_at(step / steps))
@@ -184,6 +192,7 @@ class Trainer:
             first_step=first_step,
             steps_per_epoch=self.steps_per_epoch,
             batch_size=self.batch_size,
+            work={stage.name: stage.work(self.batch_size) for stage in self.stages},
         )
 
     def _make_step(
@@ -257,6 +266,9 @@ class Trainer:
         stage.module.eval()
         with torch.no_grad():
             metrics = stage.metrics()
+            held_out = stage.held_out_error()
+        if held_out is not None:
+            metrics["held_out_error"] = held_out
         stage.module.train()
         rate = stage.options.learning_rate_at((step - 1) / steps)
         metrics = {"loss": loss.item(), "learning_rate": rate, **metrics}

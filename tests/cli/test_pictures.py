@@ -1,0 +1,172 @@
+"""The commands on a plain folder of pictures, without a test part."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import poecaps
+from poecaps.cli.main import main
+from poecaps.data import hold_out
+from poecaps.training import record
+from tests.cli.conftest import SMALL, arrays
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+COUNT = 60
+NAMES = ("even", "odd")
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Grey digits that are stored as RGB, in a subfolder for each label."""
+    folder = tmp_path_factory.mktemp("pictures")
+    digits = poecaps.data.load("mnist-sample")
+    assert digits.labels is not None
+    for number in range(COUNT):
+        name = NAMES[digits.labels[number] % 2]
+        (folder / name).mkdir(exist_ok=True)
+        image = Image.fromarray(digits.images[number, ..., 0]).convert("RGB")
+        image.save(folder / name / f"{number}.png")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "pictures"
+    options = ["--data", str(pictures), "--out", str(folder), "--no-figures", *SMALL]
+    assert main(["train", *options]) == 0
+    return folder
+
+
+def measure(run: Path, out: Path, *options: str) -> dict[str, object]:
+    assert main(["evaluate", str(run), "--samples", "4", "--out", str(out), *options]) == 0
+    return dict(json.loads(out.read_text()))
+
+
+def test_nothing_is_learned_from_a_tenth(trained: Path, pictures: Path) -> None:
+    about = record.read(trained)
+    assert (about["data"]["images"], about["data"]["held_out"]) == (54, 6)
+    train, _ = hold_out(poecaps.data.load(pictures))
+    assert about["data"]["sha256"] == record.describe_data(train)["sha256"]
+
+
+def test_a_model_is_evaluated_on_the_held_out_tenth(trained: Path, tmp_path: Path) -> None:
+    measured = measure(trained, tmp_path / "e.json")
+    assert (measured["training_images"], measured["test_images"]) == (54, 6)
+    assert not [note for note in measured["notes"] if "learned from" in note]  # type: ignore[attr-defined]
+
+
+def test_the_training_data_by_name_are_divided_as_well(
+    trained: Path, pictures: Path, tmp_path: Path
+) -> None:
+    measured = measure(trained, tmp_path / "e.json", "--data", str(pictures))
+    assert (measured["training_images"], measured["test_images"]) == (54, 6)
+
+
+def test_a_model_that_has_learned_from_every_picture_gets_a_note(
+    pictures: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    options = ["--data", str(pictures), "--out", str(run), "--no-figures", "--held-out", "0"]
+    assert main(["train", *options, "--quiet", *SMALL]) == 0
+    assert record.read(run)["data"]["images"] == COUNT
+    measured = measure(run, tmp_path / "e.json")
+    assert (measured["training_images"], measured["test_images"]) == (54, 6)
+    assert "the model has learned from the test images, too" in measured["notes"]  # type: ignore[operator]
+
+
+def test_a_model_without_a_record_is_evaluated_on_a_tenth_of_any_folder(
+    trained: Path, pictures: Path, tmp_path: Path
+) -> None:
+    poecaps.load(trained).save(tmp_path / "saved")
+    measured = measure(tmp_path / "saved", tmp_path / "e.json", "--data", str(pictures))
+    assert (measured["training_images"], measured["test_images"]) == (54, 6)
+    assert "the model may have learned from the test images" in measured["notes"]  # type: ignore[operator]
+
+
+def test_test_pictures_may_be_another_folder_whose_labels_are_matched_by_name(
+    trained: Path, pictures: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "new" / "odd").mkdir(parents=True)
+    (tmp_path / "new" / "even").mkdir()
+    for name in NAMES:
+        for file in sorted((pictures / name).iterdir())[:8]:
+            (tmp_path / "new" / name / file.name).write_bytes(file.read_bytes())
+    measured = measure(trained, tmp_path / "e.json", "--data", str(tmp_path / "new"))
+    assert (measured["training_images"], measured["test_images"]) == (COUNT, 16)
+    assert measured["probe"] is not None
+    (tmp_path / "new" / "even").rename(tmp_path / "new" / "neither")
+    measured = measure(trained, tmp_path / "e.json", "--data", str(tmp_path / "new"))
+    assert measured["probe"] is None
+    assert "the test images have other labels than the training images" in measured["notes"]  # type: ignore[operator]
+
+
+def test_too_few_pictures_to_divide(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    few = tmp_path / "few"
+    few.mkdir()
+    random = np.random.default_rng(0)
+    for number in range(4):
+        pixels = random.integers(0, 256, (28, 28), np.uint8)
+        Image.fromarray(pixels).save(few / f"{number}.png")
+    options = ["--data", str(few), "--out", str(run), "--no-figures", "--quiet"]
+    assert main(["train", *options, *SMALL]) == 0
+    assert main(["evaluate", str(run), "--samples", "4"]) == 1
+    assert "give a folder of test images with --data" in capsys.readouterr().err
+
+
+def test_codes_say_whose_they_are(trained: Path, pictures: Path, tmp_path: Path) -> None:
+    assert main(["encode", str(trained), "--out", str(tmp_path / "c.npz")]) == 0
+    written = arrays(tmp_path / "c.npz")
+    assert len(written["codes"]) == COUNT
+    assert written["label_names"].tolist() == list(NAMES)
+    for file, label in zip(written["files"], written["labels"], strict=True):
+        assert (pictures / file).is_file()
+        assert file.startswith(NAMES[label])
+
+
+def test_one_picture_is_encoded(trained: Path, pictures: Path, tmp_path: Path) -> None:
+    assert main(["encode", str(trained), "--out", str(tmp_path / "all.npz")]) == 0
+    whole = arrays(tmp_path / "all.npz")
+    picture, out = pictures / str(whole["files"][7]), tmp_path / "one.npz"
+    assert main(["encode", str(trained), "--data", str(picture), "--out", str(out)]) == 0
+    one = arrays(out)
+    assert one["files"].tolist() == [picture.name]
+    np.testing.assert_allclose(one["codes"][0], whole["codes"][7], atol=1e-5)
+
+
+def test_a_traversal_from_an_image_varies_its_strongest_expert(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["encode", str(trained), "--out", str(tmp_path / "c.npz")]) == 0
+    firing = arrays(tmp_path / "c.npz")["firing"]
+    image = next(index for index, row in enumerate(firing) if row.argmax() != 0)
+    capsys.readouterr()
+    assert main(["traverse", str(trained), "--image", str(image), "--steps", "2"]) == 0
+    assert f"expert-{firing[image].argmax()}-image-{image}.png" in capsys.readouterr().out
+    assert main(["traverse", str(trained), "--steps", "2"]) == 0
+    assert "expert-0.png" in capsys.readouterr().out
+
+
+def test_reconstructions_are_spread_over_the_pictures(
+    trained: Path, pictures: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "r.png"
+    assert main(["reconstruct", str(trained), "--count", "4", "--out", str(out)]) == 0
+    images = poecaps.data.load(pictures).batch([0, 20, 39, 59]).numpy()
+    np.testing.assert_allclose(arrays(out.with_suffix(".npz"))["originals"], images, atol=1e-6)
+
+
+def test_a_part_of_the_pictures_is_enough(pictures: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    options = ["--data", str(pictures), "--out", str(run), "--no-figures", "--quiet"]
+    assert main(["train", *options, "--images", "20", "--preset", "fast", *SMALL]) == 0
+    assert record.read(run)["data"]["images"] == 20
