@@ -25,7 +25,7 @@ from poecaps._json import dataclass_from_json
 from poecaps._modules import device_of
 from poecaps.code_density import DOMAIN_INFO
 from poecaps.data.datasets import NAMES
-from poecaps.serialization import WEIGHTS, read_metadata
+from poecaps.serialization import OLDEST_MODEL_VERSION, WEIGHTS, read_metadata
 from poecaps.training import record
 from poecaps.training.config import Config, changed_options, nearest_preset
 
@@ -148,7 +148,7 @@ def write(
         data_name=None if run is None else _data_name(str(run["config"]["data"])),
         run=None if run is None else record.without_machine(run),
         measured=read_json(folder / MEASURED) if (folder / MEASURED).is_file() else None,
-        half=read_metadata(folder / WEIGHTS).get("half") is True,
+        half=read_metadata(folder / WEIGHTS, oldest=OLDEST_MODEL_VERSION).get("half") is True,
         shipped=shipped,
         picture=(folder / PICTURE).is_file(),
     )

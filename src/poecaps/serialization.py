@@ -35,9 +35,10 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 FORMAT = "poecaps"
-# Of models and checkpoints. In version 1 options and tensors had other names. In version 2, which
-# is read as well, only tensors had a checksum, and only config.json had the architecture.
-VERSION, OLDEST_VERSION = 3, 2
+# Of models and checkpoints. In version 2, which is read as well, only tensors had a checksum, and
+# only config.json had the architecture. Version 1 had other names of options and tensors; models
+# of it are read, checkpoints are not.
+VERSION, OLDEST_VERSION, OLDEST_MODEL_VERSION = 3, 2, 1
 CLASSIFIER_VERSION = 1  # of the classifiers of `poecaps.evaluation`
 MAX_HEADER = 100_000_000  # bytes of the header of a safetensors file, as in safetensors itself
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -77,7 +78,7 @@ def read_model(folder: Path) -> tuple[Architecture, dict[str, Tensor]]:
     Raises
     ------
     FileNotFoundError
-        If a file is missing; `config.json` is needed for format version 2 only.
+        If a file is missing; `config.json` is needed for format versions 1 and 2 only.
     ModelError
         If a file is damaged, not written by poecaps, or of another format version, or if the files
         do not belong together.
@@ -85,21 +86,25 @@ def read_model(folder: Path) -> tuple[Architecture, dict[str, Tensor]]:
     path, config = folder / WEIGHTS, folder / CONFIG
     if not path.is_file():
         raise FileNotFoundError(f"{folder} does not contain a trained model: {WEIGHTS} is missing")
-    tensors, about = read_tensors(path)
-    is_old = about["version"] == OLDEST_VERSION
+    tensors, about = read_tensors(path, oldest=OLDEST_MODEL_VERSION)
+    is_old = about["version"] < VERSION
     values, source = about.get("architecture"), path
     if is_old and not config.is_file():
         raise FileNotFoundError(f"{folder} does not contain a trained model: {CONFIG} is missing")
     if config.is_file():
         stated = read_json(config)
-        check_version(stated, config)
+        check_version(stated, config, oldest=OLDEST_MODEL_VERSION)
         if is_old:
+            if stated["version"] != about["version"]:
+                raise ModelError(f"{config} and {WEIGHTS} have different format versions")
             values, source = stated.get("architecture"), config
         elif stated.get("architecture") != values:
             raise ModelError(
                 f"{config} differs from the architecture in {WEIGHTS}; delete {CONFIG}, or use "
                 "another copy of the model"
             )
+    if about["version"] == 1:
+        values, tensors = _renamed_options(values), _renamed_tensors(tensors)
     architecture = _architecture_from_json(values, source)
     if about.get("half") is True:
         tensors = {
@@ -119,6 +124,54 @@ def _architecture_from_json(values: Any, source: Path) -> Architecture:
     except (TypeError, ValueError) as error:
         raise ModelError(f"{source} describes an invalid architecture ({error})") from error
     return architecture
+
+
+# Names of options and of tensors in format version 1, and those of today.
+OPTIONS_OF_VERSION_1 = {
+    "kernel": "kernel_size",
+    "level": "equalized_components",
+    "painter": "pixel_decoder",
+    "components": "joint_components",
+    "parts": "expert_components",
+}
+TENSORS_OF_VERSION_1 = {
+    r"^painter\.canvas$": "pixel_decoder.pixel_bias",
+    r"^painter\.": "pixel_decoder.",
+    r"\.first$": ".conv1_weight",
+    r"\.second$": ".conv2_weight",
+    r"\.up_([12])$": r".conv\1_bias",
+    r"\.down_([12])$": r".deconv\1_bias",
+    r"^scaling\.directions$": "preprocessing.components",
+    r"^scaling\.": "preprocessing.",
+    r"^density\.": "code_density.",
+    r"\.deviation$": ".std",
+    r"\.together\.centre$": ".joint.mean",
+    r"\.together\.basis$": ".joint.components",
+    r"\.together\.": ".joint.",
+    r"\.alone\.": ".per_expert.",
+    r"\.(mixture|per_expert)\.share$": r".\1.weights",
+    r"\.(mixture|per_expert)\.mean$": r".\1.means",
+    r"\.(mixture|per_expert)\.factor$": r".\1.factors",
+}
+
+
+def _renamed_options(values: Any) -> Any:
+    """Return the architecture of a file of format version 1, with the names of today."""
+    if not isinstance(values, dict):
+        return values
+    return {OPTIONS_OF_VERSION_1.get(name, name): value for name, value in values.items()}
+
+
+def _renamed_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of a file of format version 1, with the names of today."""
+    renamed = {}
+    for old, tensor in tensors.items():
+        name = old
+        for pattern, replacement in TENSORS_OF_VERSION_1.items():
+            name = re.sub(pattern, replacement, name)
+        if not re.fullmatch(r"decoders\.\d+\.balance", name):  # which decoders do not use
+            renamed[name] = tensor
+    return renamed
 
 
 def half_precision(module: nn.Module) -> dict[str, Tensor]:
@@ -177,9 +230,14 @@ def _describe(tensor: Tensor) -> str:
 # Files
 
 
-def check_version(about: Mapping[str, Any], source: Path, version: int = VERSION) -> None:
+def check_version(
+    about: Mapping[str, Any],
+    source: Path,
+    version: int = VERSION,
+    oldest: int = OLDEST_VERSION,
+) -> None:
     """Raise ModelError if a file was not written by poecaps, or has another format version."""
-    found, oldest = about.get("version"), OLDEST_VERSION if version == VERSION else version
+    found, oldest = about.get("version"), min(oldest, version)
     if about.get("format") != FORMAT or type(found) is not int:
         raise ModelError(f"{source} was not written by poecaps")
     if found > version:
@@ -229,8 +287,12 @@ def write_tensors(
         file.write(data)
 
 
-def read_tensors(path: Path, *, version: int = VERSION) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def read_tensors(
+    path: Path, *, version: int = VERSION, oldest: int = OLDEST_VERSION
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Read tensors and the JSON object about them from a file of `write_tensors`.
+
+    Format versions from `oldest` to `version` are read.
 
     Raises
     ------
@@ -245,7 +307,7 @@ def read_tensors(path: Path, *, version: int = VERSION) -> tuple[dict[str, Tenso
     digest = metadata.get("digest")
     if digest is not None and _file_digest(header, data, digest) != digest:
         raise DamagedError(CHECKSUM_ERROR.format(path))
-    check_version(about, path, version)
+    check_version(about, path, version, oldest)
     try:
         tensors = safetensors.torch.load(content)
     except safetensors.SafetensorError as error:
@@ -255,8 +317,10 @@ def read_tensors(path: Path, *, version: int = VERSION) -> tuple[dict[str, Tenso
     return tensors, about
 
 
-def read_metadata(path: Path, *, version: int = VERSION) -> dict[str, Any]:
+def read_metadata(path: Path, *, oldest: int = OLDEST_VERSION) -> dict[str, Any]:
     """Read the JSON object of a file of `write_tensors`, without its tensors and its checksum.
+
+    Format versions from `oldest` on are read.
 
     Raises
     ------
@@ -266,7 +330,7 @@ def read_metadata(path: Path, *, version: int = VERSION) -> dict[str, Any]:
     with open_regular(path) as file:
         length = _header_length(file.read(8), path.stat().st_size, path)
         about, _ = _parse_header(file.read(length - 8), path)
-    check_version(about, path, version)
+    check_version(about, path, oldest=oldest)
     return about
 
 
