@@ -94,9 +94,9 @@ def read_model(folder: Path) -> tuple[Architecture, dict[str, Tensor]]:
     if config.is_file():
         stated = read_json(config)
         check_version(stated, config, oldest=OLDEST_MODEL_VERSION)
+        if stated["version"] != about["version"]:
+            raise ModelError(f"{config} and {WEIGHTS} have different format versions")
         if is_old:
-            if stated["version"] != about["version"]:
-                raise ModelError(f"{config} and {WEIGHTS} have different format versions")
             values, source = stated.get("architecture"), config
         elif stated.get("architecture") != values:
             raise ModelError(
