@@ -89,6 +89,8 @@ class EncoderStage(CapsuleStage):
     """State of the experts during mixing: deterministic (the mean) or bernoulli (a random draw)."""
     winners: int | None = None
     """Number of experts that may fire for an image during training; None: model.winners."""
+    balance_rate: float = 1.0
+    """Step size towards equal shares of wins; 0: experts may win as often as they do."""
     target_firing: float | None = None
     """Mean firing probability of the strongest expert after a final scaling; None: no scaling."""
     views: ViewOptions = field(default_factory=ViewOptions)
@@ -105,6 +107,7 @@ class EncoderStage(CapsuleStage):
         checks.require_choice(f"{name}.mixing", self.mixing, MIXINGS)
         if self.winners is not None:
             checks.require_int(f"{name}.winners", self.winners, 1)
+        checks.require_nonnegative(f"{name}.balance_rate", self.balance_rate)
         if self.target_firing is not None:
             checks.require_nonnegative(f"{name}.target_firing", self.target_firing)
             if not 0 < self.target_firing < 1:
