@@ -62,6 +62,14 @@ class ViewOptions:
             raise TypeError(f"{prefix}mirror must be True or False, but is {self.mirror!r}")
         checks.require_share(f"{prefix}growth", self.growth)
 
+    def check_width(self, width: int, prefix: str = "") -> None:
+        """Raise ValueError if images of this width cannot be mirrored, but views are to be."""
+        if self.count > 1 and self.mirror and width == 1:
+            raise ValueError(
+                f"{prefix}mirror must be False for images that are one pixel wide: they are their "
+                "own mirror images"
+            )
+
     def scope_at(self, progress: float) -> float:
         """Return the share of the range that is in use when this share of the stage is done.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,7 +18,7 @@ from tests.training.runs import Stop, assert_same_weights, metrics, weights, wit
 if TYPE_CHECKING:
     from pathlib import Path
 
-VIEWS = ViewOptions(count=3, rotation=30.0, mirror=True)
+VIEWS = ViewOptions(count=3, rotation=30.0, mirror=True, growth=0.6)
 
 
 def config_with(data: Path, views: ViewOptions = VIEWS) -> Config:
@@ -70,3 +71,9 @@ def test_invalid_views_are_an_error(data: Path, tmp_path: Path) -> None:
     broken = replace(config, encoder=replace(config.encoder, views=4))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"encoder\.views must be ViewOptions, but is 4"):
         train(broken, tmp_path / "run")
+    lines = tmp_path / "lines.npy"
+    np.save(lines, np.arange(36, dtype=np.uint8).reshape(4, 9, 1))
+    config = config_with(lines)
+    narrow = replace(config, batch_size=2, model=replace(config.model, kernel_size=1))
+    with pytest.raises(ValueError, match=r"encoder\.views\.mirror must be False for images .* wide"):
+        train(narrow, tmp_path / "run")

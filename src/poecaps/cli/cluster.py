@@ -63,7 +63,8 @@ def cluster(
             members = (clusters.expert == expert).nonzero().squeeze(1)
             best = members[clusters.margin[members].argsort(descending=True)[:columns]]
             groups[f"{expert}: {count:,}"] = pixels[best.cpu()]
-    sheet = plotting.contact_sheet(groups, out.with_suffix(".png"), title="Images by expert")
+    title = "Images by expert (expert: number of images)"
+    sheet = plotting.contact_sheet(groups, out.with_suffix(".png"), title=title)
     say(out)
     say(sheet)
     say(f"{len(groups)} of {network.architecture.experts[-1][0]} experts are the most active one")

@@ -314,6 +314,7 @@ class EncoderTrainer(StageTrainer):
 
     def __init__(self, layer: int, options: EncoderStage, seed: int, cache: FeatureCache) -> None:
         super().__init__(cache)
+        options.views.check_width(cache.data.shape[-1], "encoder.views.")
         self.name, self.options, self.seed = f"encoder {layer + 1}", options, seed
         self.layer, self.has_state = layer, options.restarts > 1
         self.experts = self.module = cast("CapsuleExperts", cache.network.encoders[layer])
