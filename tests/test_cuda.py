@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import warnings
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -514,7 +515,9 @@ def no_votes(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("the reference computed votes")
 
     monkeypatch.setattr(F, "votes", refuse)
-    torch.compiler.reset()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # those of the compiler, which this imports
+        torch.compiler.reset()
 
 
 @pytest.mark.filterwarnings("ignore")  # the compiler's own warnings differ from release to release
