@@ -44,6 +44,7 @@ __all__ = [
     "find_device",
     "instruction_set",
     "instruction_sets",
+    "recorded_launches",
     "release_buffers",
     "simd_available",
     "starts_observed",
@@ -80,6 +81,18 @@ def instruction_set(name: str) -> Iterator[None]:
             del os.environ[build.VARIABLE]
         else:
             os.environ[build.VARIABLE] = before
+
+
+@contextmanager
+def recorded_launches(on: bool) -> Iterator[None]:
+    """Let the Triton backend record the launches of a learning step and repeat them, or not."""
+    from poecaps.kernels.triton import learning  # it imports Triton
+
+    before, learning.PLAN_STEPS = learning.PLAN_STEPS, on
+    try:
+        yield
+    finally:
+        learning.PLAN_STEPS = before
 
 
 def describe_backend(device: torch.device) -> str:

@@ -494,7 +494,7 @@ def passes(device: str) -> str:
     for threads, results in report["threads"].items():
         for name, versions in results.items():
             for version, result in versions.items():
-                order = f" ({result['order']})" if result["order"] else ""
+                order = f" ({result['order']})" if result.get("order") else ""
                 rows.append([threads, name, f"{version}{order}", *_times(result)])
     head = ["threads", "pass", "version", "median ms", "min–max", "× poecaps"]
     return markdown_table(head, rows, 3)

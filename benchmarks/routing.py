@@ -10,9 +10,18 @@ numbers to a file, `--plot FILE` plots the growth; `--read FILE` only plots the 
 The einsum versions are as fast as einsum allows: every contraction has two operands, the gradient
 is the closed form of Algorithm 1 instead of autograd, intermediate tensors are freed as soon as
 possible, and the order of contractions is the fastest of three on the device, determined in each
-run for every batch size, separately for eager and compiled einsum (`ORDERS`). `reference` is
-`poecaps.functional` under autograd; `poecaps, plain PyTorch` is the version for machines
-without a C compiler.
+run for every batch size, separately for eager and compiled einsum (`ORDERS`; for the decoder's step
+the faster of two, `DECODER_ORDERS`). `reference` is `poecaps.functional` under autograd;
+`poecaps, plain PyTorch` is the version for machines without a C compiler.
+
+On a GPU, steps are launched by the host, or replayed as a CUDA graph. The launches of a step of
+poecaps are recorded once and then repeated (`poecaps.kernels.triton.plan`);
+`poecaps, Triton, launches not recorded` is the step without that.
+
+The tables of docs/benchmarks.md for a GPU come from
+`python -m benchmarks --device cuda --json docs/results/routing-cuda.json`; `--no-growth` and
+`--no-largest` leave out the parts that take longest. `python -m benchmarks.passes` measures the
+passes of the layer under autograd.
 """
 
 from __future__ import annotations
@@ -27,7 +36,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from benchmarks import machine
-from benchmarks.internals import backend_name, simd_available
+from benchmarks.internals import backend_name, recorded_launches, simd_available
 from poecaps import CapsuleExperts, squash
 from poecaps import functional as F
 from poecaps.layer import CapsuleDecoder
@@ -141,7 +150,9 @@ def measure(options: argparse.Namespace, report: dict[str, Any]) -> Iterator[dic
     report["decoder"] = {}
     for batch in options.batch if device.type == "cuda" else options.batch[:1]:
         sizes = replace(base, batch=batch)
-        versions = _decoder_versions(device)
+        # Compiled einsum for the first batch size only: compilation takes most of the time.
+        modes = compile_modes if batch == options.batch[0] else {}
+        versions = _decoder_versions(sizes, device, modes)
         results = compare(sizes, device, min(options.rounds, 2 * FEW_ROUNDS), versions)
         report["decoder"][str(batch)] = results
         print(table(sizes, results, {}, "decoder"), flush=True)
@@ -263,10 +274,12 @@ def try_orders(
 
 
 def _fastest(results: Results) -> str:
-    return min(
-        (order for order in ORDERS if "median_s" in results[order]),
-        key=lambda order: results[order]["median_s"],
-    )
+    timed = {
+        order: result["median_s"]
+        for order, result in results.items()
+        if result["order"] is not None and "median_s" in result
+    }
+    return min(timed, key=lambda order: timed[order])
 
 
 def measure_growth(
@@ -422,7 +435,9 @@ def _two_steps(name: str, inputs: int, device: torch.device) -> dict[str, Any]:
 # --------------------------------------------------------------------------------------------------
 # Versions
 
-Kind = Literal["poecaps", "plain", "reference", "einsum", "decoder", "decoder reference"]
+Kind = Literal[
+    "poecaps", "plain", "reference", "einsum", "decoder", "decoder reference", "decoder einsum"
+]
 
 
 @dataclass(frozen=True)
@@ -438,6 +453,8 @@ class Version:
     """Whether the step is captured as a CUDA graph and its replays are timed."""
     tf32: bool = False
     """Whether float32 products may round their operands to tf32."""
+    recorded: bool = True
+    """Whether poecaps records the launches of a step, and repeats them."""
 
     @property
     def is_poecaps(self) -> bool:
@@ -448,12 +465,16 @@ class Version:
         """Create the data, and return a function that takes the step and returns the gradient."""
         if self.kind == "einsum":
             step = _einsum(sizes, device, self.order or "", self.mode)
+        elif self.kind == "decoder einsum":
+            step = _decoder_einsum(sizes, device, self.order or "", self.mode)
         elif self.kind.startswith("decoder"):
             step = _decoder_step(sizes, device, reference=self.kind.endswith("reference"))
         elif self.kind == "plain":
             step = _plain_step(sizes, device)
         else:
             step = _step(*make_problem(sizes, device, reference=self.kind == "reference"))
+        if device.type == "cuda" and self.is_poecaps:
+            step = _with_recorded_launches(step, self.recorded)
         step = machine.with_precision("high" if self.tf32 else "", step)
         return machine.captured(step) if self.graph else step
 
@@ -487,6 +508,9 @@ def _versions(
         compiled = versions.get("einsum, compiled, CUDA graph")
         if compiled is not None:
             versions["einsum, compiled, tf32, CUDA graph"] = replace(compiled, tf32=True)
+    if others and device.type == "cuda":
+        name = f"{poecaps_name(device)}, launches not recorded"
+        versions[name] = Version("poecaps", recorded=False)
     if others and device.type == "cpu" and simd_available():
         versions[PLAIN_TORCH] = Version("plain")
     if others:
@@ -494,14 +518,27 @@ def _versions(
     return versions
 
 
-def _decoder_versions(device: torch.device) -> dict[str, Version]:
-    if device.type == "cuda":
-        versions = {
-            poecaps_name(device): Version("decoder"),
-            poecaps_name(device, graph=True): Version("decoder", graph=True),
+def _decoder_versions(
+    sizes: Sizes, device: torch.device, compile_modes: Mapping[str, str]
+) -> dict[str, Version]:
+    """Return the versions of the decoder's step, with einsum in the faster order."""
+    graph = device.type == "cuda"
+    # On a CPU, compiled C does the routing and PyTorch the gradient.
+    versions = {poecaps_name(device) if graph else "poecaps": Version("decoder")}
+    for name, mode in {"eager": "", **compile_modes}.items():
+        candidates = {
+            order: Version("decoder einsum", order, mode=mode, graph=graph)
+            for order in DECODER_ORDERS
         }
-    else:  # on a CPU, compiled C does the routing and PyTorch the gradient
-        versions = {"poecaps": Version("decoder")}
+        baseline = {"poecaps": Version("decoder", graph=graph)}
+        tried = compare(sizes, device, FEW_ROUNDS, {**baseline, **candidates})
+        order = _fastest({order: tried[order] for order in candidates})
+        versions[f"einsum, {name}"] = replace(candidates[order], graph=False)
+    if graph:
+        versions |= {
+            f"{name}, CUDA graph": replace(version, graph=True)
+            for name, version in versions.items()
+        }
     return versions | {"reference": Version("decoder reference")}
 
 
@@ -538,6 +575,14 @@ def _plain_step(sizes: Sizes, device: torch.device) -> Step:
 
 def _decoder_step(sizes: Sizes, device: torch.device, *, reference: bool) -> Step:
     """Return a learning step of the decoder, from the experts to the capsules."""
+    layer, y, x = _decoder_problem(sizes, device, reference=reference)
+    return lambda: _gradient(layer, layer.contrastive_divergence(y, x))
+
+
+def _decoder_problem(
+    sizes: Sizes, device: torch.device, *, reference: bool
+) -> tuple[CapsuleDecoder, Tensor, Tensor]:
+    """Make a decoder with random weights, codes y (B, J, D) and capsules x (B, I, K)."""
     generator = torch.Generator().manual_seed(0)
     layer = CapsuleDecoder(
         sizes.experts,
@@ -552,8 +597,15 @@ def _decoder_step(sizes: Sizes, device: torch.device, *, reference: bool) -> Ste
         squash(torch.randn(sizes.batch, count, dim, generator=generator)).to(device)
         for count, dim in ((sizes.experts, sizes.out_dim), (sizes.inputs, sizes.in_dim))
     )
-    layer.to(device)
-    return lambda: _gradient(layer, layer.contrastive_divergence(y, x))
+    return layer.to(device), y, x
+
+
+def _with_recorded_launches(step: Step, recorded: bool) -> Step:
+    def launched() -> Any:
+        with recorded_launches(recorded):
+            return step()
+
+    return launched
 
 
 def _gradient(layer: CapsuleExperts | CapsuleDecoder, loss: Tensor) -> Tensor | None:
@@ -570,6 +622,24 @@ def _einsum(sizes: Sizes, device: torch.device, order: str, mode: str) -> Step:
     if mode:
         step = torch.compile(step, mode=mode, dynamic=False)
     return lambda: step(x, weight, sizes)
+
+
+def _decoder_einsum(sizes: Sizes, device: torch.device, order: str, mode: str) -> Step:
+    layer, y, x = _decoder_problem(sizes, device, reference=True)
+    weight = layer.weight.detach()
+    routing = replace(
+        sizes,
+        inputs=sizes.experts,
+        in_dim=sizes.out_dim,
+        experts=sizes.inputs,
+        out_dim=sizes.in_dim,
+        sharpness=layer.sharpness,
+        normalize=layer.normalize,
+    )
+    step: Any = decoder_einsum_step
+    if mode:
+        step = torch.compile(step, mode=mode, dynamic=False)
+    return lambda: step(y, x, weight, routing, DECODER_ORDERS[order])
 
 
 # --------------------------------------------------------------------------------------------------
@@ -678,6 +748,31 @@ ORDERS: dict[str, Callable[[Tensor, Tensor, Sizes], Tensor]] = {
     "votes once": _votes_once,
     "no votes": _no_votes,
 }
+
+
+def decoder_einsum_step(
+    y: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    sizes: Sizes,
+    route: Callable[[Tensor, Tensor, Sizes], tuple[Tensor, Tensor]],
+) -> Tensor:
+    """Compute −ΔU of the decoder: (B, J, D), (B, I, K), (J, I, K, D) → (J, I, K, D).
+
+    Outputs (K < D) are weighted before the products with y. `sizes` are those of the routing from
+    the experts to the capsules.
+    """
+    e, z_model = route(y, weight, sizes)
+    weighted = torch.einsum("bji,bik->bjik", e, F.squash(z_model))
+    y_model = F.squash(torch.einsum("bjik,jikd->bjd", weighted, weight))
+    weighted = torch.einsum("bji,bik->bjik", e, _grad_z(z_model))
+    gradient = torch.einsum("bjik,bjd->jikd", weighted, y_model)
+    weighted = torch.einsum("bji,bik->bjik", e, F.g_of_squashed(x))
+    gradient = gradient - torch.einsum("bjik,bjd->jikd", weighted, y)
+    return gradient * (2 / len(y))
+
+
+DECODER_ORDERS = {"votes": route_with_votes, "no votes": route_without_votes}
 
 
 # --------------------------------------------------------------------------------------------------

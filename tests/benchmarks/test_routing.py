@@ -13,6 +13,7 @@ import torch
 from benchmarks import machine, routing
 from benchmarks.internals import simd_available
 from benchmarks.routing import (
+    DECODER_ORDERS,
     ORDERS,
     PLAIN_TORCH,
     Sizes,
@@ -60,6 +61,8 @@ def test_all_versions_return_the_same_gradient() -> None:
         Version(kind).make(SMALL, CPU)() for kind in ("decoder", "decoder reference")
     )
     torch.testing.assert_close(down, exact_down)
+    for order in DECODER_ORDERS:
+        torch.testing.assert_close(Version("decoder einsum", order).make(SMALL, CPU)(), exact_down)
 
 
 @pytest.fixture
@@ -99,7 +102,8 @@ def test_the_benchmark_measures_and_plots(
         "bfloat16_flop_per_s",
     }
     assert found["steps"].keys() == {"4", "6"}
-    assert found["decoder"]["4"].keys() == {"poecaps", "reference"}
+    assert found["decoder"]["4"].keys() == {"poecaps", "einsum, eager", "reference"}
+    assert found["decoder"]["4"]["einsum, eager"]["order"] in DECODER_ORDERS
     fastest = poecaps_name(CPU)
     plain = {PLAIN_TORCH} if simd_available() else set()
     assert found["steps"]["4"].keys() == {fastest, "einsum, eager", "reference"} | plain

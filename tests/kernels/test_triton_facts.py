@@ -17,6 +17,7 @@ FILES = (
     "tests/kernels/triton_routing_facts.py",
     "tests/kernels/triton_operator_facts.py",
     "tests/kernels/triton_plan_facts.py",
+    "tests/kernels/triton_pixel_facts.py",
     "tests/kernels/triton_convolution_facts.py",
     "tests/training/fused_adam_facts.py",
 )

@@ -143,6 +143,18 @@ def test_only_steps_of_the_same_kind_are_repeated(
     assert losses[2].equal(losses[0])
 
 
+def test_blocks_of_a_large_batch_are_repeated(
+    repeats: list[bool], generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first block writes the gradient, and the others add to it."""
+    monkeypatch.setattr(learning, "MIN_BLOCK_IMAGES", 16)
+    monkeypatch.setattr(learning, "BLOCK_LOGITS_BYTES", 16 * 4 * 2 * 2)
+    for _ in range(3):
+        x, weight = (each.to(DEVICE) for each in problem((48, 2, 2, 2, 2), generator))
+        assert_learned(x, weight, F.RoutingOptions())
+    assert repeats == [True] * 5  # two blocks of the second step, three of the third
+
+
 def test_addresses_that_kernels_were_not_compiled_for(
     repeats: list[bool], generator: torch.Generator
 ) -> None:

@@ -114,6 +114,10 @@ def reconstruct(
         return convolution.reconstruct(
             images, parameters, dropout=dropout, uniform=uniform, negative_slope=negative_slope
         )
+    if images.device.type == "cpu":
+        return torch_convolution.reconstruct(
+            images, parameters, dropout=dropout, uniform=uniform, negative_slope=negative_slope
+        )
     features = encode(images, parameters, negative_slope=negative_slope)
     features = torch_convolution.drop_features(features, dropout, uniform)
     return decode(features, parameters, size, negative_slope=negative_slope)
@@ -194,7 +198,7 @@ def _major_capability(device: torch.device) -> int:
 def describe(device: torch.device) -> str:
     """Describe in one line how training computes convolutions on a device."""
     if device.type != "cuda":
-        return "torch: PyTorch's convolutions, matrix products for few channels"
+        return "torch: minimal filtering in training, matrix products for few channels"
     if (reason := _device_why_not(device)) is not None:
         return f"torch: PyTorch's convolutions, matrix products for few channels; {reason}"
     return "triton: implicit GEMM kernels in bfloat16, without im2col matrices"

@@ -45,8 +45,14 @@ PREFERRED: dict[str, tuple[Backend, ...]] = {"cuda": ("triton", "torch"), "cpu":
 IMPLEMENTED_AGREEMENTS: tuple[Agreement, ...] = ("cosine", "inner")
 IMPLEMENTED_AXES: tuple[Axis, ...] = ("inputs", "outputs")
 
-# PyTorch 2.6 cannot tell whether a program is compiled or exported.
-_may_be_exported = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)
+
+def _may_be_exported() -> bool:
+    """Return whether a program is exported.
+
+    `torch.compiler.is_exporting` would be True in all that `torch.compile` traces up to PyTorch
+    2.11, so its flag is read instead. PyTorch 2.6 has none, and cannot tell the two apart.
+    """
+    return bool(getattr(torch.compiler, "_is_exporting_flag", torch.compiler.is_compiling()))
 
 
 def select(

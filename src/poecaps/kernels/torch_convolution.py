@@ -1,8 +1,8 @@
 """The autoencoder's convolutions in PyTorch.
 
-Convolutions with many channels are PyTorch's. Convolutions from and to images, which have few
-channels, are matrix products with an im2col matrix: several times faster than PyTorch's, on CPUs
-and GPUs.
+Convolutions with many channels are PyTorch's; in training on a CPU, they use minimal filtering
+(`poecaps.kernels.winograd`). Convolutions from and to images, which have few channels, are matrix
+products with an im2col matrix: several times faster than PyTorch's, on CPUs and GPUs.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
+
+from poecaps.kernels import winograd
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,31 +35,112 @@ class ConvParameters(NamedTuple):
     deconv1_bias: Tensor | None  # (C,)
 
 
-def encode(images: Tensor, parameters: ConvParameters, *, negative_slope: float) -> Tensor:
+class Strided(NamedTuple):
+    """The second convolution, with stride 2, and the first of the decoder, its transpose.
+
+    Attributes
+    ----------
+    weight : (F, F, S, S)
+    filters
+        The same for minimal filtering; None: PyTorch's convolutions.
+    """
+
+    weight: Tensor
+    filters: winograd.Filters | None = None
+
+    @classmethod
+    def of(cls, weight: Tensor, grid: tuple[int, int]) -> Strided:
+        """Choose: minimal filtering if the filters are being trained, on a CPU.
+
+        Elsewhere the result is exact to the last digits, and does not depend on what follows.
+        """
+        is_trained = torch.is_grad_enabled() and weight.requires_grad
+        if not is_trained or torch.compiler.is_compiling() or winograd.why_not(weight, grid):
+            return cls(weight)
+        return cls(weight, winograd.Filters(weight, grid))
+
+    def conv2d(self, x: Tensor) -> Tensor:
+        """Convolve: (B, F, H, W) → (B, F, h, w)."""
+        if self.filters is not None:
+            return self.filters.conv2d(x)
+        return nn.functional.conv2d(x, self.weight, stride=2)
+
+    def conv_transpose2d(self, y: Tensor, size: tuple[int, int]) -> Tensor:
+        """Convolve with transposed filters: (B, F, h, w) → (B, F, *size)."""
+        if self.filters is not None:
+            return self.filters.conv_transpose2d(y, size)
+        # A stride of 2 does not tell whether the side before it was odd or even.
+        padding = [(side - self.weight.shape[-1]) % 2 for side in size]
+        return nn.functional.conv_transpose2d(y, self.weight, stride=2, output_padding=padding)
+
+
+def reconstruct(
+    images: Tensor,
+    parameters: ConvParameters,
+    *,
+    dropout: float,
+    uniform: Tensor | None,
+    negative_slope: float,
+) -> Tensor:
+    """Encode, drop features, and decode: (B, C, H, W) → (B, C, H, W).
+
+    See `poecaps.kernels.convolution.reconstruct`.
+    """
+    size = (images.shape[2], images.shape[3])
+    strided = Strided.of(parameters.conv2_weight, _grid(parameters, size))
+    features = encode(images, parameters, negative_slope=negative_slope, strided=strided)
+    features = drop_features(features, dropout, uniform)
+    return decode(features, parameters, size, negative_slope=negative_slope, strided=strided)
+
+
+def encode(
+    images: Tensor,
+    parameters: ConvParameters,
+    *,
+    negative_slope: float,
+    strided: Strided | None = None,
+) -> Tensor:
     """Compute features; see `poecaps.kernels.convolution.encode`: (B, C, H, W) → (B, F, h, w)."""
+    if strided is None:
+        grid = _grid(parameters, (images.shape[2], images.shape[3]))
+        strided = Strided.of(parameters.conv2_weight, grid)
     hidden = _conv2d_by_matmul(images, parameters.conv1_weight, parameters.conv1_bias)
     hidden = nn.functional.leaky_relu(hidden, negative_slope, inplace=True)
-    features = nn.functional.conv2d(hidden, parameters.conv2_weight, stride=2)
-    return _bias_and_leaky_relu_(features, parameters.conv2_bias, negative_slope)
+    return _bias_and_leaky_relu(strided.conv2d(hidden), parameters.conv2_bias, negative_slope)
 
 
 def decode(
-    features: Tensor, parameters: ConvParameters, size: tuple[int, int], *, negative_slope: float
+    features: Tensor,
+    parameters: ConvParameters,
+    size: tuple[int, int],
+    *,
+    negative_slope: float,
+    strided: Strided | None = None,
 ) -> Tensor:
     """Compute images before their sigmoid: (B, F, h, w) → (B, C, *size).
 
     See `poecaps.kernels.convolution.decode`.
     """
-    kernel_size = parameters.conv1_weight.shape[-1]
-    # A stride of 2 does not tell whether the side before it was odd or even; the image's size does.
-    padding = [(side - 2 * kernel_size + 1) % 2 for side in size]
-    hidden = nn.functional.conv_transpose2d(
-        features, parameters.conv2_weight, stride=2, output_padding=padding
-    )
-    hidden = _bias_and_leaky_relu_(hidden, parameters.deconv2_bias, negative_slope)
+    if strided is None:
+        strided = Strided.of(parameters.conv2_weight, (features.shape[2], features.shape[3]))
+    hidden = strided.conv_transpose2d(features, _hidden_size(parameters, size))
+    hidden = _bias_and_leaky_relu(hidden, parameters.deconv2_bias, negative_slope)
     images = _conv_transpose2d_by_matmul(hidden, parameters.conv1_weight)
     bias = parameters.deconv1_bias
     return images if bias is None else images + bias.view(-1, 1, 1)
+
+
+def _hidden_size(parameters: ConvParameters, size: tuple[int, int]) -> tuple[int, int]:
+    """Return the size after the first convolution, of images of a size."""
+    kernel_size = parameters.conv1_weight.shape[-1]
+    return size[0] - kernel_size + 1, size[1] - kernel_size + 1
+
+
+def _grid(parameters: ConvParameters, size: tuple[int, int]) -> tuple[int, int]:
+    """Return the size after the second convolution, of images of a size."""
+    height, width = _hidden_size(parameters, size)
+    kernel_size = parameters.conv2_weight.shape[-1]
+    return (height - kernel_size) // 2 + 1, (width - kernel_size) // 2 + 1
 
 
 def drop_features(features: Tensor, dropout: float, uniform: Tensor | None) -> Tensor:
@@ -67,16 +150,19 @@ def drop_features(features: Tensor, dropout: float, uniform: Tensor | None) -> T
     return features * (uniform >= dropout) / (1 - dropout)
 
 
-def _bias_and_leaky_relu_(x: Tensor, bias: Tensor | None, negative_slope: float) -> Tensor:
-    """Add a bias and apply the leaky ReLU, in place: (B, F, h, w).
+def _bias_and_leaky_relu(x: Tensor, bias: Tensor | None, negative_slope: float) -> Tensor:
+    """Add a bias and apply the leaky ReLU: (B, F, h, w).
 
-    Only for results of a convolution, which autograd does not keep.
+    In place, if x is the result of a convolution of PyTorch, which autograd does not keep. The
+    result of minimal filtering is a view, which cannot be changed in place.
     """
+    inplace = not x._is_view()
     if bias is not None:
         # Expanded to one bias per image: its gradient is then summed for each image first, which is
         # five times as fast on a GPU.
-        x = x.add_(bias.to(x.dtype).view(-1, 1, 1).expand(len(x), -1, 1, 1))
-    return nn.functional.leaky_relu(x, negative_slope, inplace=True)
+        bias = bias.to(x.dtype).view(-1, 1, 1).expand(len(x), -1, 1, 1)
+        x, inplace = x.add_(bias) if inplace else x + bias, True
+    return nn.functional.leaky_relu(x, negative_slope, inplace=inplace)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from torch import nn
 from poecaps import functional as F
 from poecaps import metrics as measures
 from poecaps._files import ModelError
+from poecaps.kernels import pixels
 from poecaps.training.density import DensityLearner, load_weights
 from poecaps.training.seeds import Stream, make_generator
 from poecaps.views import NUMBERS, make_views
@@ -591,9 +592,7 @@ class PixelDecoderTrainer(StageTrainer):
         y = self.cache.codes(self.top, indices)
         y = _mask_to_strongest(y, self.options.single_expert_share, random)
         logits, images = self._logits(y), self.cache.images(indices)
-        absolute = (torch.sigmoid(logits) - images).abs().mean()
-        entropy = nn.functional.binary_cross_entropy_with_logits(logits, images)
-        return absolute + self.options.cross_entropy * entropy
+        return pixels.pixel_loss(logits, images, self.options.cross_entropy)
 
     def metrics(self) -> dict[str, float]:
         """Compute the fraction of the images' variance that is lost between images and codes."""
@@ -688,9 +687,7 @@ def _mask_to_strongest(y: Tensor, share: float, random: RandomNumbers) -> Tensor
     """Set all but the strongest expert to 0 in a random share of the codes (B, J, D)."""
     if share == 0:
         return y
-    norm: Tensor = y.norm(dim=-1, keepdim=True)  # (B, J, 1)
-    unchanged = random.uniform(len(y), 1, 1) >= share
-    return y * (unchanged | (norm == norm.amax(1, keepdim=True)))
+    return pixels.mask_to_strongest(y, random.uniform(len(y), 1, 1), share)
 
 
 def _variance(points: Tensor) -> Tensor:

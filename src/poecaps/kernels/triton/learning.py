@@ -213,17 +213,17 @@ def contrastive_divergence(
             return _step_with_chain(x, chain, options, grad_weight, views)
         size = images_per_block(len(x), weight) if mixing == "deterministic" else len(x)
         size = cdiv(size, views) * views  # all views of an image are in the same block
-        if size >= len(x):
-            part, on = _whole_step(x, options, grad_weight, views)
-            return F.LearningStep(part.sum(), grad_weight, on)
         losses: list[Tensor] = []
         winning: list[Tensor] = []
         for block in x.split(size):
-            part, on = _step_of_block(
+            part, on = _planned_step(
                 block, options, grad_weight, views, images=len(x), accumulate=bool(losses)
             )
             losses.append(part.sum())
+            del part  # it may be a part of the memory of this step, which the next one can use
             winning += [] if on is None else [on]
+        if len(losses) == 1:
+            return F.LearningStep(losses[0], grad_weight, on)
         on = torch.cat(winning) if winning else None
         return F.LearningStep(torch.stack(losses).sum(), grad_weight, on)
 
@@ -232,22 +232,31 @@ def contrastive_divergence(
 _plans: dict[tuple[Any, ...], Plan | None] = {}
 
 
-def _whole_step(
-    x: Tensor, options: _Mixing, grad_weight: Tensor | None, views: int
+def _planned_step(
+    x: Tensor,
+    options: _Mixing,
+    grad_weight: Tensor | None,
+    views: int,
+    *,
+    images: int,
+    accumulate: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute `_step_of_block` of a whole batch.
+    """Compute `_step_of_block`.
 
     The first step of its kind compiles kernels, the second one is recorded, and all others repeat
     its launches.
     """
 
     def compute() -> tuple[Tensor, Tensor | None]:
-        return _step_of_block(x, options, grad_weight, views, images=len(x), accumulate=False)
+        return _step_of_block(x, options, grad_weight, views, images=images, accumulate=accumulate)
 
     if not (PLAN_STEPS and _can_be_planned(x, options)):
         return compute()
     weight, needs_grad = options.weight, grad_weight is not None
-    key = (x.shape, weight.shape, x.get_device(), options.routing, options.k, needs_grad)
+    key = (
+        *(x.shape, weight.shape, x.get_device(), options.routing, options.k),
+        *(images, accumulate, needs_grad),
+    )
     if key not in _plans:
         if len(_plans) >= MAX_PLANS:
             _plans.clear()
