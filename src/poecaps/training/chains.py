@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from poecaps.training.config import DensityStage
     from poecaps.training.distributed import Distributed, RandomNumbers
 
+# Power of the weights in proportion to which chains are resampled. With 1, a mode with little weight
+# loses all its chains, and nothing limits its probability until annealing finds it again: the modes
+# then take turns. 0 would be annealed importance sampling, in which few chains have all the weight.
+RESAMPLED_POWER = 0.5
 GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 
 
@@ -43,13 +47,25 @@ class LearningChains:
     draws in modes between which they do not cross, and cannot teach the density how probable the
     modes are.
 
-    While a chain is annealed, it adds up its weight in annealed importance sampling, so that the
-    chains also give a running estimate of log Z.
+    A chain has a weight w, as in annealed importance sampling. Between two steps of the sampler,
+    its inverse temperature and the energy change from t F to t′ F′, because the chain is annealed
+    and because the density learns::
+
+        log w ← log w − (t′ F′(x) − t F(x))
+
+    So the mean of w over the chains at t = 1 estimates Z of the density as it is now, and the mean
+    of w f(x) estimates Z times the mean of f over the density (Jarzynski's equality).
 
     Annealing does not find the modes of a density as often as they are probable. With
-    `options.groups`, all chains of a group have the same age. They are resampled in proportion to
-    their weights when fewer than half of them are effective, and when they arrive at t = 1
-    (`poecaps.sampling.ImportanceWeights`), so that the draws have the modes in their proportions.
+    `options.groups`, all chains of a group have the same age. The draws of the model are weighted
+    with w / Σ w within their group, so that they have the modes in their proportions, also when the
+    density has just changed. While a group is annealed, its chains are resampled in proportion to
+    √w, the other half of log w remains their weight, so that modes with little weight keep chains.
+
+    References
+    ----------
+    D. Carbone, M. Hua, S. Coste, E. Vanden-Eijnden, "Efficient training of energy-based models
+    using Jarzynski equality", 2023.
 
     Parameters
     ----------
@@ -91,8 +107,8 @@ class LearningChains:
         self.offsets = distributed.shard(self.all_offsets)
         self.position = torch.zeros(count, size, device=device)
         self.log_weight = torch.zeros(count, device=device)
-        self.log_z = torch.zeros(count, device=device)
-        self.has_arrived = torch.zeros(count, device=device)
+        self.log_ratio = torch.zeros(count, device=device)  # to resample by
+        self.energy = torch.zeros(count, device=device)  # F after the last step
         self.step_size = StepSize(
             torch.full((), INITIAL_STEP_SIZE, device=device), options.target_acceptance
         )
@@ -114,7 +130,8 @@ class LearningChains:
         capsules : (C, I, K)
             States of all chains of this process.
         weight : (C,)
-            Of each chain in the mean over the draws of the model: 0 while it is annealed.
+            Of each chain in the mean over the draws of the model: 0 while it is annealed. The mean
+            over the processes of the sum of their weights is 1.
         """
         t, before, is_new = self._inverse_temperature(self.offsets, self.step)
         noise = random.normal(*self.position.shape)
@@ -124,7 +141,7 @@ class LearningChains:
         chains = start_chains(target, position, t)
         self._add_weights(chains.energy, t, before, is_new)
         if self.options.groups:
-            chains = self._resample(chains, before, random)
+            chains = self._resample(chains, random)
         chains, accepted = hmc_step(
             target,
             chains,
@@ -134,8 +151,8 @@ class LearningChains:
             leapfrog_steps=self.options.leapfrog_steps,
         )
         self.position.copy_(chains.position)
-        at_model = self._inverse_temperature(self.all_offsets, self.step)[0] >= 1
-        weight = (t >= 1).to(t) * self.distributed.size / at_model.sum().clamp(min=1)
+        self.energy.copy_(chains.energy)
+        weight = self._weights(t)
         self._adapt((accepted * weight).sum())
         self.step += 1
         return self.density.base.from_white(self.position), weight
@@ -145,11 +162,12 @@ class LearningChains:
         return self._inverse_temperature(self.offsets, self.step - 1)[0] >= 1
 
     def log_partition(self) -> float:
-        """Estimate log Z from the chains of this process that have arrived; NaN without any."""
-        arrived = self.has_arrived > 0
-        if not bool(arrived.any()):
+        """Estimate log Z from the chains of this process at t = 1; NaN for persistent chains."""
+        if self.options.lifetime == 0:
             return math.nan
-        weights = self.log_z[arrived].double()
+        weights = self.log_weight[self.at_model()].double()
+        if not len(weights):
+            return math.nan
         return (torch.logsumexp(weights, 0) - math.log(len(weights))).item()
 
     def state(self) -> dict[str, Tensor]:
@@ -172,8 +190,8 @@ class LearningChains:
         return {
             "position": self.position,
             "log_weight": self.log_weight,
-            "log_z": self.log_z,
-            "has_arrived": self.has_arrived,
+            "log_ratio": self.log_ratio,
+            "energy": self.energy,
             "step_size": self.step_size.value,
             "acceptance": self.acceptance,
             "chain_step": self.step,
@@ -197,30 +215,41 @@ class LearningChains:
         return t, earlier.to(self.position.dtype), is_new
 
     def _add_weights(self, energy: Tensor, t: Tensor, before: Tensor, is_new: Tensor) -> None:
-        """Add −Δt F to the weights, and keep those of chains that arrive at t = 1."""
-        weight = torch.where(is_new, torch.zeros_like(energy), self.log_weight)
-        weight = weight - (t - before) * energy
-        arrives = (t >= 1) & (before < 1)
-        self.log_z.copy_(torch.where(arrives, weight, self.log_z))
-        self.has_arrived.copy_(torch.where(arrives, torch.ones_like(weight), self.has_arrived))
-        self.log_weight.copy_(weight)
+        """Add −(t′ F′ − t F) to the weights; those of new chains start at 0."""
+        zero = torch.zeros_like(energy)
+        change = before * self.energy - t * energy
+        is_annealed = (before < 1).to(change)
+        log_ratio = torch.where(is_new, zero, self.log_ratio)
+        self.log_ratio.copy_(log_ratio + RESAMPLED_POWER * is_annealed * change)
+        self.log_weight.copy_(torch.where(is_new, zero, self.log_weight) + change)
 
-    def _resample(self, chains: Chains, before: Tensor, random: RandomNumbers) -> Chains:
-        """Resample the groups in which few chains have most of the weight, or which arrive."""
-        groups = self.options.groups // self.distributed.size
-        log_weights, t, before = (
-            each.view(groups, -1) for each in (self.log_weight, chains.inverse_temperature, before)
-        )
-        size = log_weights.shape[1]
-        share = log_weights.softmax(1)
-        few = size * share.square().sum(1) > 2
-        needed = torch.where(t[:, 0] < 1, few, before[:, 0] < 1).unsqueeze(1)
-        numbers = torch.arange(size, device=t.device)
-        index = torch.where(needed, systematic(log_weights, random.uniform(groups)), numbers)
-        mean = torch.logsumexp(log_weights, 1, keepdim=True) - math.log(size)
-        self.log_weight.copy_(torch.where(needed, mean, log_weights).flatten())
-        first = size * torch.arange(groups, device=t.device).unsqueeze(1)
-        return chains.select((first + index).flatten())
+    def _resample(self, chains: Chains, random: RandomNumbers) -> Chains:
+        """Resample the groups in which fewer than half of the chains are effective."""
+        log_ratio = self._by_group(self.log_ratio)
+        groups, size = log_ratio.shape
+        needed = size * log_ratio.softmax(1).square().sum(1, keepdim=True) > 2
+        numbers = torch.arange(size, device=log_ratio.device)
+        index = torch.where(needed, systematic(log_ratio, random.uniform(groups)), numbers)
+        index = (index + size * torch.arange(groups, device=index.device).unsqueeze(1)).flatten()
+        # A chain is chosen in proportion to its ratio, which its weight no longer has to count.
+        mean = torch.logsumexp(log_ratio, 1, keepdim=True) - math.log(size)
+        counted = torch.where(needed, mean - log_ratio, torch.zeros_like(log_ratio)).flatten()
+        self.log_weight.copy_((self.log_weight + counted)[index])
+        self.log_ratio.copy_((log_ratio * ~needed).flatten())
+        return chains.select(index)
+
+    def _weights(self, t: Tensor) -> Tensor:
+        """Return the weights of chains at t in the mean over the draws of the model: (C,)."""
+        at_model = self._inverse_temperature(self.all_offsets, self.step)[0] >= 1
+        weight = (t >= 1).to(t) * self.distributed.size / at_model.sum().clamp(min=1)
+        if self.options.groups:
+            log_weights = self._by_group(self.log_weight)
+            weight = weight * (log_weights.softmax(1) * log_weights.shape[1]).flatten()
+        return weight
+
+    def _by_group(self, values: Tensor) -> Tensor:
+        """Arrange numbers of the chains of this process by groups: (C,) → (groups, C / groups)."""
+        return values.view(self.options.groups // self.distributed.size, -1)
 
     def _adapt(self, acceptance: Tensor) -> None:
         """Adapt the step size to the mean acceptance at t = 1."""
