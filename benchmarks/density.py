@@ -90,6 +90,12 @@ _PAPER = {
     "density__strength_rate": 0.0,
 }
 _STRONG = {**_SMALL, "model__density__strength": 20.0}
+_WEIGHTED = {
+    "density__groups": 8,
+    "density__chains": 4096,
+    "density__lifetime": 600,
+    "density__final_learning_rate_ratio": 0.01,
+}
 
 STUDY: dict[str, Variant] = {
     "contrastive divergence, preset paper": Variant("paper"),
@@ -111,6 +117,13 @@ STUDY: dict[str, Variant] = {
     "energy, persistent chains": energy_with(**_ALONE, density__lifetime=0),
     "energy, no average": energy_with(**_ALONE, density__average=0.0),
     "energy": Variant("energy"),
+    "energy, weighted chains": energy_with(**_ALONE, **_WEIGHTED),
+    "energy, weighted chains, strengths 2 ×": energy_with(
+        **_ALONE, **_WEIGHTED, density__strength_rate=2.0
+    ),
+    "energy, weighted chains, 12,168 steps of half the rate": energy_with(
+        **_ALONE, **_WEIGHTED, density__learning_rate=1e-3, density__epochs=26
+    ),
     "energy, variances up to 100, lives of 600 steps": energy_with(
         model__density__base_max_variance=100.0, density__lifetime=600
     ),

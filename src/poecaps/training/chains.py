@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from poecaps.training.config import DensityStage
     from poecaps.training.distributed import Distributed, RandomNumbers
 
-# Power of the weights in proportion to which chains are resampled. With 1, a mode with little weight
-# loses all its chains, and nothing limits its probability until annealing finds it again: the modes
-# then take turns. 0 would be annealed importance sampling, in which few chains have all the weight.
+# Power of the weights by which chains are resampled. With 1, a mode with little weight loses all of
+# its chains, and nothing limits its probability until annealing finds it again: the modes then take
+# turns. 0 would be annealed importance sampling, in which few chains have all the weight.
 RESAMPLED_POWER = 0.5
 GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 
