@@ -68,7 +68,7 @@ browser:
 	  else echo "chromium is not installed; the tests in a browser need it" >&2; fi
 
 test: install browser
-	$(BIN)/python -m pytest -q --numprocesses $(TEST_PROCESSES) --dist loadfile
+	$(BIN)/python -m pytest -q --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 test-neon: install
 	@command -v aarch64-linux-gnu-gcc >/dev/null && command -v qemu-aarch64-static >/dev/null || \
