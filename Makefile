@@ -23,6 +23,9 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 export PIP_CONSTRAINT       := $(CURDIR)/constraints.txt
 export PIP_BUILD_CONSTRAINT := $(PIP_CONSTRAINT)
 
+# Processes that share the files of tests, each with one thread.
+TEST_PROCESSES ?= 2
+
 DEMO        := runs/demo
 DEMO_ENERGY := runs/energy
 
@@ -65,7 +68,7 @@ browser:
 	  else echo "chromium is not installed; the tests in a browser need it" >&2; fi
 
 test: install browser
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 test-neon: install
 	@command -v aarch64-linux-gnu-gcc >/dev/null && command -v qemu-aarch64-static >/dev/null || \

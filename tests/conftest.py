@@ -16,6 +16,21 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("poecaps")
 
+# Files that take long. They come first, so that the processes of `make test` end together.
+LONG = (
+    "test_triton_facts.py",
+    "test_distributed.py",
+    "test_faults.py",
+    "test_fuzz.py",
+    "test_browser.py",
+    "test_simd.py",
+    "test_documentation.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name not in LONG)
+
 
 @pytest.fixture
 def generator() -> torch.Generator:

@@ -260,10 +260,17 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.server.asked.append(self.path)
-        if self.path.startswith("/dribble/"):
+        if self.path.startswith(("/slow-head/", "/slow-body/")):
+            sent = b"H" * 2000
             with suppress(OSError):
-                while not self.server.is_over.wait(0.01):  # a byte now and then, for ever
-                    self.wfile.write(b"H")
+                if self.path.startswith("/slow-body/"):
+                    sent = gzip.compress(bytes(2000), compresslevel=0)
+                    self.send_response(200)
+                    self.end_headers()
+                for byte in sent:
+                    if self.server.is_over.wait(0.01):  # a byte now and then, for 20 seconds
+                        break
+                    self.wfile.write(bytes([byte]))
             return
         if self.path.startswith("/away/"):
             self.send_response(302)
@@ -398,11 +405,12 @@ def test_a_bomb_is_not_unpacked(
     assert cached(tmp_path) == []
 
 
+@pytest.mark.parametrize("part", ["head", "body"])
 def test_a_download_has_a_deadline(
-    mirror: Mirror, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    part: str, mirror: Mirror, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A mirror that sends a byte now and then is always alive, and never done."""
-    from_mirror(mirror, "dribble", monkeypatch)
+    from_mirror(mirror, f"slow-{part}", monkeypatch)
     monkeypatch.setattr(datasets, "DEADLINE", 0.3)
     with pytest.raises(DatasetNotFoundError, match="the download took longer than 0 s"):
         load("mnist")

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty cache; no library is loaded before or after."""
+    """An empty cache; no library is loaded before or after. Nothing compiled is run."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-O0"))
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     build._library.cache_clear()
     yield tmp_path / "poecaps" / "simd"

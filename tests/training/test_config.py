@@ -69,6 +69,36 @@ def test_invalid_options_are_an_error(
     assert not (tmp_path / "run").exists()
 
 
+def with_option(options: Any, name: str, value: int) -> Any:
+    """Return options with another value of one, such as model.features."""
+    first, _, rest = name.partition(".")
+    return replace(
+        options, **{first: with_option(getattr(options, first), rest, value) if rest else value}
+    )
+
+
+@pytest.mark.parametrize(
+    ("option", "largest"),
+    [
+        *((name, 100) for name in ("model.iterations", "model.density.iterations", "encoder.k")),
+        ("density.leapfrog_steps", 100),
+        ("encoder.views.count", 1000),
+        ("encoder.restarts", 1000),
+        *((f"model.{name}", 2**20) for name in ("joint_components", "expert_components")),
+        ("model.equalized_components", 2**20),
+        ("model.density.base_components", 2**20),
+        *((name, 2**20) for name in ("batch_size", "density.chains", "density.partition_chains")),
+    ],
+)
+def test_sizes_have_upper_bounds(option: str, largest: int, data: Path) -> None:
+    """Of a file from a stranger, they are all that limits time and memory."""
+    config = config_for(data)
+    with_option(config, option, largest).validate()
+    message = rf"{option} must be a whole number from \d to {largest}, but is {largest + 1}"
+    with pytest.raises(ValueError, match=message):
+        with_option(config, option, largest + 1).validate()
+
+
 def test_a_stage_of_the_wrong_class_is_an_error(data: Path, tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="decoder must be a DecoderStage, but is a Stage"):
         train(config_for(data, decoder=Stage()), tmp_path / "run")

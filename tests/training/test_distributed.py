@@ -225,7 +225,7 @@ def test_a_run_goes_on_with_fewer_or_more_processes(
 ) -> None:
     """Begun by two, of which one is stopped, continued by four, then by one."""
     folder = tmp_path / "run"
-    process = torchrun(data, folder, *EXACT, "--process-timeout", "5")
+    process = torchrun(data, folder, *EXACT, "--process-timeout", "15")
     until_stage(process, folder, 1)
     os.kill(children(process)[1], signal.SIGSTOP)
     _, err = process.communicate(timeout=300)

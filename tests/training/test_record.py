@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -31,8 +32,23 @@ def test_a_run_records_what_is_needed_to_repeat_it(data: Path, finished: Path) -
     assert start["versions"]["poecaps"] == poecaps.__version__
     assert start["versions"]["torch"] == torch.__version__
     assert start["processes"] == 1
-    assert "pytest" in start["command"]
+    assert start["command"] == record.command_line()
     assert about["finished"] >= start["time"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "command"),
+    [
+        (["/usr/bin/poecaps", "train", "--out", "my run"], "poecaps train --out 'my run'"),
+        (["/site/poecaps/__main__.py", "train"], "python -m poecaps train"),
+    ],
+)
+def test_the_command_is_what_was_typed(
+    argv: list[str], command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", argv)
+    monkeypatch.setattr(sys, "orig_argv", ["/bin/python", "-m", "poecaps", "train"])
+    assert record.command_line() == command
 
 
 def test_fingerprints_tell_data_apart(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -118,13 +118,8 @@ class LimitedProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def handle_events(self) -> None:
-        """Handle what has arrived."""
+        """Handle what has arrived; after a response, for the next request."""
         super().handle_events()
-        self._update()
-
-    def on_response_complete(self) -> None:
-        """Wait for the next request."""
-        super().on_response_complete()
         self._update()
 
     def _update(self) -> None:
