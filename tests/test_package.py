@@ -77,6 +77,23 @@ def test_the_citation_states_this_version_and_the_paper() -> None:
     assert paper["title"] in " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
 
 
+def test_the_paper_cites_what_its_bibliography_has_and_quotes_the_readme() -> None:
+    text = (ROOT / "paper" / "paper.md").read_text(encoding="utf-8")
+    entries = (ROOT / "paper" / "paper.bib").read_text(encoding="utf-8")
+    assert set(re.findall(r"@([a-z]+\d{4})", text)) == set(
+        re.findall(r"^@\w+\{(\w+),", entries, re.M)
+    )
+    _, header, _ = text.split("---\n", 2)
+    assert yaml.safe_load(header)["authors"][0]["name"] == "The poecaps authors"
+    rows = re.findall(r"^\| (MNIST|Fashion-MNIST): (.*) \| (\S+) \| (\S+) \|$", text, re.M)
+    assert len(rows) == 6
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for dataset, model, probe, distance in rows:
+        (line,) = re.findall(rf"^\| {re.escape(model.strip('`'))} \|(.*)\|$", readme, re.M)
+        cells = [cell.strip() for cell in line.split("|")]
+        assert [probe, distance] == (cells[:2] if dataset == "MNIST" else cells[2:])
+
+
 def test_the_issue_forms_are_valid() -> None:
     """GitHub silently ignores a form without a name, a description or a valid body."""
     forms = [
