@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 # Tensor cores want rows of a multiple of 8 numbers.
 ROW_MULTIPLE = 8
+FEW_CHANNELS = 4  # up to which an im2col matrix is small enough
 
 
 class ConvParameters(NamedTuple):
@@ -35,7 +36,10 @@ class ConvParameters(NamedTuple):
 
 def encode(images: Tensor, parameters: ConvParameters, *, negative_slope: float) -> Tensor:
     """Compute features; see `poecaps.kernels.convolution.encode`: (B, C, H, W) → (B, F, h, w)."""
-    hidden = _conv2d_by_matmul(images, parameters.conv1_weight, parameters.conv1_bias)
+    if images.shape[1] > FEW_CHANNELS:
+        hidden = nn.functional.conv2d(images, parameters.conv1_weight, parameters.conv1_bias)
+    else:
+        hidden = _conv2d_by_matmul(images, parameters.conv1_weight, parameters.conv1_bias)
     hidden = nn.functional.leaky_relu(hidden, negative_slope, inplace=True)
     features = nn.functional.conv2d(hidden, parameters.conv2_weight, stride=2)
     return _bias_and_leaky_relu_(features, parameters.conv2_bias, negative_slope)
@@ -55,7 +59,10 @@ def decode(
         features, parameters.conv2_weight, stride=2, output_padding=padding
     )
     hidden = _bias_and_leaky_relu_(hidden, parameters.deconv2_bias, negative_slope)
-    images = _conv_transpose2d_by_matmul(hidden, parameters.conv1_weight)
+    if parameters.conv1_weight.shape[1] > FEW_CHANNELS:
+        images = nn.functional.conv_transpose2d(hidden, parameters.conv1_weight)
+    else:
+        images = _conv_transpose2d_by_matmul(hidden, parameters.conv1_weight)
     bias = parameters.deconv1_bias
     return images if bias is None else images + bias.view(-1, 1, 1)
 

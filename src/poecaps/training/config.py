@@ -233,6 +233,8 @@ class Config:
     """Stage 3: the capsule decoder, layer by layer."""
     pixel_decoder: PixelDecoderStage = field(default_factory=lambda: PixelDecoderStage(epochs=0))
     """Stage 4: the pixel decoder, if the model has one."""
+    multi_scale: float = 0.0
+    """Weight of the error of pixels at several scales in the first and the last stage; 0: none."""
     batch_size: int = 128
     """Images per step, of all processes together."""
     seed: int = 0
@@ -300,6 +302,7 @@ class Config:
         checks.require_share("held_out", self.held_out)
         if self.held_out == 1:
             raise ValueError("held_out must be below 1, so that images to learn from are left")
+        checks.require_nonnegative("multi_scale", self.multi_scale)
         checks.require_int("batch_size", self.batch_size, 1, MAX_SIZE)
         checks.require_nonnegative("checkpoint_every", self.checkpoint_every)
         checks.require_positive("process_timeout", self.process_timeout)
