@@ -142,12 +142,12 @@ class TestTable:
         )
 
     def test_codes_of_a_table_are_as_good_as_its_principal_components(self) -> None:
-        X, y = load_digits(return_X_y=True)
+        rows, y = load_digits(return_X_y=True)
         train, test = slice(None, 1200), slice(1200, None)
         scores = [
             make_pipeline(*steps, LogisticRegression(max_iter=1000))
-            .fit(X[train], y[train])
-            .score(X[test], y[test])
+            .fit(rows[train], y[train])
+            .score(rows[test], y[test])
             for steps in (
                 (StandardScaler(), PCA(0.95)),
                 (CapsuleExpertsTransformer(n_iter=3, random_state=0),),

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from poecaps import _checks as checks
+from poecaps._devices import statistics_device
 from poecaps._modules import BATCH_SIZE, device_of, in_batches
 from poecaps.code_density import DENSITY_DOMAINS, DOMAIN_INFO, DOMAINS, Domain, kmeans
 from poecaps.evaluation import measures
@@ -293,7 +294,8 @@ def evaluate(
         Number of samples from each domain, and in total from single experts.
     device
         Device of the computation. A network and the classifier are moved there; any other encoder
-        must accept images there. None: the device of the network, or the CPU for other encoders.
+        must accept images there. None: the device of the network, or the CPU for other encoders. In
+        place of an Apple GPU, which lacks float64, the CPU computes.
     report
         Called with the work that is done and all work, in passes of an image through the model.
 
@@ -318,7 +320,7 @@ def evaluate(
                 f"{network.architecture.image_shape}, but has {data_test.shape}; "
                 "evaluate on the dataset that the network was trained on"
             )
-        device = device_of(network) if device is None else device
+        device = statistics_device(torch.device(device_of(network) if device is None else device))
         network = NetworkEncoder(network.to(device))
     if classifier is not None and data_test.labels is not None:
         lowest, highest = int(data_test.labels.min()), int(data_test.labels.max())

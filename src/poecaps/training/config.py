@@ -210,7 +210,7 @@ class Config:
     """All options of a training run."""
 
     data: str = "mnist-sample"
-    """Dataset: mnist, fashion-mnist, either with -sample, or a file or folder of images."""
+    """Dataset: mnist, fashion-mnist, either with -sample, hf:NAME, or a file or folder of images."""
     data_path: str | None = None
     """Folder that contains the full dataset named by data."""
     size: tuple[int, int] | None = None
@@ -240,7 +240,7 @@ class Config:
     seed: int = 0
     """Seed of all random numbers; on one machine's CPU, the same seed gives the same result."""
     device: str = "auto"
-    """Device: cpu, cuda, cuda:1, or auto for a GPU if there is one."""
+    """Device: cpu, cuda, cuda:1, mps, or auto for an NVIDIA GPU if there is one."""
     precision: Precision = "auto"
     """Precision of the convolutions; auto: bfloat16 if the device is fast with it, else float32."""
     checkpoint_every: float = 60.0

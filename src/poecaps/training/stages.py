@@ -351,6 +351,7 @@ class EncoderTrainer(StageTrainer):
             with torch.no_grad():
                 x = self.cache.inputs(self.layer, self.cache.probe_indices())
                 norm = self.experts.route(x).preactivation.norm(dim=-1).amax(1)
+                norm = norm.to(self.cache.statistics_device)
                 self.experts.weight.mul_(factor_for_firing(norm, self.options.target_firing))
 
     @torch.no_grad()
@@ -375,12 +376,13 @@ class EncoderTrainer(StageTrainer):
         for batch in indices.split(max(1, self.cache.batch_size // views.count)):
             uniform = torch.rand(len(batch), views.count - 1, NUMBERS, generator=generator)
             x = self._views(batch, uniform.to(self.cache.device))
-            each = [_score(experts, x, views.count) for experts in self.starts]
+            device = self.cache.statistics_device
+            each = [_score(experts, x, views.count, device) for experts in self.starts]
             for name in each[0]:
                 values = torch.tensor([scores[name] for scores in each], dtype=torch.float64)
                 share = values * (len(batch) / len(indices))
                 totals[name] = totals[name] + share if name in totals else share
-        scores = torch.stack(list(totals.values())).to(self.cache.device)
+        scores = torch.stack(list(totals.values())).to(self.cache.statistics_device)
         self.cache.distributed.broadcast_from_main([scores])
         return dict(zip(totals, scores.cpu(), strict=True))
 
@@ -452,7 +454,7 @@ class EncoderTrainer(StageTrainer):
         error = measures.lost_share(x, experts.reconstruct(x))
         firing = experts.firing_probability(x).mean()
         winners, experts.winners = experts.winners, self.final_winners
-        rank = measures.effective_rank(experts(x).flatten(1))
+        rank = measures.effective_rank(experts(x).flatten(1).to(self.cache.statistics_device))
         experts.winners = winners
         return {
             "reconstruction_error": error,
@@ -476,16 +478,18 @@ class EncoderTrainer(StageTrainer):
             load_weights(self.state(), state, source, owner=self.name)
 
 
-def _score(experts: CapsuleExperts, x: Tensor, views: int) -> dict[Criterion, float]:
+def _score(
+    experts: CapsuleExperts, x: Tensor, views: int, device: torch.device
+) -> dict[Criterion, float]:
     """Score experts by all criteria, on the views (B·views, I, K) of images."""
     # The balance is a part of the log-odds once it is folded into the weights.
-    log_odds = F.log_odds(experts.route(x).preactivation) + experts.balance
+    log_odds = (F.log_odds(experts.route(x).preactivation) + experts.balance).to(device)
     log_odds = log_odds.unflatten(0, (-1, views))  # (B, views, J)
     first = x.unflatten(0, (-1, views))[:, 0].contiguous()  # the images themselves
     scores: dict[Criterion, float] = {
         "margin": measures.margin(log_odds[:, 0]),
         "reconstruction": measures.reconstruction(first, experts.reconstruct(first)),
-        "energy": measures.energy(experts.free_energy(first)),
+        "energy": measures.energy(experts.free_energy(first).to(device)),
     }
     if views > 1:
         scores["agreement"] = measures.agreement(log_odds)
