@@ -72,7 +72,8 @@ class TabularModel(nn.Module):
     whitening : (columns, columns), optional
         (R + 0.3)^(−½), times a factor; None for more than 1,000 columns.
     code_scale : ()
-        Factor of unsquashed codes with which their total variance is the number of columns.
+        Factor of unsquashed codes with which their total variance is the number of columns that
+        vary.
     decoder : (J·D + 1, columns)
         The linear map; its last row is the intercept.
     """
@@ -191,9 +192,8 @@ class TabularModel(nn.Module):
             variances, directions = torch.linalg.eigh(correlation)
             variances = variances.clamp(min=0)
             # One factor keeps the mean variance of the columns at 1.
-            factor = (
-                self.columns / (variances / (variances + SHRINKAGE)).sum().clamp(min=1e-12)
-            ).sqrt()
+            kept = (variances / (variances + SHRINKAGE)).sum().clamp(min=1e-12)
+            factor = (self._varying() / kept).sqrt()
             root = (variances + SHRINKAGE).rsqrt() * factor
             self.whitening.copy_(directions * root @ directions.T)
 
@@ -226,7 +226,7 @@ class TabularModel(nn.Module):
         self.experts.weight.mul_(factor_for_firing(strongest, TARGET_FIRING))
         z = F.unsquash(self.encode(rows).double()).flatten(1)
         spread = z.var(0, correction=0).sum()
-        self.code_scale.copy_((self.columns / spread).sqrt() if spread > 0 else torch.ones(()))
+        self.code_scale.copy_((self._varying() / spread).sqrt() if spread > 0 else torch.ones(()))
         a = _with_intercept(z)
         gram = a.T @ a
         gram.diagonal().add_(RIDGE * gram.diagonal().mean())
@@ -246,9 +246,17 @@ class TabularModel(nn.Module):
 
     def _std(self) -> Tensor:
         """Return the standard deviations of the columns; 1 for a constant column."""
-        variance = self.covariance if self.covariance.ndim == 1 else self.covariance.diagonal()
-        constant = variance <= (CONSTANT * self.mean).square()
-        return torch.where(constant, 1, variance).sqrt()
+        return torch.where(self._is_constant(), 1, self._variance()).sqrt()
+
+    def _varying(self) -> int:
+        """Count the columns that are not constant."""
+        return int((~self._is_constant()).sum())
+
+    def _is_constant(self) -> Tensor:
+        return self._variance() <= (CONSTANT * self.mean).square()
+
+    def _variance(self) -> Tensor:
+        return self.covariance if self.covariance.ndim == 1 else self.covariance.diagonal()
 
 
 def _with_intercept(z: Tensor) -> Tensor:

@@ -210,7 +210,7 @@ class Config:
     """All options of a training run."""
 
     data: str = "mnist-sample"
-    """Dataset: mnist, fashion-mnist, either with -sample, hf:NAME, or a file or folder of images."""
+    """Data: mnist, fashion-mnist, either with -sample, hf:NAME, or a file or folder of images."""
     data_path: str | None = None
     """Folder that contains the full dataset named by data."""
     size: tuple[int, int] | None = None
