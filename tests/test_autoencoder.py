@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -158,7 +160,7 @@ def test_a_pixel_decoder_can_darken_pixels_that_no_feature_reaches(
 )
 def test_larger_images_and_margins_go_up_and_come_back(
     size: tuple[int, int],
-    options: dict[str, int],
+    options: dict[str, Any],
     grid: tuple[int, int],
     generator: torch.Generator,
 ) -> None:

@@ -100,7 +100,7 @@ def test_mathematics(
             for end in (0, 1):
                 function(**{name: each[end] for name, each in ranges.items()})
 
-    monkeypatch.setitem(sys.modules, "ipywidgets", Widgets if widgets else None)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "ipywidgets", Widgets if widgets else None)
     with torch.random.fork_rng(devices=[]):
         run("mathematics")
     assert len(shown) == (4 if widgets else 2)

@@ -441,7 +441,7 @@ class PixelDecoder(nn.Module):
 
 def minimum_image_size(kernel_size: int, margin: int = 0, halvings: int = 0) -> int:
     """Return the side of the smallest images for two convolutions with filters of this side."""
-    return max(1, (2 * kernel_size - 1) * 2**halvings - 2 * margin)
+    return max(1, (2 * kernel_size - 1) * int(2**halvings) - 2 * margin)
 
 
 def feature_grid(

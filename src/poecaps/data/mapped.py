@@ -174,7 +174,7 @@ def _read(
         if number == 0:
             images = allocate((count, *pixels.shape), np.dtype(np.uint8))
         if pixels.shape != images.shape[1:]:
-            shapes = [f"{height}×{width}" for height, width, _ in (pixels.shape, images.shape[1:])]
+            shapes = [f"{shape[0]}×{shape[1]}" for shape in (pixels.shape, images.shape[1:])]
             raise DataError(
                 f"the images of {source} have different sizes: item {number} has {shapes[0]} "
                 f"pixels, but item 0 has {shapes[1]}; set the option size (height, width) to scale "
@@ -223,7 +223,8 @@ def _as_pixels(image: Any, size: tuple[int, int] | None, channels: int, source: 
         return fit(image, size, channels)
     if isinstance(image, (torch.Tensor, np.ndarray)):
         is_tensor = isinstance(image, torch.Tensor)
-        array = ImageSet(image[None] if image.ndim == 3 or not is_tensor else image[None, None])
+        batch: Any = image[None] if image.ndim == 3 or not is_tensor else image[None, None]
+        array = ImageSet(batch)
         pixels = array.images[0]
         if array.images.dtype != np.uint8:
             pixels = (pixels.astype(np.float64) * 255).round().astype(np.uint8)

@@ -645,8 +645,8 @@ def _convolution_work(network: CapsuleNetwork) -> float:
     autoencoder, (_, *sides) = network.autoencoder, network.architecture.image_shape
     rows, columns = autoencoder.grid((sides[0], sides[1]))
     height, width = autoencoder.stem.size((sides[0], sides[1]))
-    halved = sum(
-        weight.numel() * height * width * 4**above
+    halved: float = sum(
+        weight.numel() * height * width * 4.0**above
         for above, weight in enumerate(reversed(list(autoencoder.stem.weights)))
     )
     inner = (height - autoencoder.kernel_size + 1) * (width - autoencoder.kernel_size + 1)
