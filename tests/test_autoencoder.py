@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
-from poecaps.autoencoder import ConvAutoencoder, PixelDecoder
+from poecaps.autoencoder import ConvAutoencoder, PixelDecoder, Stem
+from poecaps.functional import laplacian_distance
 
 
 @pytest.mark.parametrize(
@@ -144,3 +147,100 @@ def test_a_pixel_decoder_can_darken_pixels_that_no_feature_reaches(
         assert torch.sigmoid(decoder.logits(features))[:, :, -1].max().item() < 0.1
         decoder.copy_from(model)
         torch.testing.assert_close(decoder.logits(features), model.logits(features, (28, 28)))
+
+
+@pytest.mark.parametrize(
+    ("size", "options", "grid"),
+    [
+        ((28, 28), {"margin": 4}, (10, 10)),
+        ((32, 31), {"margin": 1}, (9, 9)),
+        ((64, 64), {"halvings": 1}, (8, 8)),
+        ((96, 64), {"halvings": 2, "margin": 8}, (6, 2)),
+    ],
+)
+def test_larger_images_and_margins_go_up_and_come_back(
+    size: tuple[int, int],
+    options: dict[str, Any],
+    grid: tuple[int, int],
+    generator: torch.Generator,
+) -> None:
+    model = ConvAutoencoder(3, features=6, generator=generator, **options)
+    images = torch.rand(2, 3, *size, generator=generator)
+    features = model.encode(images)
+    assert features.shape == (2, 6, *grid)
+    assert model.grid(size) == grid
+    assert model.decode(features, size).shape == images.shape
+    assert PixelDecoder(model, size).logits(features).shape == images.shape
+    model.loss(images).backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(("margin", "is_reached"), [(0, False), (1, True), (4, True)])
+def test_features_reach_the_last_row_of_an_image_with_a_margin(
+    margin: int, is_reached: bool, generator: torch.Generator
+) -> None:
+    """Of an even side, so that the stride of 2 leaves out the last row of a decoder's output."""
+    model = ConvAutoencoder(features=4, margin=margin, generator=generator)
+    features = torch.randn(20, 4, *model.grid((28, 28)), generator=generator)
+    rows = model.logits(features, (28, 28)).std(0).mean((0, 2))
+    assert bool((rows[:-1] > 0.01).all())
+    assert (rows[-1] > 0.01) == is_reached
+
+
+def test_with_a_wide_margin_all_pixels_are_sums_of_as_many_filters() -> None:
+    """Of equal features and filters; without a margin the corners are a small part of the rest."""
+    for margin, share in ((0, 0.01), (8, 0.5)):
+        model = ConvAutoencoder(features=4, kernel_size=5, margin=margin, bias=False)
+        for weight in (model.conv1_weight, model.conv2_weight):
+            nn.init.ones_(weight)
+        logits = model.logits(torch.ones(1, 4, *model.grid((24, 24))), (24, 24))
+        least, most = logits.aminmax()
+        assert (least / most > share) == (margin > 0)
+
+
+def test_halvings_need_sides_that_can_be_halved() -> None:
+    model = ConvAutoencoder(features=4, halvings=2, margin=1)
+    with pytest.raises(
+        ValueError, match="multiples of 4, but have 66×66; scale them, or use fewer"
+    ):
+        model.grid((64, 64))
+    with pytest.raises(ValueError, match="but are 14×14"):
+        model.grid((14, 14))
+    with pytest.raises(ValueError, match="halvings must be a whole number from 0 to 10"):
+        ConvAutoencoder(halvings=11)
+
+
+def test_whitened_colours_have_the_same_variance_and_come_back(
+    generator: torch.Generator,
+) -> None:
+    mixing = torch.tensor([[0.1, 0.02, 0.0], [0.1, -0.01, 0.01], [0.1, 0.0, -0.02]])
+    images = 0.5 + torch.einsum(
+        "bchw,dc->bdhw", torch.randn(6, 3, 20, 20, generator=generator).clamp(-3, 3), mixing
+    )
+    stem = Stem(3, 4, colour_whitening=True)
+    stem.fit_colours(images.split(4))
+    white = stem.encode(images).movedim(1, -1).flatten(0, -2)
+    torch.testing.assert_close(white.T.cov(), torch.eye(3), rtol=0, atol=1e-3)
+    assert white.mean(0).abs().max() < 1e-4
+    mean = images.mean((0, 2, 3)).view(3, 1, 1)
+    expected = 4 * (images - mean) + torch.logit(mean)
+    torch.testing.assert_close(stem.decode(stem.encode(images)), expected, rtol=0, atol=1e-3)
+
+
+def test_a_pixel_decoder_copies_the_stem(generator: torch.Generator) -> None:
+    model = ConvAutoencoder(
+        3, features=4, halvings=1, margin=2, colour_whitening=True, generator=generator
+    )
+    model.stem.fit_colours([torch.rand(4, 3, 8, 8, generator=generator)])
+    features = torch.randn(2, 4, *model.grid((36, 36)), generator=generator)
+    decoder = PixelDecoder(model, (36, 36))
+    torch.testing.assert_close(decoder.logits(features), model.logits(features, (36, 36)))
+    decoder.stem.weights[0].data.zero_()
+    assert model.stem.weights[0].any()
+
+
+def test_the_loss_of_several_scales_is_added(generator: torch.Generator) -> None:
+    model = ConvAutoencoder(features=4, generator=generator).eval()
+    images = torch.rand(3, 1, 20, 20, generator=generator)
+    added = model.loss(images, multi_scale=0.5) - model.loss(images)
+    torch.testing.assert_close(added, 0.5 * laplacian_distance(model(images), images))

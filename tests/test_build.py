@@ -72,7 +72,7 @@ def test_a_wheel_with_an_unexpected_file_raises_an_error(name: str, tmp_path: Pa
 
 
 def test_an_sdist_is_complete_and_without_data(tmp_path: Path) -> None:
-    whole = ["pyproject.toml", "README.md", "LICENSE", "src/poecaps/__init__.py"]
+    whole = ["pyproject.toml", "hatch_build.py", "README.md", "LICENSE", "src/poecaps/__init__.py"]
     check_sdist(sdist_of(tmp_path, whole))
     with pytest.raises(BuildError, match="lacks LICENSE"):
         check_sdist(sdist_of(tmp_path, [name for name in whole if name != "LICENSE"]))

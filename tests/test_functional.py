@@ -548,3 +548,23 @@ def test_encoding_and_reconstruction_are_their_equations(x: Tensor, weight: Tens
     c, y = routed.coefficients.to(x.dtype), F.encode(x, weight)
     expected = squash(torch.einsum("bij,ijdk,bjd->bik", c, weight, y))
     torch.testing.assert_close(F.reconstruct(x, weight), expected)
+
+
+def test_the_distance_of_several_scales_is_that_of_each_level() -> None:
+    """A constant counts once, in the coarsest level; a chequerboard once, in the finest."""
+    zeros = torch.zeros(1, 1, 8, 8)
+    assert F.laplacian_distance(zeros, zeros + 0.3) == pytest.approx(0.3)
+    chequers = (torch.arange(8)[:, None] + torch.arange(8)).remainder(2).sub(0.5).expand(1, 1, 8, 8)
+    assert F.laplacian_distance(chequers, zeros) == pytest.approx(0.5)
+    blocks = chequers[..., :4, :4].repeat_interleave(2, 2).repeat_interleave(2, 3)
+    assert F.laplacian_distance(blocks, zeros) == pytest.approx(0.5)
+    assert F.laplacian_distance(blocks, zeros, levels=1) == pytest.approx(0.5)
+    assert F.laplacian_distance(torch.ones(1, 1, 1, 5), torch.zeros(1, 1, 1, 5)) == 1
+
+
+def test_a_blurred_edge_is_farther_than_a_faint_one() -> None:
+    edge = torch.zeros(1, 1, 16, 16)
+    edge[..., 8:] = 1
+    blurred = torch.nn.functional.avg_pool2d(edge, 5, 1, 2)
+    faint = edge + (blurred - edge).abs().mean() * torch.where(edge > 0, -1.0, 1.0)
+    assert F.laplacian_distance(blurred, edge) > 1.2 * F.laplacian_distance(faint, edge)

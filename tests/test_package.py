@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import shlex
 import subprocess
 import sys
+import types
 from importlib.metadata import metadata, version
 from pathlib import Path
 
@@ -75,6 +77,23 @@ def test_the_citation_states_this_version_and_the_paper() -> None:
     assert paper["title"] in " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
 
 
+def test_the_paper_cites_what_its_bibliography_has_and_quotes_the_readme() -> None:
+    text = (ROOT / "paper" / "paper.md").read_text(encoding="utf-8")
+    entries = (ROOT / "paper" / "paper.bib").read_text(encoding="utf-8")
+    assert set(re.findall(r"@([a-z]+\d{4})", text)) == set(
+        re.findall(r"^@\w+\{(\w+),", entries, re.M)
+    )
+    _, header, _ = text.split("---\n", 2)
+    assert yaml.safe_load(header)["authors"][0]["name"] == "The poecaps authors"
+    rows = re.findall(r"^\| (MNIST|Fashion-MNIST): (.*) \| (\S+) \| (\S+) \|$", text, re.M)
+    assert len(rows) == 6
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for dataset, model, probe, distance in rows:
+        (line,) = re.findall(rf"^\| {re.escape(model.strip('`'))} \|(.*)\|$", readme, re.M)
+        cells = [cell.strip() for cell in line.split("|")]
+        assert [probe, distance] == (cells[:2] if dataset == "MNIST" else cells[2:])
+
+
 def test_the_issue_forms_are_valid() -> None:
     """GitHub silently ignores a form without a name, a description or a valid body."""
     forms = [
@@ -96,6 +115,68 @@ def test_the_issue_forms_are_valid() -> None:
         }
         assert len({part["id"] for part in form["body"]}) == len(form["body"])
         assert all(part["attributes"]["label"] for part in form["body"])
+
+
+@pytest.fixture
+def build_metadata(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """`hatch_build.py`, whose base class is that of the build tool and is not needed here."""
+    interface = types.ModuleType("interface")
+    interface.MetadataHookInterface = object  # type: ignore[attr-defined]
+    name = "hatchling.metadata.plugin.interface"
+    monkeypatch.setitem(sys.modules, name, interface)
+    spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "hatch_build.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("url", ["", "https://host.example/me/poecaps/"])
+def test_a_release_makes_the_links_of_the_readme_absolute(
+    url: str, build_metadata: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("POECAPS_SOURCE_URL", url)
+    monkeypatch.setenv("POECAPS_SOURCE_REF", "v1")
+    hook = build_metadata.SourceMetadata()
+    hook.root, found = ROOT, {}
+    hook.update(found)
+    assert found["urls"]["Paper"].startswith("https://arxiv.org/")
+    text, own = found["readme"]["text"], (ROOT / "README.md").read_text(encoding="utf-8")
+    if not url:
+        assert text == own
+        assert list(found["urls"]) == ["Paper"]
+        return
+    links = re.findall(r"\]\(([^)]+)\)", own)
+    addresses = re.findall(r"\]\(([^)]+)\)", text)
+    assert len(addresses) == len(links)
+    for link, address in zip(links, addresses, strict=True):
+        if link.startswith("https://"):
+            assert address == link
+        else:
+            base, _, file = address.partition("/v1/")
+            assert (ROOT / file).is_file()
+            kind = "raw" if file.endswith(".png") else "blob"
+            assert base == f"https://host.example/me/poecaps/{kind}"
+
+
+def test_the_workflows_test_every_promised_python_and_publish_nothing_by_themselves() -> None:
+    tests, release = (
+        yaml.safe_load((ROOT / ".github" / "workflows" / name).read_text(encoding="utf-8"))
+        for name in ("tests.yml", "release.yml")
+    )
+    matrix = tests["jobs"]["tests"]["strategy"]["matrix"]
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    promised = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', text)
+    assert matrix["python"] == promised
+    assert {each.partition("-")[0] for each in matrix["system"]} == {"ubuntu", "macos", "windows"}
+    commands = [step["run"] for step in tests["jobs"]["change"]["steps"] if "run" in step]
+    assert [(ROOT / command).is_file() for command in commands] == [True]
+    publish = release["jobs"]["publish"]
+    assert publish["if"] == "vars.PUBLISH == 'true'"
+    assert publish["permissions"] == {"id-token": "write"}
+    for workflow in (tests, release):
+        assert workflow["permissions"] == {"contents": "read"}
 
 
 def test_git_ignores_the_output_of_the_documentation_but_no_tracked_files() -> None:

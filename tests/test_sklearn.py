@@ -17,12 +17,15 @@ import pytest
 import torch
 from sklearn.base import clone
 from sklearn.datasets import load_digits, load_iris, load_wine
+from sklearn.decomposition import PCA
 from sklearn.exceptions import NotFittedError
 from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import GridSearchCV
 from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
 
-from poecaps import CapsuleNetwork, TrainingError, squash
+from poecaps import CapsuleNetwork, TrainingError, squash, unsquash
+from poecaps._table import MAX_WHITENED, SHRINKAGE
 from poecaps.data import DataError
 from poecaps.sklearn import RESERVOIR_SIZE, CapsuleExpertsTransformer
 from poecaps.training import PRESETS
@@ -126,8 +129,49 @@ class TestTable:
         assert codes.shape == (178, 24)
         assert lost(wine, made.inverse_transform(codes)) < 0.3
 
+    def test_codes_have_the_variance_of_standardized_columns(self, wine: Array) -> None:
+        """And are those before squashing, which `inverse_transform` takes back."""
+        scaled, squashed = table().fit(wine), table(scale_codes=False).fit(wine)
+        codes = scaled.transform(wine)
+        assert codes.var(0).sum() == pytest.approx(wine.shape[1])
+        experts = torch.from_numpy(squashed.transform(wine)).view(178, 6, 4)
+        z = unsquash(experts).flatten(1).numpy()
+        np.testing.assert_allclose(codes, z * (codes[0, 0] / z[0, 0]), rtol=1e-6, atol=1e-9)
+        np.testing.assert_allclose(
+            scaled.inverse_transform(codes), squashed.inverse_transform(squashed.transform(wine))
+        )
+
+    def test_codes_of_a_table_are_as_good_as_its_principal_components(self) -> None:
+        rows, y = load_digits(return_X_y=True)
+        train, test = slice(None, 1200), slice(1200, None)
+        scores = [
+            make_pipeline(*steps, LogisticRegression(max_iter=1000))
+            .fit(rows[train], y[train])
+            .score(rows[test], y[test])
+            for steps in (
+                (StandardScaler(), PCA(0.95)),
+                (CapsuleExpertsTransformer(n_iter=3, random_state=0),),
+            )
+        ]
+        assert scores[1] > scores[0] - 0.01
+
+    def test_correlations_are_removed_in_part(self, wine: Array) -> None:
+        model = table().fit(wine).model_
+        t = (wine - wine.mean(0)) / wine.std(0)
+        white = np.linalg.eigvalsh(np.cov((t @ model.whitening.numpy()).T, bias=True))
+        before = np.linalg.eigvalsh(np.cov(t.T, bias=True))
+        expected = before / (before + SHRINKAGE)
+        np.testing.assert_allclose(white, expected * len(before) / expected.sum())
+
+    def test_wide_tables_are_only_standardized(self) -> None:
+        wide = np.random.default_rng(0).normal(size=(12, MAX_WHITENED + 1))
+        made = table(n_iter=1).fit(wide)
+        assert made.model_.whitening is None
+        assert made.model_.covariance.shape == (MAX_WHITENED + 1,)
+        assert made.transform(wide).shape == (12, 24)
+
     def test_the_numbers_of_an_expert_are_a_probability_and_a_direction(self, wine: Array) -> None:
-        made = table().fit(wine)
+        made = table(scale_codes=False).fit(wine)
         firing = np.linalg.norm(made.transform(wine).reshape(178, 6, 4), axis=2)
         assert firing.max() < 1
         assert firing.max(1).mean() == pytest.approx(0.5, abs=1e-6)  # the strongest expert
@@ -148,10 +192,10 @@ class TestTable:
         np.testing.assert_allclose(made.inverse_transform(made.transform(wide))[:, -1], 1e5)
 
     def test_neighbouring_columns_are_a_capsule(self, wine: Array) -> None:
-        made = table(capsule_dim=5).fit(wine)
+        made = table(capsule_dim=5, scale_codes=False).fit(wine)
         assert made.experts_.weight.shape == (3, 6, 4, 5)
-        t = np.pad((wine - wine.mean(0)) / wine.std(0), ((0, 0), (0, 2)))
-        x = squash(torch.from_numpy(t.reshape(178, 3, 5)) * 0.4 / 5**0.5)
+        t = (wine - wine.mean(0)) / wine.std(0) @ made.model_.whitening.numpy()
+        x = squash(torch.from_numpy(np.pad(t, ((0, 0), (0, 2))).reshape(178, 3, 5)) / 5**0.5)
         with torch.no_grad():
             np.testing.assert_allclose(
                 made.transform(wine), made.experts_(x).flatten(1), atol=1e-12
@@ -197,7 +241,7 @@ class TestTable:
         for part in np.array_split(wine, 7):
             made.partial_fit(part)
         np.testing.assert_allclose(made.model_.mean, wine.mean(0))
-        np.testing.assert_allclose(made.model_.variance, wine.var(0))
+        np.testing.assert_allclose(made.model_.covariance, np.cov(wine.T, bias=True), atol=1e-9)
         assert (made.n_iter_, made.n_samples_seen_) == (7, 178)
 
     def test_rows_in_portions_train_the_experts(self, wine: Array) -> None:
@@ -386,6 +430,7 @@ class TestDensity:
     [
         ({"n_experts": 0}, "n_experts must be"),
         ({"winners": 7}, "winners must be a whole number from 1 to 6"),
+        ({"scale_codes": "yes"}, "scale_codes must be True or False, but is 'yes'"),
         ({"normalize": "input"}, "did you mean 'inputs'"),
         ({"learning_rate": -1}, "learning_rate must be"),
         ({"image_shape": (64,)}, "image_shape must be"),

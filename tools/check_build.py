@@ -101,7 +101,8 @@ def check_sdist(sdist: Path) -> None:
             if member.isfile()
         }
     _check_sizes(sdist, sizes)
-    missing = {"pyproject.toml", "README.md", "LICENSE", "src/poecaps/__init__.py"} - sizes.keys()
+    wanted = ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE", "src/poecaps/__init__.py")
+    missing = set(wanted) - sizes.keys()
     if missing:
         raise BuildError(f"{sdist.name} lacks {', '.join(sorted(missing))}")
     print(f"{sdist.name}: {len(sizes)} files, {sdist.stat().st_size / 1e6:.1f} MB")

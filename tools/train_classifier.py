@@ -2,23 +2,13 @@
 
 Usage: python tools/train_classifier.py --data mnist --path FOLDER_OF_THE_FULL_DATASET
 
-The loss is cross-entropy without label smoothing, so that a probability of 0.9 is calibrated; the
-optimizer is AdamW with a cosine schedule. Images are shifted by up to two pixels in each direction,
-and half of them are made fainter, greyer, blurrier and noisier, because generated images can be
-readable without the contrast of a scan.
-
-A classifier trained on clean images only is confident about noise, and failed generated images are
-mixtures and blobs. Each batch therefore also contains blends of 2 and of 4 images, whose target is
-the mean of their labels, and structureless images, whose target is the uniform distribution.
-
-The saved weights are those of the last step, not of the best epoch.
+`poecaps.evaluation.judge` trains it, and says how; this program measures and saves it.
 """
 
 from __future__ import annotations
 
 import argparse
 import shlex
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,8 +16,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from poecaps._progress import Counter
 from poecaps.data import load
 from poecaps.evaluation.classifier import WEIGHTS, Classifier
+from poecaps.evaluation.judge import fit, structureless
 from poecaps.evaluation.measures import CONFIDENT
 
 if TYPE_CHECKING:
@@ -36,8 +28,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from poecaps.data import ImageSet
-
-SHIFT = 2  # largest shift in pixels, in each direction
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
@@ -72,9 +62,19 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     options = parser.parse_args(arguments)
 
     datasets = [load(options.data, split=split, path=options.path) for split in ("train", "test")]
-    train, test = (_to_device(dataset, options.device) for dataset in datasets)
+    labels, test_labels = (_labels(dataset) for dataset in datasets)
+    test = datasets[1].batch(slice(None)).to(options.device)
     started = time.perf_counter()
-    classifier = fit(*train, options.epochs, options.batch_size, options.rate, options.seed)
+    classifier = fit(
+        datasets[0],
+        labels,
+        options.epochs,
+        options.batch_size,
+        options.rate,
+        options.seed,
+        options.device,
+        Counter("training", "images"),
+    )
     metadata = {
         "data": options.data,
         "training_images": len(datasets[0]),
@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         "seconds": round(time.perf_counter() - started, 1),
         "torch": torch.__version__,
         "command": _command(options),
-        **measure(classifier, *test, options.seed),
+        **measure(classifier, test, test_labels.to(options.device), options.seed),
     }
     path = options.out or WEIGHTS / f"{Path(options.data).name}.safetensors"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -93,102 +93,6 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         print(f"{name:20} {value}")
     print(f"saved to {path}")
     return metadata
-
-
-def fit(
-    images: Tensor, labels: Tensor, epochs: int, batch_size: int, rate: float, seed: int
-) -> Classifier:
-    """Train on images (N, C, H, W) and labels (N,)."""
-    torch.manual_seed(seed)
-    generator = torch.Generator().manual_seed(seed)
-    on_device = torch.Generator(images.device).manual_seed(seed)
-    classes = int(labels.max()) + 1
-    classifier = Classifier(classes, images.shape[1]).to(images.device)
-    classifier.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    decayed = [p for p in classifier.parameters() if p.dim() > 1]
-    others = [p for p in classifier.parameters() if p.dim() <= 1]
-    optimizer = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": 0.05}, {"params": others, "weight_decay": 0.0}]
-    )
-    batch_size = min(batch_size, len(images))
-    total = epochs * (len(images) // batch_size)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, rate, total_steps=total, pct_start=0.1
-    )
-    classifier.train()
-    for epoch in range(epochs):
-        order = torch.randperm(len(images), generator=generator).to(images.device)
-        for chosen in order.split(batch_size)[: len(images) // batch_size]:
-            across, down = torch.randint(-SHIFT, SHIFT + 1, (2,), generator=generator).tolist()
-            batch = degrade(shift(images[chosen], across, down), on_device)
-            batch, targets = add_nonsense(
-                batch, nn.functional.one_hot(labels[chosen], classes).float(), on_device
-            )
-            batch = batch.contiguous(memory_format=torch.channels_last)
-            loss = nn.functional.cross_entropy(classifier(batch), targets)
-            optimizer.zero_grad(set_to_none=True)
-            loss.backward()
-            optimizer.step()
-            schedule.step()
-        print(
-            f"epoch {epoch + 1:3} of {epochs}  loss {loss.item():.4f}", file=sys.stderr, flush=True
-        )
-    return classifier.eval()
-
-
-def shift(images: Tensor, across: int, down: int) -> Tensor:
-    """Shift images (B, C, H, W) by whole pixels, with black padding."""
-    height, width = images.shape[2:]
-    padded = nn.functional.pad(images, (SHIFT,) * 4)
-    return padded[
-        :, :, SHIFT - down : SHIFT - down + height, SHIFT - across : SHIFT - across + width
-    ]
-
-
-def degrade(images: Tensor, generator: torch.Generator) -> Tensor:
-    """Degrade the first half of images (B, C, H, W): fainter, greyer, blurrier, noisier."""
-    half = len(images) // 2
-    clean, degraded = images[half:], images[:half]
-    blur, contrast, floor, noise = torch.rand(
-        4, half, 1, 1, 1, generator=generator, device=images.device
-    )
-    blurred = nn.functional.avg_pool2d(degraded, 3, 1, 1)
-    degraded = torch.lerp(degraded, blurred, (2 * blur - 0.5).clamp(0, 1))
-    degraded = degraded * (0.4 + 0.6 * contrast)
-    degraded = degraded + 0.2 * floor * (1 - degraded)
-    gaussian = torch.randn(degraded.shape, generator=generator, device=images.device)
-    degraded = degraded + 0.15 * noise * gaussian
-    return torch.cat([degraded.clamp(0, 1), clean])
-
-
-def add_nonsense(
-    images: Tensor, targets: Tensor, generator: torch.Generator
-) -> tuple[Tensor, Tensor]:
-    """Add blends and structureless images to a batch (B, C, H, W) with its targets (B, classes)."""
-    tenth = max(1, len(images) // 10)
-    batches, batch_targets = [images], [targets]
-    for count, parts in ((2 * tenth, 2), (tenth, 4)):
-        chosen = torch.randint(
-            len(images), (count, parts), generator=generator, device=images.device
-        )
-        batches.append(images[chosen].mean(1))
-        batch_targets.append(targets[chosen].mean(1))
-    for nonsense in structureless(images[:tenth], generator):
-        batches.append(nonsense)
-        batch_targets.append(torch.full_like(targets[: len(nonsense)], 1 / targets.shape[1]))
-    return torch.cat(batches), torch.cat(batch_targets)
-
-
-def structureless(images: Tensor, generator: torch.Generator) -> tuple[Tensor, ...]:
-    """Generate B each of noise, blobs and images with shuffled pixels, from images (B, C, H, W)."""
-    count, channels, height, width = images.shape
-    device = images.device
-    noise = torch.rand(images.shape, generator=generator, device=device)
-    coarse = torch.randn(count, channels, 5, 5, generator=generator, device=device)
-    blobs = torch.sigmoid(3 * nn.functional.interpolate(coarse, (height, width), mode="bicubic"))
-    orders = torch.rand(count, 1, height * width, generator=generator, device=device).argsort(2)
-    shuffled = images.flatten(2).gather(2, orders.expand(-1, channels, -1)).view_as(images)
-    return noise, blobs, shuffled
 
 
 def measure(classifier: Classifier, images: Tensor, labels: Tensor, seed: int) -> dict[str, float]:
@@ -222,10 +126,10 @@ def measure(classifier: Classifier, images: Tensor, labels: Tensor, seed: int) -
     return {name: round(value, 5) for name, value in numbers.items()}
 
 
-def _to_device(data: ImageSet, device: str) -> tuple[Tensor, Tensor]:
+def _labels(data: ImageSet) -> Tensor:
     if data.labels is None:
         raise SystemExit(f"--data must be a labelled dataset, but {data.source} has no labels")
-    return data.batch(slice(None)).to(device), torch.from_numpy(data.labels).to(device)
+    return torch.from_numpy(data.labels)
 
 
 def _command(options: argparse.Namespace) -> str:

@@ -14,8 +14,8 @@ def find_device(name: str) -> torch.device:
     ----------
     name
         ``"cpu"``, a GPU such as ``"cuda:1"``, ``"cuda"`` for the GPU of this process (each process
-        that `torchrun` starts on a machine has a different one), or ``"auto"`` for that GPU if
-        there is one, else the CPU.
+        that `torchrun` starts on a machine has a different one), ``"mps"`` for the GPU of an Apple
+        computer, or ``"auto"`` for an NVIDIA GPU if there is one, else the CPU.
 
     Raises
     ------
@@ -28,15 +28,23 @@ def find_device(name: str) -> torch.device:
         name = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
     try:
         device = torch.device(name)
-        if device.type not in ("cpu", "cuda"):
-            raise RuntimeError("poecaps needs float64 and was not tested on other types of device")
+        if device.type not in ("cpu", "cuda", "mps"):
+            raise RuntimeError("poecaps was not made for other types of device")
         torch.zeros(1, device=device).item()
     except Exception as error:  # torch raises many types of exception here
         reason = str(error).splitlines()[0]
         raise ValueError(
-            f"device must be auto, cpu, or a GPU such as cuda:0, but is {name!r} ({reason})"
+            f"device must be auto, cpu, mps, or a GPU such as cuda:0, but is {name!r} ({reason})"
         ) from error
     return device
+
+
+def statistics_device(device: torch.device) -> torch.device:
+    """Return the device on which statistics of results are computed in float64.
+
+    This is the device itself, but the CPU for Apple's GPUs, which lack float64.
+    """
+    return torch.device("cpu") if device.type == "mps" else device
 
 
 def use_bfloat16(precision: str, device: torch.device) -> bool:
@@ -53,6 +61,8 @@ def use_bfloat16(precision: str, device: torch.device) -> bool:
         return precision == "bfloat16"
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported())
+    if device.type != "cpu":
+        return False
     # Private functions of torch: a version without them counts as a CPU without bfloat16.
     has_avx512 = getattr(torch.cpu, "_is_avx512_bf16_supported", bool)
     has_amx = getattr(torch.cpu, "_is_amx_tile_supported", bool)

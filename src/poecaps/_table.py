@@ -18,7 +18,14 @@ from poecaps.training.stages import factor_for_firing
 if TYPE_CHECKING:
     from torch import Tensor
 
-SCALE = 0.4  # root mean square of the norm of a capsule before squashing; g(z) is largest at 1
+# Root mean square of the norm of a capsule before squashing. At 1, doubling a small change of a
+# capsule doubles that of the squashed one; for smaller capsules it changes with their square.
+SCALE = 1.0
+# Added to the variances of the principal components of the standardized columns, whose mean is 1,
+# before they are whitened. Without it, directions of noise count as much as all others; chosen on
+# `load_diabetes` and tables of `make_classification`.
+SHRINKAGE = 0.3
+MAX_WHITENED = 1000  # columns; the columns of wider tables are only standardized
 TARGET_FIRING = 0.5  # mean firing probability of the strongest expert of a row
 RIDGE = 1e-6  # of the least squares, relative to the mean of the diagonal of the Gram matrix
 CONSTANT = 1e-12  # a column with a smaller standard deviation, relative to its mean, is constant
@@ -30,10 +37,12 @@ BATCH_SIZE = 1000  # rows that are encoded together
 class TabularModel(nn.Module):
     """A product of expert capsules over the rows of a table.
 
-    K neighbouring columns form a capsule; the last capsule is padded with zeros. With m and s the
-    mean and the standard deviation of each column over all rows so far, and t = (row − m)/s, the
-    input capsules are squash(0.4 t/√K), so that no column and no capsule dominates. Rows are
-    decoded by a linear map of the unsquashed code, fitted by least squares.
+    With m and s the mean and the standard deviation of each column over all rows so far, the
+    standardized row is t = (row − m)/s. Its correlations R are removed by t (R + 0.3)^(−½), as far
+    as the 0.3 permits, so that the experts have more to learn than the few directions that most
+    columns share. K neighbouring columns form a capsule; the last capsule is padded with zeros, and
+    all are scaled to a mean square norm of 1 and squashed. Rows are decoded by a linear map of the
+    unsquashed code, fitted by least squares.
 
     Parameters
     ----------
@@ -56,14 +65,23 @@ class TabularModel(nn.Module):
         The experts that contrastive divergence trains, with competition.
     experts
         The experts that encode: without competition, rescaled to a firing probability.
-    mean, variance : (columns,)
-        Statistics of all rows so far.
+    mean : (columns,)
+        Of all rows so far.
+    covariance : (columns, columns), or (columns,)
+        Of all rows so far; of more than 1,000 columns, the variances only.
+    whitening : (columns, columns), optional
+        (R + 0.3)^(−½), times a factor; None for more than 1,000 columns.
+    code_scale : ()
+        Factor of unsquashed codes with which their total variance is the number of columns that
+        vary.
     decoder : (J·D + 1, columns)
         The linear map; its last row is the intercept.
     """
 
     mean: Tensor
-    variance: Tensor
+    covariance: Tensor
+    whitening: Tensor | None
+    code_scale: Tensor
     decoder: Tensor
 
     def __init__(
@@ -100,7 +118,12 @@ class TabularModel(nn.Module):
         self.experts = layer(None)
         code_size = experts * dim
         self.register_buffer("mean", torch.zeros(columns, dtype=torch.float64))
-        self.register_buffer("variance", torch.ones(columns, dtype=torch.float64))
+        eye = torch.eye(columns, dtype=torch.float64) if columns <= MAX_WHITENED else None
+        self.register_buffer(
+            "covariance", torch.ones(columns, dtype=torch.float64) if eye is None else eye
+        )
+        self.register_buffer("whitening", None if eye is None else eye.clone())
+        self.register_buffer("code_scale", torch.ones((), dtype=torch.float64))
         self.register_buffer("decoder", torch.zeros(code_size + 1, columns, dtype=torch.float64))
         self.density: PCAMixture | None = None
 
@@ -108,7 +131,10 @@ class TabularModel(nn.Module):
 
     def capsules(self, rows: Tensor) -> Tensor:
         """Compute the input capsules: (B, columns) → (B, I, K)."""
-        padded = nn.functional.pad(self._standardize(rows), (0, -self.columns % self.capsule_dim))
+        white = self._standardize(rows)
+        if self.whitening is not None:
+            white = white @ self.whitening
+        padded = nn.functional.pad(white, (0, -self.columns % self.capsule_dim))
         scaled = padded * (SCALE / self.capsule_dim**0.5)
         return F.squash(scaled.view(len(rows), -1, self.capsule_dim).to(self.dtype))
 
@@ -119,6 +145,14 @@ class TabularModel(nn.Module):
     def decode(self, codes: Tensor) -> Tensor:
         """Decode codes to rows: (B, J, D) → (B, columns), float64."""
         return self._decode(F.unsquash(codes.double()).flatten(1))
+
+    def scale(self, codes: Tensor) -> Tensor:
+        """Return codes before squashing, scaled: (B, J, D) → (B, J·D)."""
+        return F.unsquash(codes.double()).flatten(1) * self.code_scale
+
+    def decode_scaled(self, scaled: Tensor) -> Tensor:
+        """Decode the result of `scale` to rows: (B, J·D) → (B, columns), float64."""
+        return self._decode(scaled.double() / self.code_scale)
 
     def free_energy(self, rows: Tensor) -> Tensor:
         """Compute F of the input capsules: (N, columns) → (N,)."""
@@ -139,15 +173,29 @@ class TabularModel(nn.Module):
 
     @torch.no_grad()
     def partial_fit_statistics(self, rows: Tensor) -> None:
-        """Update the mean and the variance of the columns (Chan, Golub and LeVeque 1979)."""
+        """Update the mean and the covariance of the columns (Chan, Golub and LeVeque 1979)."""
         rows = rows.double()
         old, new = self.rows_seen, len(rows)
         total, mean = old + new, rows.mean(0)
-        between = (mean - self.mean).square() * old * new / total
-        scatter = (self.variance * old if old else 0) + (rows - mean).square().sum(0) + between
-        self.mean += (mean - self.mean) * new / total
-        self.variance.copy_(scatter / total)
+        centred, moved = rows - mean, mean - self.mean
+        if self.whitening is None:
+            within, between = centred.square().sum(0), moved.square()
+        else:
+            within, between = centred.T @ centred, torch.outer(moved, moved)
+        scatter = (self.covariance * old if old else 0) + within + between * (old * new / total)
+        self.mean += moved * new / total
+        self.covariance.copy_(scatter / total)
         self.rows_seen = total
+        if self.whitening is not None:
+            std = self._std()
+            correlation = self.covariance / torch.outer(std, std)
+            variances, directions = torch.linalg.eigh(correlation)
+            variances = variances.clamp(min=0)
+            # One factor keeps the mean variance of the columns at 1.
+            kept = (variances / (variances + SHRINKAGE)).sum().clamp(min=1e-12)
+            factor = (self._varying() / kept).sqrt()
+            root = (variances + SHRINKAGE).rsqrt() * factor
+            self.whitening.copy_(directions * root @ directions.T)
 
     def train_one_epoch(
         self,
@@ -177,6 +225,8 @@ class TabularModel(nn.Module):
         strongest = in_batches(self._largest_norm, rows, BATCH_SIZE)
         self.experts.weight.mul_(factor_for_firing(strongest, TARGET_FIRING))
         z = F.unsquash(self.encode(rows).double()).flatten(1)
+        spread = z.var(0, correction=0).sum()
+        self.code_scale.copy_((self._varying() / spread).sqrt() if spread > 0 else torch.ones(()))
         a = _with_intercept(z)
         gram = a.T @ a
         gram.diagonal().add_(RIDGE * gram.diagonal().mean())
@@ -196,8 +246,17 @@ class TabularModel(nn.Module):
 
     def _std(self) -> Tensor:
         """Return the standard deviations of the columns; 1 for a constant column."""
-        constant = self.variance <= (CONSTANT * self.mean).square()
-        return torch.where(constant, 1, self.variance).sqrt()
+        return torch.where(self._is_constant(), 1, self._variance()).sqrt()
+
+    def _varying(self) -> int:
+        """Count the columns that are not constant."""
+        return int((~self._is_constant()).sum())
+
+    def _is_constant(self) -> Tensor:
+        return self._variance() <= (CONSTANT * self.mean).square()
+
+    def _variance(self) -> Tensor:
+        return self.covariance if self.covariance.ndim == 1 else self.covariance.diagonal()
 
 
 def _with_intercept(z: Tensor) -> Tensor:

@@ -70,6 +70,9 @@ class CapsuleNetwork(nn.Module):
             channels,
             features=a.features,
             kernel_size=a.kernel_size,
+            margin=a.margin or 0,
+            halvings=a.halvings,
+            colour_whitening=a.colour_whitening,
             dropout=a.dropout,
             bias=a.bias,
             generator=generator,
@@ -246,6 +249,8 @@ class CapsuleNetwork(nn.Module):
                 "this model has no density; train one with the preset energy, or with the option "
                 "model.density.experts"
             )
+        if self.density.weight.device.type == "mps":
+            raise ValueError("a density needs float64, which mps does not have; use the device cpu")
         return self.density, self.whitening
 
     def logits(self, activations: Tensor, *, tied: bool = False) -> Tensor:

@@ -20,6 +20,7 @@ MAX_ITERATIONS = 100  # of a loop within one call
 MAX_SIZE = 2**20  # of an axis
 MAX_SIDE = 2**14  # pixels
 MAX_LAYERS = 100
+MAX_HALVINGS = 10
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,12 @@ class ModelOptions:
     """Number of filters of each convolution."""
     kernel_size: int = 9
     """Height and width of the filters; training on images below 17×17 makes 9 a third of a side."""
+    margin: int | None = None
+    """Pixels by which images are continued beyond their sides; None: training chooses, else 0."""
+    halvings: int = 0
+    """Further convolutions with stride 2 before the two, for images above about 40×40."""
+    colour_whitening: bool = False
+    """Whether the colours of the pixels are decorrelated before the convolutions."""
     bias: bool = True
     """Whether the convolutions have biases."""
     dropout: float = 0.2
@@ -130,6 +137,9 @@ class ModelOptions:
             "expert_components",
         ):
             checks.require_int(prefix + name, getattr(self, name), 1, MAX_SIZE)
+        if self.margin is not None:
+            checks.require_int(f"{prefix}margin", self.margin, 0, MAX_SIDE)
+        checks.require_int(f"{prefix}halvings", self.halvings, 0, MAX_HALVINGS)
         checks.require_int(f"{prefix}iterations", self.iterations, 1, MAX_ITERATIONS)
         layers = self.experts
         if (

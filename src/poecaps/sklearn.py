@@ -11,7 +11,7 @@ import tempfile
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -60,8 +60,9 @@ class CapsuleExpertsTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixi
     X may hold images or the rows of a table. Arrays (n, h, w) and (n, h, w, c) are images, and so
     are (n, h·w) and (n, h·w·c) if `image_shape` is given: uint8, or floats from 0 to 1, grey or
     RGB. They train a whole `poecaps.CapsuleNetwork`. Every other array (n, columns) is a table:
-    columns are centred and scaled, `capsule_dim` neighbouring columns are grouped into a capsule,
-    one layer of experts is trained, and a linear decoder is fitted by least squares.
+    columns are centred, scaled and in part decorrelated, `capsule_dim` neighbouring columns are
+    grouped into a capsule, one layer of experts is trained, and a linear decoder is fitted by least
+    squares.
 
     Parameters
     ----------
@@ -79,6 +80,12 @@ class CapsuleExpertsTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixi
         Rows in a training step.
     winners : int, optional
         Number of experts that may learn from a row; with few winners experts specialise. None: all.
+        By default 1 for images, and all for a table.
+    scale_codes : bool
+        Whether the codes of a table are returned before squashing, times one factor with which
+        their total variance is the number of columns, so that a classifier with a penalty treats
+        codes as it treats standardized columns. False: squashed codes, whose norms are firing
+        probabilities, as they always are for images.
     sharpness, normalize
         Options of the routing; see `poecaps.routing_by_agreement`.
     n_filters, kernel_size : int
@@ -152,7 +159,8 @@ class CapsuleExpertsTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixi
         n_iter: int = 10,
         learning_rate: float = 0.1,
         batch_size: int = 128,
-        winners: int | None = 1,
+        winners: int | Literal["auto"] | None = "auto",
+        scale_codes: bool = True,
         sharpness: float = 1.0,
         normalize: F.Axis = "outputs",
         n_filters: int = 128,
@@ -174,6 +182,7 @@ class CapsuleExpertsTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixi
         self.learning_rate = learning_rate
         self.batch_size = batch_size
         self.winners = winners
+        self.scale_codes = scale_codes
         self.sharpness = sharpness
         self.normalize = normalize
         self.n_filters = n_filters
@@ -261,11 +270,15 @@ class CapsuleExpertsTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixi
         Returns
         -------
         (n, n_experts·expert_dim)
-            Squashed experts: the norm of each is below 1 and is its firing probability.
+            Of images, or with ``scale_codes=False``, squashed experts: the norm of each is below 1
+            and is its firing probability. Else experts before squashing, scaled.
         """
         check_is_fitted(self)
         rows = self._validate_rows(X)
-        return _as_array(self._encode(rows).flatten(1), _float_of(rows))
+        codes = self._encode(rows)
+        if self._has_scaled_codes():
+            return _as_array(self.model_.scale(codes), _float_of(rows))
+        return _as_array(codes.flatten(1), _float_of(rows))
 
     def inverse_transform(self, X: Any) -> Array:
         """Decode codes.
@@ -286,6 +299,9 @@ class CapsuleExpertsTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixi
                 f"X must have {self._n_features_out} columns, the size of a code, "
                 f"but has {codes.shape[1]}"
             )
+        if self._has_scaled_codes():
+            scaled = _as_tensor(codes)
+            return self._in_layout_of_fit(self.model_.decode_scaled(scaled), _float_of(codes))
         experts = _as_tensor(codes).view(len(codes), -1, self.experts_.out_dim)
         return self._in_layout_of_fit(self._apply(self.model_.decode, experts), _float_of(codes))
 
@@ -406,7 +422,9 @@ class CapsuleExpertsTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixi
         checks.require_choice("normalize", self.normalize, get_args(F.Axis))
         DensityOptions(self.density_experts, linear_dims=0).validate("density_")
         checks.require_int("density_iter", self.density_iter, int(self.density_experts is not None))
-        if self.winners is not None:
+        if not isinstance(self.scale_codes, bool):
+            raise ValueError(f"scale_codes must be True or False, but is {self.scale_codes!r}")
+        if self.winners not in (None, "auto"):
             checks.require_int("winners", self.winners, 1, self.n_experts)
         if self.kernel_size is not None:
             checks.require_int("kernel_size", self.kernel_size, 1)
@@ -460,7 +478,7 @@ class CapsuleExpertsTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixi
             self.expert_dim,
             sharpness=self.sharpness,
             normalize=self.normalize,
-            winners=self.winners,
+            winners=None if self.winners == "auto" else self.winners,
             dtype=torch.float32 if self._dtype is np.float32 else torch.float64,
             generator=self._generator(),
         )
@@ -510,7 +528,7 @@ class CapsuleExpertsTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixi
                 preset.encoder,
                 epochs=self.n_iter,
                 learning_rate=self.learning_rate,
-                winners=self.winners,
+                winners=1 if self.winners == "auto" else self.winners,
             ),
             decoder=replace(preset.decoder, epochs=self.decoder_iter),
             pixel_decoder=replace(preset.pixel_decoder, epochs=self.pixel_decoder_iter),
@@ -557,6 +575,9 @@ class CapsuleExpertsTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixi
             print(f"[CapsuleExpertsTransformer] {line}", flush=True)  # noqa: T201
 
     # Using the model
+
+    def _has_scaled_codes(self) -> bool:
+        return self.scale_codes and isinstance(self.model_, TabularModel)
 
     def _device(self) -> torch.device:
         return self.experts_.weight.device

@@ -11,6 +11,7 @@ import torch
 
 import poecaps
 from poecaps.cli.main import main
+from poecaps.evaluation import judge
 from tests.networks import TINY_DENSITY, untrained_with_density
 
 if TYPE_CHECKING:
@@ -21,6 +22,11 @@ SMALL = shlex.split("""
     --autoencoder.epochs 1 --encoder.epochs 1 --decoder.epochs 1 --pixel-decoder.epochs 1
     --batch-size 16 --device cpu
 """)
+
+
+@pytest.fixture(autouse=True)
+def _short_training_of_judges(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(judge, "MAX_EPOCHS", 1)
 
 
 @pytest.fixture(scope="session")

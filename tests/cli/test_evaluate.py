@@ -24,6 +24,8 @@ def test_a_model_is_measured_as_a_table_and_as_json(
     assert measured["test_images"] == 20
     assert measured["domains"].keys() == set(DOMAINS)
     assert measured["classifier"] is None
+    assert measured["domains"]["joint"]["frechet"] is None
+    assert measured["domains"]["joint"]["random_frechet"]["distance"] > 0
     text = capsys.readouterr().out
     assert f"written to {out}" in text
     assert "effective rank" in text

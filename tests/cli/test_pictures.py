@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -62,6 +62,18 @@ def test_a_model_is_evaluated_on_the_held_out_tenth(trained: Path, tmp_path: Pat
     assert not [note for note in measured["notes"] if "learned from" in note]  # type: ignore[attr-defined]
 
 
+def test_samples_are_judged_by_a_classifier_of_the_own_labels(
+    trained: Path, tmp_path: Path
+) -> None:
+    measured: dict[str, Any] = measure(trained, tmp_path / "e.json")
+    assert measured["classifier"]["training_images"] == 54
+    assert 0 <= measured["classifier"]["test_accuracy"] <= 1
+    assert measured["domains"]["joint"]["recognisability"] is not None
+    assert measured["domains"]["joint"]["frechet"]["distance"] > 0
+    (note,) = (note for note in measured["notes"] if "trained on the 54 training images" in note)
+    assert note.endswith(" % of the test images")
+
+
 def test_the_training_data_by_name_are_divided_as_well(
     trained: Path, pictures: Path, tmp_path: Path
 ) -> None:
@@ -104,6 +116,7 @@ def test_test_pictures_may_be_another_folder_whose_labels_are_matched_by_name(
     (tmp_path / "new" / "even").rename(tmp_path / "new" / "neither")
     measured = measure(trained, tmp_path / "e.json", "--data", str(tmp_path / "new"))
     assert measured["probe"] is None
+    assert measured["classifier"] is None
     assert "the test images have other labels than the training images" in measured["notes"]  # type: ignore[operator]
 
 

@@ -255,7 +255,7 @@ def test_the_script_compares_all_baselines(
     )  # the same training, plus principal components
     assert set(results["gaussian-rbm"]["domains"]) == {"joint", "from images"}
     assert results["autoencoder"]["domains"]["joint"]["negatives"]["share"] is not None
-    assert "no classifier for this dataset" in table
+    assert "no classifier for these data" in table
 
 
 def test_an_unknown_baseline_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,8 @@ from poecaps import ModelError
 from poecaps.data import load
 from poecaps.evaluation import CLASSIFIERS, Classifier, load_classifier
 from poecaps.evaluation.classifier import WEIGHTS
-from tools.train_classifier import main, shift
+from poecaps.evaluation.judge import shift
+from tools.train_classifier import main
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -30,6 +30,7 @@ def config_for(data: Path, **changes: Any) -> Config:
         whiten=True,
         equalized_components=2,
         pixel_decoder=True,
+        margin=0,
     )
     tiny = Config(
         data=str(data),

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from poecaps import ModelError, _files
+from poecaps import CapsuleNetwork, ModelError, _files
 from poecaps.data import DataError, ImageSet
 from poecaps.serialization import read_tensors, write_tensors
 from poecaps.training import (
@@ -363,3 +363,38 @@ def test_filters_that_were_chosen_are_not_changed(tmp_path: Path) -> None:
     config = replace(config, model=replace(config.model, kernel_size=5))
     with pytest.raises(ValueError, match="images must be at least 9×9 for filters of 5×5"):
         train(config, tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("black", "given", "expected"), [(0, None, 4), (1, None, 0), (0, 1, 1), (0, 0, 0)]
+)
+def test_images_whose_border_varies_get_a_margin(
+    black: int, given: int | None, expected: int, tmp_path: Path
+) -> None:
+    images = np.random.default_rng(0).integers(0, 256, (30, 18, 18), np.uint8)
+    images[:, :black] = images[:, 18 - black :] = 0
+    images[:, :, :black] = images[:, :, 18 - black :] = 0
+    np.save(tmp_path / "x.npy", images)
+    config = without_epochs(tmp_path / "x.npy")
+    config = replace(config, model=replace(config.model, margin=given))
+    network = train(config, tmp_path / "run")
+    assert network.architecture.margin == expected
+    assert run_record.read(tmp_path / "run")["config"]["model"]["margin"] == expected
+
+
+def test_larger_colour_images_are_learned_with_all_options(tmp_path: Path) -> None:
+    """Saved, loaded and resumed; the colours are those of the images."""
+    images = np.random.default_rng(0).integers(100, 200, (32, 40, 40, 3), np.uint8)
+    np.save(tmp_path / "x.npy", images)
+    config = config_for(tmp_path / "x.npy", multi_scale=1.0)
+    options = {"halvings": 1, "margin": 2, "colour_whitening": True, "experts": ((3, 4),)}
+    config = replace(config, model=replace(config.model, **options))
+    stages = ("autoencoder", "encoder", "decoder", "pixel_decoder")
+    config = replace(config, **{name: replace(getattr(config, name), epochs=1) for name in stages})
+    network = train(config, tmp_path / "run")
+    mean = torch.from_numpy(images / 255).mean((0, 1, 2)).float()
+    torch.testing.assert_close(network.autoencoder.stem.colour_mean, mean, rtol=0, atol=1e-3)
+    loaded = CapsuleNetwork.load(tmp_path / "run")
+    batch = torch.from_numpy(images[:2] / 255).float().permute(0, 3, 1, 2)
+    assert torch.equal(loaded.reconstruct(batch), network.reconstruct(batch))
+    assert loaded.generate(2).shape == (2, 3, 40, 40)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path  # noqa: TC003 (tyro reads the annotations)
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
+import numpy as np
+import torch
 from tyro.conf import Positional  # noqa: TC002 (tyro reads the annotations)
 
 from poecaps import _checks as checks
@@ -17,6 +19,9 @@ from poecaps._progress import Counter
 from poecaps.cli.loading import load_parts, open_model, training_source
 from poecaps.cli.options import Data, DataPath, Device, Model, output
 from poecaps.cli.outputs import default_output, say, write_card
+
+if TYPE_CHECKING:
+    from poecaps.cli.loading import Parts
 
 
 def evaluate(
@@ -39,6 +44,9 @@ def evaluate(
     Without test images in the data, those that training has held out are used: a tenth of a folder.
     With --data, a folder or file of test images can be given.
 
+    Samples of mnist and fashion-mnist are judged by a classifier of the package. For other data
+    with labels, a classifier is trained on the training images first.
+
     Parameters
     ----------
     samples
@@ -55,23 +63,51 @@ def evaluate(
     if data is None:
         data, data_path = training_source(run, data_path)
     parts = load_parts(network, run, data, data_path)
-    dataset = data.removesuffix("-sample")
-    classifier = evaluation.load_classifier(dataset) if dataset in evaluation.CLASSIFIERS else None
+    judge = _judge(data, parts, seed, device_of(network))
     result = evaluation.evaluate(
         network,
         parts.train,
         parts.test,
-        classifier,
+        judge.classifier,
         seed=seed,
         samples=samples,
         device=device_of(network),
         report=Counter("evaluating", None),
     )
-    if parts.note:
-        result = replace(result, notes=(*result.notes, parts.note))
+    notes = tuple(note for note in (judge.note, parts.note) if note)
+    result = replace(result, notes=(*result.notes, *notes))
     say(result.table())
     write_json(out, json.loads(result.to_json()))
     say(f"written to {out}")
     folder = models.find(run)
     if out.resolve() == (folder / card.MEASURED).resolve():
         write_card(network, folder, draw=not (folder / card.PICTURE).is_file())
+
+
+@dataclass(frozen=True)
+class _Judge:
+    """The classifier of samples, if there can be one, and what a reader should know about it."""
+
+    classifier: evaluation.Classifier | None
+    note: str = ""
+
+
+def _judge(data: str, parts: Parts, seed: int, device: torch.device) -> _Judge:
+    """Return the classifier of the package for these data, or one trained on their labels."""
+    dataset = data.removesuffix("-sample")
+    if dataset in evaluation.CLASSIFIERS:
+        return _Judge(evaluation.load_classifier(dataset))
+    train, test = parts.train, parts.test
+    if train.labels is None or test.labels is None or len(np.unique(train.labels)) < 2:
+        return _Judge(None)
+    classifier = evaluation.train_classifier(
+        train, seed=seed, device=device, report=Counter("training a classifier")
+    )
+    predicted = [classifier.predict(batch.to(device)).labels.cpu() for batch in test.batches(1000)]
+    accuracy = (torch.cat(predicted).numpy() == test.labels).mean().item()
+    classifier.metadata |= {"test_images": len(test), "test_accuracy": round(accuracy, 5)}
+    note = (
+        f"samples are judged by a classifier that was trained on the {len(train):,} training "
+        f"images; it is right for {accuracy:.1%} of the test images"
+    )
+    return _Judge(classifier, note.replace("%", " %"))

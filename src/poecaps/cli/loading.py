@@ -19,6 +19,7 @@ from poecaps.data import DataError, DatasetNotFoundError, MissingSplitError, dat
 from poecaps.data.folder import is_picture, suppress_skipped_warnings
 from poecaps.data.idx import Split, find_images
 from poecaps.data.images import HELD_OUT_SHARE
+from poecaps.data.mapped import is_on_hub
 from poecaps.network import CapsuleNetwork
 from poecaps.training import record
 from poecaps.training.checkpoint import newest_checkpoint
@@ -218,8 +219,10 @@ def _load(network: CapsuleNetwork, source: str, path: str | None, split: Split) 
     conversion: dict[str, Any] = {}
     location = Path(source).expanduser()
     is_folder = location.is_dir() and find_images(location, "train") is None
-    if source not in datasets.NAMES and (is_folder or is_picture(location)):
-        smallest = minimum_image_size(network.architecture.kernel_size)
+    converts = is_folder or is_picture(location) or is_on_hub(source)
+    if source not in datasets.NAMES and converts:
+        a = network.architecture
+        smallest = minimum_image_size(a.kernel_size, a.margin or 0)
         conversion = {"size": (height, width), "channels": channels, "smallest": smallest}
     with suppress_skipped_warnings():
         return data.load(

@@ -56,7 +56,10 @@ OptionalSplit = Annotated[
     ),
 ]
 Device = Annotated[
-    str, arg(metavar="DEVICE", help="cpu, cuda, cuda:1, or auto for a GPU if there is one.")
+    str,
+    arg(
+        metavar="DEVICE", help="cpu, cuda, cuda:1, mps, or auto for an NVIDIA GPU if there is one."
+    ),
 ]
 
 

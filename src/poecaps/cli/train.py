@@ -7,7 +7,7 @@ import sys
 import time
 from contextlib import closing
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path  # noqa: TC003 (tyro reads the annotations)
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
@@ -40,6 +40,7 @@ from poecaps.training.distributed import Distributed
 from poecaps.training.errors import SavedInterrupt
 from poecaps.training.metrics import METRICS
 from poecaps.training.progress import TensorBoard, display
+from poecaps.training.run import unused_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -96,7 +97,7 @@ def train_command(preset_given: str) -> Callable[..., None]:
                 "--resume uses the options of the run; leave out all others except --device, "
                 "--process-timeout, --quiet, --tensorboard and --figures"
             )
-        folder = (resume or out or _unused_folder(config.data)).expanduser()
+        folder = (resume or out or unused_folder(config.data)).expanduser()
         config.validate()
         result = _train(config, folder, resume is not None, quiet, tensorboard)
         if Distributed.from_environment().is_main:
@@ -281,14 +282,3 @@ def _draw_figures(result: TrainingResult, *, quiet: bool) -> Iterator[str]:
             f"training curves: not drawn, because {error.name} is missing; "
             "pip install 'poecaps[plots]'"
         )
-
-
-def _unused_folder(source: str) -> Path:
-    """Return the first of runs/DATA, runs/DATA-2, … that does not exist."""
-    if Distributed.from_environment().size > 1:
-        raise ValueError("several processes need a common folder; give it with --out")
-    name = Path(source).stem or "images"
-    names = (
-        Path("runs") / (name if count == 1 else f"{name}-{count}") for count in range(1, 10**6)
-    )
-    return next(folder for folder in names if not folder.exists())

@@ -1,4 +1,4 @@
-"""Load images: named datasets, IDX and NumPy files, and folders of pictures."""
+"""Load images: named datasets, IDX and NumPy files, folders of pictures, other datasets."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from poecaps.data.errors import DataError, DatasetNotFoundError, MissingSplitErr
 from poecaps.data.folder import is_picture, label_folders, read_folder, read_picture
 from poecaps.data.idx import PREFIX, Split, find_images, find_labels, looks_like_idx, read_idx
 from poecaps.data.images import ImageSet, hold_out
+from poecaps.data.mapped import from_dataset, is_on_hub, read_hub_dataset
 
 if TYPE_CHECKING:
     from poecaps._progress import Report
@@ -23,6 +24,7 @@ __all__ = [
     "DatasetNotFoundError",
     "ImageSet",
     "MissingSplitError",
+    "from_dataset",
     "hold_out",
     "load",
     "read_folder",
@@ -58,20 +60,23 @@ def load(
           ``arr_0``; labels likewise as ``y_train``, ``train_labels``, ``labels``, ``y`` or
           ``arr_1``;
         - a PNG, JPEG or WebP image, or a folder of them, which may have subfolders ``train`` and
-          ``test``, and in them one subfolder for each label; see `read_folder`.
+          ``test``, and in them one subfolder for each label; see `read_folder`;
+        - ``"hf:NAME"`` or ``"hf:NAME:CONFIGURATION"``: a dataset of the Hugging Face Hub, by the
+          library `datasets` (``pip install 'poecaps[datasets]'``).
     split
         ``"train"`` or ``"test"``; a source without splits has only ``"train"``.
     path
         For a full dataset: the folder that contains it, or torchvision's root folder.
     size, channels
-        For a folder of images: scale each image to cover this (height, width) and crop its centre;
-        convert all images to grey (1) or RGB (3).
+        For a folder of images or a dataset of the Hub: scale each image to cover this (height,
+        width) and crop its centre; convert all images to grey (1) or RGB (3).
     smallest
         For a folder of images: skip images with a side of fewer pixels.
     download
         Whether a full dataset may be downloaded.
     report
-        For a folder of images: called with the number of files that were read, and of all files.
+        For a folder of images or a dataset of the Hub: called with the number of files or items
+        that were read, and of all of them.
 
     Raises
     ------
@@ -95,6 +100,10 @@ def load(
         raise ValueError(
             f"a data path applies only to named datasets, but {source} is not one of them; "
             "leave it out"
+        )
+    if is_on_hub(os.fspath(source)):
+        return read_hub_dataset(
+            os.fspath(source), split, size=size, channels=channels, report=report
         )
     location = Path(source).expanduser()
     if not location.exists():

@@ -6,10 +6,12 @@ import inspect
 import itertools
 import os
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -20,7 +22,7 @@ from poecaps.data.errors import DataError
 from poecaps.data.images import ImageSet
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from PIL.Image import Image
 
@@ -33,7 +35,11 @@ FORMATS = ("PNG", "JPEG", "WEBP")  # the only decoders used, regardless of a fil
 OTHER_FORMAT, UNREADABLE = "not PNG, JPEG or WebP", "unreadable"
 NO_FILE = "not a regular file"
 GREY_TOLERANCE = 3  # largest difference of the channels of a grey pixel, of 255; JPEG rounds them
+THREADS = min(8, os.cpu_count() or 1)  # that decode files
+PART = 256  # files that are given to the threads at once
 GREY_MODES = ("1", "L", "LA", "I", "I;16", "I;16B", "I;16L")
+
+Result = TypeVar("Result")
 
 
 class SkippedFilesWarning(UserWarning):
@@ -122,9 +128,25 @@ def _read_files(
     report: Report | None,
 ) -> ImageSet:
     """Read files below a folder, without labels; see `read_folder`."""
-    size = _as_size(size)
-    if channels is not None and (type(channels) is not int or channels not in (1, 3)):
-        raise ValueError(f"channels must be 1 (grey) or 3 (RGB), but is {channels!r}")
+    from PIL import Image
+
+    # Threads share the filters of warnings, so they are set once, for all of them.
+    with ThreadPoolExecutor(THREADS) as pool, warnings.catch_warnings():
+        warnings.simplefilter("error", Image.DecompressionBombWarning)
+        return _read_by(pool, root, files, size, channels, smallest, report)
+
+
+def _read_by(
+    pool: ThreadPoolExecutor,
+    root: Path,
+    files: list[Path],
+    size: int | tuple[int, int] | None,
+    channels: int | None,
+    smallest: int,
+    report: Report | None,
+) -> ImageSet:
+    """Read files as `_read_files` does, by the threads of a pool."""
+    size, channels = as_size(size), as_channels(channels)
     checks.require_int("smallest", smallest, 1)
     skipped = {str(file): OTHER_FORMAT for file in files if file.suffix.lower() not in SUFFIXES}
     skipped |= {str(file): NO_FILE for file in files if not file.is_file()}
@@ -137,12 +159,12 @@ def _read_files(
         )
     problems: list[str] = []
     headers: dict[Path, tuple[str, tuple[int, int]]] = {}
-    for file in pictures:
-        try:
-            headers[file] = _read_mode_and_size(file)
-        except DataError as error:  # noqa: PERF203 (an error for each file)
+    for file, header in _in_parallel(pool, _read_mode_and_size, pictures):
+        if isinstance(header, DataError):
             skipped[str(file)] = UNREADABLE
-            problems.append(str(error))
+            problems.append(str(header))
+        else:
+            headers[file] = header
     if all(min(sides) < smallest for _, sides in headers.values()):
         smallest = 1
     candidates = [file for file, (_, sides) in headers.items() if min(sides) >= smallest]
@@ -153,14 +175,13 @@ def _read_files(
 
     kept: list[Path] = []
     images = np.empty(0, np.uint8)
-    for number, file in enumerate(candidates):
+    decode = partial(_decode, size=size, channels=decoded_channels)
+    for number, (file, image) in enumerate(_in_parallel(pool, decode, candidates)):
         if report is not None:
             report(number, len(candidates))
-        try:
-            image = _decode(file, size, decoded_channels)
-        except DataError as error:
+        if isinstance(image, DataError):
             skipped[str(file)] = UNREADABLE
-            problems.append(str(error))
+            problems.append(str(image))
             continue
         if not kept:
             images = allocate((len(candidates), *image.shape), np.dtype(np.uint8))
@@ -179,9 +200,11 @@ def _read_files(
         raise DataError(f"{root} contains no usable image; {which}: {problems[0]}")
 
     images = images[: len(kept)]
-    grey_as_rgb = channels is None and decoded_channels == 3 and _is_grey(images)
+    if channels is None and decoded_channels == 3:
+        images = drop_equal_channels(images)
+    grey_as_rgb = images.shape[-1] < decoded_channels
     return ImageSet(
-        np.ascontiguousarray(images[..., :1]) if grey_as_rgb else images,
+        images,
         source=str(root),
         skipped=skipped,
         files=tuple(str(file.relative_to(root)) for file in kept),
@@ -210,16 +233,34 @@ def _stacklevel_of_caller() -> int:
     raise AssertionError
 
 
+def _in_parallel(
+    pool: ThreadPoolExecutor, function: Callable[[Path], Result], files: Sequence[Path]
+) -> Iterator[tuple[Path, Result | DataError]]:
+    """Yield each file, in order, with the result of a function or the `DataError` that it raised.
+
+    Pillow decodes and scales in C, so threads share the work. They run ahead of the caller by one
+    part of the files only, which bounds the memory.
+    """
+
+    def result(file: Path) -> Result | DataError:
+        try:
+            return function(file)
+        except DataError as error:
+            return error
+
+    for start in range(0, len(files), PART):
+        part = files[start : start + PART]
+        yield from zip(part, pool.map(result, part), strict=True)
+
+
 @contextmanager
 def _opened(file: Path) -> Iterator[Image]:
     """Open an image; any error that Pillow raises for an invalid image becomes a `DataError`."""
     from PIL import Image
 
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", Image.DecompressionBombWarning)
-            with open_regular(file) as opened, Image.open(opened, formats=FORMATS) as image:
-                yield image
+        with open_regular(file) as opened, Image.open(opened, formats=FORMATS) as image:
+            yield image
     except (MemoryError, PermissionError):
         raise
     except Exception as error:  # Pillow raises many kinds of errors for damaged files
@@ -236,18 +277,29 @@ def _read_mode_and_size(file: Path) -> tuple[str, tuple[int, int]]:
 
 def _decode(file: Path, size: tuple[int, int] | None, channels: int) -> np.ndarray[Any, Any]:
     """Decode one image to (H, W, C), uint8."""
+    with _opened(file) as stored:
+        return fit(stored, size, channels)
+
+
+def fit(stored: Image, size: tuple[int, int] | None, channels: int) -> np.ndarray[Any, Any]:
+    """Convert an image to (H, W, C), uint8, and scale and crop it if a size is given."""
     from PIL import Image, ImageOps
 
-    with _opened(file) as stored:
-        image = to_grey_or_rgb(stored, channels)
-        if size is not None:
-            image = ImageOps.fit(image, size[::-1], Image.Resampling.LANCZOS)
-        return np.asarray(image).reshape(*image.size[::-1], channels)
+    image = to_grey_or_rgb(stored, channels)
+    if size is not None:
+        image = ImageOps.fit(image, size[::-1], Image.Resampling.LANCZOS)
+    return np.asarray(image).reshape(*image.size[::-1], channels)
 
 
-def _is_grey(images: np.ndarray[Any, Any]) -> bool:
-    """Return whether the three channels of all images (N, H, W, 3) are equal, but for rounding."""
-    return all(np.ptp(image.astype(np.int16), axis=-1).max() <= GREY_TOLERANCE for image in images)
+def drop_equal_channels(images: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Keep one channel of images (N, H, W, C) if all three are equal everywhere, but for rounding.
+
+    They then are grey images that were stored as RGB.
+    """
+    is_grey = all(
+        np.ptp(image.astype(np.int16), axis=-1).max() <= GREY_TOLERANCE for image in images
+    )
+    return np.ascontiguousarray(images[..., :1]) if is_grey else images
 
 
 def to_grey_or_rgb(stored: Image, channels: int) -> Image:
@@ -291,7 +343,15 @@ def _files_below(root: Path) -> Iterator[Path]:
         yield from (Path(folder) / file for file in files if not file.startswith("."))
 
 
-def _as_size(size: int | tuple[int, int] | None) -> tuple[int, int] | None:
+def as_channels(channels: int | None) -> int | None:
+    """Return a number of channels, or None; raise ValueError if it is neither 1 nor 3."""
+    if channels is not None and (type(channels) is not int or channels not in (1, 3)):
+        raise ValueError(f"channels must be 1 (grey) or 3 (RGB), but is {channels!r}")
+    return channels
+
+
+def as_size(size: int | tuple[int, int] | None) -> tuple[int, int] | None:
+    """Return height and width, or None; one number means a square."""
     if size is None:
         return None
     sides = tuple(size) if isinstance(size, (tuple, list)) else (size, size)

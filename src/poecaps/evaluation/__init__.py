@@ -1,6 +1,13 @@
 """One fixed protocol that measures the codes and samples of a network, and of its baselines."""
 
-from poecaps.evaluation.classifier import CLASSIFIERS, Classifier, Predictions, load_classifier
+from poecaps.evaluation.classifier import (
+    CLASSIFIERS,
+    Classifier,
+    Predictions,
+    RandomFeatures,
+    load_classifier,
+)
+from poecaps.evaluation.judge import train_classifier
 from poecaps.evaluation.measures import (
     Background,
     Clustering,
@@ -56,6 +63,7 @@ __all__ = [
     "NetworkEncoder",
     "Predictions",
     "Purity",
+    "RandomFeatures",
     "Recognisability",
     "Reconstruction",
     "SampleMetrics",
@@ -80,6 +88,7 @@ __all__ = [
     "recognisability",
     "reconstruction",
     "specialisation",
+    "train_classifier",
     "variation",
     "variety",
 ]

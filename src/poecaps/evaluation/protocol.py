@@ -12,9 +12,11 @@ import numpy as np
 import torch
 
 from poecaps import _checks as checks
+from poecaps._devices import statistics_device
 from poecaps._modules import BATCH_SIZE, device_of, in_batches
 from poecaps.code_density import DENSITY_DOMAINS, DOMAIN_INFO, DOMAINS, Domain, kmeans
 from poecaps.evaluation import measures
+from poecaps.evaluation.classifier import RandomFeatures
 from poecaps.evaluation.probe import LinearProbe, linear_probe
 from poecaps.metrics import effective_rank
 from poecaps.network import CapsuleNetwork
@@ -188,6 +190,8 @@ class SampleMetrics:
     recognisability: measures.Recognisability | None
     diversity: measures.Diversity | None
     negatives: measures.Negatives
+    random_frechet: measures.FrechetDistance | None = None
+    """Without a classifier: the distance in `RandomFeatures`, which need no labels."""
 
 
 @dataclass(frozen=True)
@@ -281,15 +285,17 @@ def evaluate(
         Images to fit the probes on, and images to measure on. Without labels, the probes and the
         specialisation are omitted.
     classifier
-        Classifier of samples, from `load_classifier`; its classes must be the labels. Without one,
-        negatives are the only measure of samples.
+        Classifier of samples, from `load_classifier` or `train_classifier`; its classes must be the
+        labels. Without one, samples are measured by their negatives and by the Fréchet distance in
+        `RandomFeatures`.
     seed
         Seed of the samples.
     samples
         Number of samples from each domain, and in total from single experts.
     device
         Device of the computation. A network and the classifier are moved there; any other encoder
-        must accept images there. None: the device of the network, or the CPU for other encoders.
+        must accept images there. None: the device of the network, or the CPU for other encoders. In
+        place of an Apple GPU, which lacks float64, the CPU computes.
     report
         Called with the work that is done and all work, in passes of an image through the model.
 
@@ -314,7 +320,7 @@ def evaluate(
                 f"{network.architecture.image_shape}, but has {data_test.shape}; "
                 "evaluate on the dataset that the network was trained on"
             )
-        device = device_of(network) if device is None else device
+        device = statistics_device(torch.device(device_of(network) if device is None else device))
         network = NetworkEncoder(network.to(device))
     if classifier is not None and data_test.labels is not None:
         lowest, highest = int(data_test.labels.min()), int(data_test.labels.max())
@@ -365,7 +371,12 @@ class _Evaluator:
         self.classifier = None if classifier is None else classifier.to(device).eval()
         self.report, self.work = report, 0
         self.test = data_test.batch(slice(None)).to(device)
-        self.test_features = None if self.classifier is None else self._predict(self.test).features
+        self.features: RandomFeatures | None = None
+        if self.classifier is None:
+            self.features = RandomFeatures(self._training_batches())
+            self.test_features = self._counted(self.features(self.test))
+        else:
+            self.test_features = self._predict(self.test).features
         self.background = measures.background(self._training_batches())
         self.notes: list[str] = []
 
@@ -374,9 +385,10 @@ class _Evaluator:
         encoder = self.encoder
         if self.classifier is None:
             self.notes.append(
-                "no classifier for this dataset: negatives are the only sample metric"
+                "no classifier for these data: Fréchet distances are those of random features; "
+                "compare them only with distances on the same data"
             )
-        elif self.samples < FEWEST_UNBIASED_SAMPLES:
+        if self.samples < FEWEST_UNBIASED_SAMPLES:
             self.notes.append(
                 f"Fréchet distances of {self.samples:,} samples, fewer than "
                 f"{FEWEST_UNBIASED_SAMPLES:,}, are too large; "
@@ -466,8 +478,10 @@ class _Evaluator:
 
     def _sample_metrics(self, images: Tensor) -> SampleMetrics:
         negatives = measures.negatives(images, self.background)
-        if self.classifier is None or self.test_features is None:
-            return SampleMetrics(None, None, None, negatives)
+        if self.features is not None:
+            features = self._counted(self.features(images))
+            distance = measures.frechet_distance(features, self.test_features)
+            return SampleMetrics(None, None, None, negatives, distance)
         predictions = self._predict(images)
         return SampleMetrics(
             measures.frechet_distance(predictions.features, self.test_features),
@@ -566,19 +580,19 @@ class _Evaluator:
     def _total_work(self) -> int:
         """Count the work of all measures, in passes of an image through the model."""
         encoder, classify = self.encoder, int(self.classifier is not None)
-        test = classify + 1 + isinstance(encoder, SupportsReconstruction)
+        test = 2 + isinstance(encoder, SupportsReconstruction)
         total = test * len(self.data_test)
         if self.data_train.labels is not None and self.data_test.labels is not None:
             total += len(self.data_train)
         if isinstance(encoder, SupportsSampling):
-            draws = sum(_work_of(domain) + classify for domain in encoder.domains)
+            draws = sum(_work_of(domain) + 1 for domain in encoder.domains)
             total += draws * self.samples
         if isinstance(encoder, SupportsDensityExperts) and encoder.density_experts:
             count = encoder.density_experts * self._samples_per_expert(encoder.density_experts)
-            total += (CHAIN_WORK + 2 * classify) * count
+            total += (CHAIN_WORK + 1 + classify) * count
         if isinstance(encoder, SupportsExpertSampling) and classify:
             total += 2 * encoder.experts * self._samples_per_expert(encoder.experts)
-        return total + classify * min(self.samples, len(self.data_train))
+        return total + min(self.samples, len(self.data_train))
 
     def _training_batches(self) -> Iterator[Tensor]:
         return (batch.to(self.device) for batch in self.data_train.batches(BATCH_SIZE))
@@ -673,6 +687,7 @@ CLASSIFIER_ROWS = (
 )
 SAMPLE_ROWS = (
     ("Fréchet distance", "frechet.distance", ".2f"),
+    ("Fréchet distance, random features", "random_frechet.distance", ".3f"),
     *CLASSIFIER_ROWS,
     ("negatives", "negatives.share", ".1%"),
 )

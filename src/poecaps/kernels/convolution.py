@@ -168,6 +168,8 @@ def why_not(
             f"the number of features must be a multiple of {FEATURE_MULTIPLE} "
             f"for the Triton convolutions, but is {features}"
         )
+    if (channels := parameters.conv1_weight.shape[1]) > torch_convolution.FEW_CHANNELS:
+        return f"the Triton convolutions are made for images, not for {channels} channels"
     if len(x) == 0:
         return "the Triton convolutions need at least one image"
     patch = parameters.conv1_weight[0].numel()

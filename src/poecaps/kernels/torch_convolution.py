@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 # Tensor cores want rows of a multiple of 8 numbers.
 ROW_MULTIPLE = 8
+FEW_CHANNELS = 4  # up to which an im2col matrix is small enough
 
 
 class ConvParameters(NamedTuple):
@@ -104,7 +105,10 @@ def encode(
     if strided is None:
         grid = _grid(parameters, (images.shape[2], images.shape[3]))
         strided = Strided.of(parameters.conv2_weight, grid)
-    hidden = _conv2d_by_matmul(images, parameters.conv1_weight, parameters.conv1_bias)
+    if images.shape[1] > FEW_CHANNELS:
+        hidden = nn.functional.conv2d(images, parameters.conv1_weight, parameters.conv1_bias)
+    else:
+        hidden = _conv2d_by_matmul(images, parameters.conv1_weight, parameters.conv1_bias)
     hidden = nn.functional.leaky_relu(hidden, negative_slope, inplace=True)
     return _bias_and_leaky_relu(strided.conv2d(hidden), parameters.conv2_bias, negative_slope)
 
@@ -125,7 +129,10 @@ def decode(
         strided = Strided.of(parameters.conv2_weight, (features.shape[2], features.shape[3]))
     hidden = strided.conv_transpose2d(features, _hidden_size(parameters, size))
     hidden = _bias_and_leaky_relu(hidden, parameters.deconv2_bias, negative_slope)
-    images = _conv_transpose2d_by_matmul(hidden, parameters.conv1_weight)
+    if parameters.conv1_weight.shape[1] > FEW_CHANNELS:
+        images = nn.functional.conv_transpose2d(hidden, parameters.conv1_weight)
+    else:
+        images = _conv_transpose2d_by_matmul(hidden, parameters.conv1_weight)
     bias = parameters.deconv1_bias
     return images if bias is None else images + bias.view(-1, 1, 1)
 

@@ -213,7 +213,7 @@ class Config:
     """All options of a training run."""
 
     data: str = "mnist-sample"
-    """Dataset: mnist, fashion-mnist, either with -sample, or a file or folder of images."""
+    """Data: mnist, fashion-mnist, either with -sample, hf:NAME, or a file or folder of images."""
     data_path: str | None = None
     """Folder that contains the full dataset named by data."""
     size: tuple[int, int] | None = None
@@ -236,12 +236,14 @@ class Config:
     """Stage 3: the capsule decoder, layer by layer."""
     pixel_decoder: PixelDecoderStage = field(default_factory=lambda: PixelDecoderStage(epochs=0))
     """Stage 4: the pixel decoder, if the model has one."""
+    multi_scale: float = 0.0
+    """Weight of the error of pixels at several scales in the first and the last stage; 0: none."""
     batch_size: int = 128
     """Images per step, of all processes together."""
     seed: int = 0
     """Seed of all random numbers; on one machine's CPU, the same seed gives the same result."""
     device: str = "auto"
-    """Device: cpu, cuda, cuda:1, or auto for a GPU if there is one."""
+    """Device: cpu, cuda, cuda:1, mps, or auto for an NVIDIA GPU if there is one."""
     precision: Precision = "auto"
     """Precision of the convolutions; auto: bfloat16 if the device is fast with it, else float32."""
     checkpoint_every: float = 60.0
@@ -303,6 +305,7 @@ class Config:
         checks.require_share("held_out", self.held_out)
         if self.held_out == 1:
             raise ValueError("held_out must be below 1, so that images to learn from are left")
+        checks.require_nonnegative("multi_scale", self.multi_scale)
         checks.require_int("batch_size", self.batch_size, 1, MAX_SIZE)
         checks.require_nonnegative("checkpoint_every", self.checkpoint_every)
         checks.require_positive("process_timeout", self.process_timeout)

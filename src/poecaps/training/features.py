@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 
+from poecaps._devices import statistics_device
 from poecaps._modules import BATCH_SIZE, MappedBatches, in_batches
 from poecaps.data.buffers import allocate
 
@@ -60,6 +61,7 @@ class FeatureCache:
         held_out: ImageSet | None = None,
     ) -> None:
         self.data, self.network, self.device = data, network, device
+        self.statistics_device = statistics_device(device)
         self.distributed, self.bfloat16 = distributed, bfloat16
         self.batch_size = BATCH_SIZE if device.type == "cpu" else GPU_BATCH_SIZE
         self.held_out: Tensor | None = None  # (M, C, H, W)
@@ -170,7 +172,9 @@ class FeatureCache:
         """Fit the preprocessing of the input capsules; `compute_inputs(0)` comes first."""
         assert self._activations is not None  # noqa: S101
         rows = self._activations.split(self.batch_size)
-        self.network.preprocessing.fit(MappedBatches(lambda batch: batch.to(self.device), rows))
+        preprocessing = self.network.preprocessing.to(self.statistics_device)
+        preprocessing.fit(MappedBatches(lambda batch: batch.to(self.statistics_device), rows))
+        preprocessing.to(self.device)
         self.distributed.broadcast_from_main(list(self.network.preprocessing.buffers()))
 
     def fit_density_base(self, indices: Tensor) -> None:

@@ -13,9 +13,10 @@ import torch
 from poecaps._devices import find_device
 from poecaps._files import lock, sweep
 from poecaps.autoencoder import minimum_image_size
-from poecaps.data import DataError, MissingSplitError, hold_out, load
+from poecaps.data import DataError, ImageSet, MissingSplitError, from_dataset, hold_out, load
 from poecaps.data.datasets import NAMES
 from poecaps.data.folder import suppress_skipped_warnings
+from poecaps.data.mapped import is_on_hub
 from poecaps.network import CapsuleNetwork
 from poecaps.options import ModelOptions
 from poecaps.training import record as run_record
@@ -26,7 +27,13 @@ from poecaps.training.checkpoint import (
     was_written_by_this_launch,
     write_errors,
 )
-from poecaps.training.distributed import is_main_process, process_group, restart_count
+from poecaps.training.config import default
+from poecaps.training.distributed import (
+    Distributed,
+    is_main_process,
+    process_group,
+    restart_count,
+)
 from poecaps.training.interrupts import Interrupts
 from poecaps.training.metrics import METRICS, last_values
 from poecaps.training.seeds import Stream, make_generator
@@ -36,14 +43,19 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterable, Iterator
 
+    from torch.utils.data import Dataset
+
     from poecaps._progress import Report as Reading
-    from poecaps.data import ImageSet
     from poecaps.data.idx import Split
     from poecaps.training.config import Config
     from poecaps.training.progress import Progress
 
     Report = Callable[[Progress], None]
     Found = Callable[[ImageSet], None]
+
+# Pixels at the border vary if their variance over the images is at least this share of that of all
+# pixels: 0 for MNIST, 0.2 for Fashion-MNIST, 1.1 for the photographs of CIFAR-10.
+BORDER_SHARE, BORDER_IMAGES = 0.5, 1000
 
 LOCK = ".lock"  # in the folder of a run, owned by the process that trains
 
@@ -73,10 +85,10 @@ class TrainingResult:
 
 
 def train(
-    config: Config,
-    folder: str | os.PathLike[str],
+    config: Config | None = None,
+    folder: str | os.PathLike[str] | None = None,
     *,
-    data: ImageSet | None = None,
+    data: ImageSet | Dataset[Any] | None = None,
     report: Report | None = None,
     found: Found | None = None,
 ) -> CapsuleNetwork:
@@ -96,11 +108,13 @@ def train(
     Parameters
     ----------
     config
-        Options of the run.
+        Options of the run; by default those of the preset ``default``.
     folder
-        Folder for the results. It must be new or empty; to continue a run, use `resume`.
+        Folder for the results. It must be new or empty; to continue a run, use `resume`. By default
+        the first of ``runs/DATA``, ``runs/DATA-2``, … that does not exist.
     data
-        Training images in memory, instead of those that `config.data` names.
+        Training images, instead of those that `config.data` names: an `ImageSet`, or any map-style
+        dataset, such as one of torchvision, which `poecaps.data.from_dataset` reads.
     report
         Called with a `poecaps.training.Progress` after every step.
     found
@@ -117,7 +131,35 @@ def train(
         If training diverges, a file cannot be written, or another process trains in the folder;
         the last checkpoint stays intact.
     """
-    return run_training(config, folder, data=data, report=report, found=found).network
+    config = default() if config is None else config
+    images = _as_images(data, config)
+    if folder is None:
+        folder = unused_folder(config.data if images is None else images.source)
+    return run_training(config, folder, data=images, report=report, found=found).network
+
+
+def unused_folder(source: str) -> Path:
+    """Return the first of runs/DATA, runs/DATA-2, … that does not exist.
+
+    Raises
+    ------
+    ValueError
+        If several processes train together, for each of them might find another one.
+    """
+    if Distributed.from_environment().size > 1:
+        raise ValueError("several processes need a common folder; give it with --out")
+    name = Path(source.replace(":", "-")).stem or "images"
+    names = (
+        Path("runs") / (name if count == 1 else f"{name}-{count}") for count in range(1, 10**6)
+    )
+    return next(folder for folder in names if not folder.exists())
+
+
+def _as_images(data: ImageSet | Dataset[Any] | None, config: Config) -> ImageSet | None:
+    """Return images; those of a dataset are read, in the size that the options ask for."""
+    if data is None or isinstance(data, ImageSet):
+        return data
+    return from_dataset(data, size=config.size, channels=config.channels)
 
 
 def resume(
@@ -309,7 +351,7 @@ def _run(
             found(data)
         _require_different_images(data)
         if is_new:
-            config = _with_filters_that_fit(config, data)
+            config = _with_margin_that_fits(_with_filters_that_fit(config, data), data)
             checkpoint = replace(checkpoint, config=config)
         trainer = Trainer(
             config,
@@ -341,7 +383,7 @@ def _load_images(config: Config, split: Split, reading: Reading | None) -> Image
         path=config.data_path,
         size=config.size,
         channels=config.channels,
-        smallest=minimum_image_size(config.model.kernel_size),
+        smallest=minimum_image_size(config.model.kernel_size, config.model.margin or 0),
         report=reading,
     )
 
@@ -351,13 +393,15 @@ def _divide(
 ) -> tuple[ImageSet, ImageSet | None]:
     """Return the images to learn from, and images on which nothing is learned, if there are any.
 
-    These are the test images of the data. A folder without them is divided at random.
+    These are the test images of the data. A folder without them is divided at random, and so is a
+    dataset of the Hub.
     """
     try:
         with suppress_skipped_warnings():
             test = _load_images(config, "test", reading)
     except MissingSplitError:
-        return hold_out(data, config.held_out) if data.files else (data, None)
+        is_divided = bool(data.files) or is_on_hub(config.data)
+        return hold_out(data, config.held_out) if is_divided else (data, None)
     return data, test if test.shape == data.shape else None
 
 
@@ -375,6 +419,22 @@ def _with_filters_that_fit(config: Config, data: ImageSet) -> Config:
     if config.model.kernel_size != default or side >= minimum_image_size(default):
         return config
     return replace(config, model=replace(config.model, kernel_size=max(1, side // 3)))
+
+
+def _with_margin_that_fits(config: Config, data: ImageSet) -> Config:
+    """Return options with a margin of half a filter if the pixels at the border of images vary.
+
+    The border of a decoded image is the sum of few filters, and the last row of none if the side is
+    even. That is enough for a background that is always the same, but shows as a frame otherwise.
+    """
+    if config.model.margin is not None:
+        return config
+    order = torch.randperm(len(data), generator=torch.Generator().manual_seed(0))
+    variance = data.batch(order[:BORDER_IMAGES]).var(0, correction=0).mean(0)  # (H, W)
+    border = torch.cat([variance[0], variance[-1], variance[1:-1, 0], variance[1:-1, -1]])
+    varies = bool(border.mean() >= BORDER_SHARE * variance.mean())
+    margin = config.model.kernel_size // 2 if varies else 0
+    return replace(config, model=replace(config.model, margin=margin))
 
 
 def _require_different_images(data: ImageSet) -> None:

@@ -47,6 +47,7 @@ EXPLODED_WEIGHT = 1e3  # mean absolute value of weights that have diverged
 # Multiplications by each weight of a capsule layer in a training step, for one image: all
 # iterations of the routing and the gradient. Fitted to durations on a CPU.
 ROUTING_WORK = 40
+COLOUR_IMAGES = 4096  # most training images whose colours are measured
 SCORED_IMAGES = 4096  # most training images by which one of several encoders is chosen
 
 
@@ -145,13 +146,17 @@ class AutoencoderTrainer(StageTrainer):
 
     module: ConvAutoencoder
 
-    def __init__(self, options: Stage, cache: FeatureCache) -> None:
+    def __init__(self, options: Stage, multi_scale: float, cache: FeatureCache) -> None:
         super().__init__(cache)
-        self.name, self.options = "autoencoder", options
+        self.name, self.options, self.multi_scale = "autoencoder", options, multi_scale
         self.module = cache.network.autoencoder
 
-    def prepare(self, fresh: bool, generator: torch.Generator) -> None:
-        """Do nothing: a new network has initial filters, and the inputs are the images."""
+    def prepare(self, fresh: bool, generator: torch.Generator) -> None:  # noqa: ARG002 (nothing is drawn)
+        """Fit the colours of a fresh network that whitens them; it has initial filters already."""
+        if fresh and self.module.stem.colour_whitening:
+            indices = self.cache.probe_indices(COLOUR_IMAGES)
+            batches = indices.split(self.cache.batch_size)
+            self.module.stem.fit_colours(self.cache.images(batch) for batch in batches)
 
     def data_on_device(self) -> bool:
         """Return whether all inputs of the stage are in the memory of the device."""
@@ -170,7 +175,7 @@ class AutoencoderTrainer(StageTrainer):
             grid = self.module.grid((height, width))
             uniform = random.uniform(len(images), self.module.features, *grid)
         with self.cache.autocast():
-            return self.module.loss(images, uniform=uniform)
+            return self.module.loss(images, uniform=uniform, multi_scale=self.multi_scale)
 
     def metrics(self) -> dict[str, float]:
         """Compute the fraction of the images' variance that is lost."""
@@ -362,6 +367,7 @@ class EncoderTrainer(StageTrainer):
             with torch.no_grad():
                 x = self.cache.inputs(self.layer, self.cache.probe_indices())
                 norm = self.experts.route(x).preactivation.norm(dim=-1).amax(1)
+                norm = norm.to(self.cache.statistics_device)
                 self.experts.weight.mul_(factor_for_firing(norm, self.options.target_firing))
 
     @torch.no_grad()
@@ -386,12 +392,13 @@ class EncoderTrainer(StageTrainer):
         for batch in indices.split(max(1, self.cache.batch_size // views.count)):
             uniform = torch.rand(len(batch), views.count - 1, NUMBERS, generator=generator)
             x = self._views(batch, uniform.to(self.cache.device))
-            each = [_score(experts, x, views.count) for experts in self.starts]
+            device = self.cache.statistics_device
+            each = [_score(experts, x, views.count, device) for experts in self.starts]
             for name in each[0]:
                 values = torch.tensor([scores[name] for scores in each], dtype=torch.float64)
                 share = values * (len(batch) / len(indices))
                 totals[name] = totals[name] + share if name in totals else share
-        scores = torch.stack(list(totals.values())).to(self.cache.device)
+        scores = torch.stack(list(totals.values())).to(self.cache.statistics_device)
         self.cache.distributed.broadcast_from_main([scores])
         return dict(zip(totals, scores.cpu(), strict=True))
 
@@ -463,7 +470,7 @@ class EncoderTrainer(StageTrainer):
         error = measures.lost_share(x, experts.reconstruct(x))
         firing = experts.firing_probability(x).mean()
         winners, experts.winners = experts.winners, self.final_winners
-        rank = measures.effective_rank(experts(x).flatten(1))
+        rank = measures.effective_rank(experts(x).flatten(1).to(self.cache.statistics_device))
         experts.winners = winners
         return {
             "reconstruction_error": error,
@@ -487,16 +494,18 @@ class EncoderTrainer(StageTrainer):
             load_weights(self.state(), state, source, owner=self.name)
 
 
-def _score(experts: CapsuleExperts, x: Tensor, views: int) -> dict[Criterion, float]:
+def _score(
+    experts: CapsuleExperts, x: Tensor, views: int, device: torch.device
+) -> dict[Criterion, float]:
     """Score experts by all criteria, on the views (B·views, I, K) of images."""
     # The balance is a part of the log-odds once it is folded into the weights.
-    log_odds = F.log_odds(experts.route(x).preactivation) + experts.balance
+    log_odds = (F.log_odds(experts.route(x).preactivation) + experts.balance).to(device)
     log_odds = log_odds.unflatten(0, (-1, views))  # (B, views, J)
     first = x.unflatten(0, (-1, views))[:, 0].contiguous()  # the images themselves
     scores: dict[Criterion, float] = {
         "margin": measures.margin(log_odds[:, 0]),
         "reconstruction": measures.reconstruction(first, experts.reconstruct(first)),
-        "energy": measures.energy(experts.free_energy(first)),
+        "energy": measures.energy(experts.free_energy(first).to(device)),
     }
     if views > 1:
         scores["agreement"] = measures.agreement(log_odds)
@@ -557,9 +566,14 @@ class PixelDecoderTrainer(StageTrainer):
     options: PixelDecoderStage
 
     def __init__(
-        self, options: PixelDecoderStage, pixel_decoder: PixelDecoder, cache: FeatureCache
+        self,
+        options: PixelDecoderStage,
+        pixel_decoder: PixelDecoder,
+        multi_scale: float,
+        cache: FeatureCache,
     ) -> None:
         super().__init__(cache)
+        self.multi_scale = multi_scale
         self.name, self.options, self.pixel_decoder = "pixel decoder", options, pixel_decoder
         decoders = cast("list[CapsuleDecoder]", list(cache.network.decoders))
         self.lowest, *self.higher = decoders
@@ -592,7 +606,11 @@ class PixelDecoderTrainer(StageTrainer):
         y = self.cache.codes(self.top, indices)
         y = _mask_to_strongest(y, self.options.single_expert_share, random)
         logits, images = self._logits(y), self.cache.images(indices)
-        return pixels.pixel_loss(logits, images, self.options.cross_entropy)
+        loss = pixels.pixel_loss(logits, images, self.options.cross_entropy)
+        if self.multi_scale:
+            distance = F.laplacian_distance(torch.sigmoid(logits), images)
+            loss = loss + self.multi_scale * distance
+        return loss
 
     def metrics(self) -> dict[str, float]:
         """Compute the fraction of the images' variance that is lost between images and codes."""
@@ -624,25 +642,31 @@ class PixelDecoderTrainer(StageTrainer):
 def make_stages(config: Config, cache: FeatureCache) -> list[StageTrainer]:
     """Return the stages of a run, in the order of `poecaps.training.config.stage_options`."""
     layers = range(len(cache.network.encoders))
-    stages: list[StageTrainer] = [AutoencoderTrainer(config.autoencoder, cache)]
+    stages: list[StageTrainer] = [AutoencoderTrainer(config.autoencoder, config.multi_scale, cache)]
     if cache.network.density is not None:
         stages.append(DensityTrainer(config.density, cache.network.density, config.seed, cache))
     stages += [EncoderTrainer(layer, config.encoder, config.seed, cache) for layer in layers]
     stages += [DecoderTrainer(layer, config.decoder, cache) for layer in layers]
     if cache.network.pixel_decoder is not None:
         pixel_decoder = cache.network.pixel_decoder
-        stages.append(PixelDecoderTrainer(config.pixel_decoder, pixel_decoder, cache))
+        stages.append(
+            PixelDecoderTrainer(config.pixel_decoder, pixel_decoder, config.multi_scale, cache)
+        )
     return stages
 
 
 def _convolution_work(network: CapsuleNetwork) -> float:
-    """Count the multiplications of the two convolutions of the encoder, for one image."""
-    autoencoder, (_, height, width) = network.autoencoder, network.architecture.image_shape
-    rows, columns = autoencoder.grid((height, width))
-    inner = (height - autoencoder.kernel_size + 1) * (width - autoencoder.kernel_size + 1)
-    return autoencoder.conv1_weight.numel() * inner + autoencoder.conv2_weight.numel() * (
-        rows * columns
+    """Count the multiplications of the convolutions of the encoder, for one image."""
+    autoencoder, (_, *sides) = network.autoencoder, network.architecture.image_shape
+    rows, columns = autoencoder.grid((sides[0], sides[1]))
+    height, width = autoencoder.stem.size((sides[0], sides[1]))
+    halved: float = sum(
+        weight.numel() * height * width * 4.0**above
+        for above, weight in enumerate(reversed(list(autoencoder.stem.weights)))
     )
+    inner = (height - autoencoder.kernel_size + 1) * (width - autoencoder.kernel_size + 1)
+    first = autoencoder.conv1_weight.numel() * inner
+    return halved + first + autoencoder.conv2_weight.numel() * rows * columns
 
 
 def factor_for_firing(norm: Tensor, target: float) -> float:

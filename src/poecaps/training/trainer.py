@@ -239,7 +239,9 @@ class Trainer:
             seed, count = self.config.seed, len(self.cache)
             order = torch.randperm(count, generator=make_generator(seed, Stream.DENSITY_IMAGES))
             codes = self.cache.codes(top, order[:MAX_DENSITY_IMAGES].sort().values)
-            density.fit(codes, make_generator(seed, Stream.CODE_DENSITY))
+            device = self.cache.statistics_device
+            density.to(device).fit(codes.to(device), make_generator(seed, Stream.CODE_DENSITY))
+            density.to(self.device)
         self.distributed.broadcast_from_main(list(density.buffers()))
 
     def _set_memory_format(self, memory_format: torch.memory_format) -> None:
