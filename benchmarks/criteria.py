@@ -3,11 +3,13 @@
 `python -m benchmarks.criteria --data mnist --path FOLDER --seeds 0,1,2 --json FILE` trains several
 encoders at the same time (`encoder.restarts`) for each variant below, and adds a row to FILE for
 each: the scores of every encoder by all criteria, and how well its most active experts agree with
-the labels of images that were not trained on. `--table FILE` prints FILE as a table:
+the labels of images that were not trained on. `--table FILE` prints FILE as tables, one for
+encoders with as many experts as classes, by accuracy, and one for those with more, by purity:
 
-all, best        Mean and largest accuracy of the encoders.
-by …             Accuracy of the encoder with the highest score by a criterion.
-rank …           Rank correlation of the scores by a criterion and the accuracies, from −1 to 1.
+all, best        Mean and largest accuracy (or purity) of the encoders.
+by …             That of the encoder with the highest score by a criterion.
+rank …           Rank correlation of the scores by a criterion and of it, from −1 to 1.
+NMI              Of the encoder that `encoder.criterion` keeps.
 
 By default, the last 10,000 training images are left out of the training and measured on: a
 criterion is an option like others, and must not be chosen on test images. Only the autoencoder and
@@ -27,7 +29,7 @@ from benchmarks.variants import Job, Variant, preset_with
 from poecaps import functional as F
 from poecaps._modules import in_batches
 from poecaps.evaluation import clustering
-from poecaps.training.config import CRITERIA
+from poecaps.training.config import CRITERIA, EncoderStage
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
 
 HELD_OUT = 10_000
 RESTARTS = 8
+CLASSES = 10  # of the digits, and of the clothes
 
 restarts_with = partial(
     preset_with,
@@ -114,23 +117,28 @@ def agreement_with_labels(
 
 def summarise(
     scores: Mapping[str, Sequence[float]], starts: Sequence[Mapping[str, float]]
-) -> dict[str, Any]:
-    """Return what each criterion chooses, and how its scores are ordered.
+) -> dict[str, dict[str, Any]]:
+    """Return, for each measure, what each criterion chooses, and how its scores are ordered.
 
     Parameters
     ----------
     scores
         Of each criterion, one for each encoder.
     starts
-        Accuracies of the encoders.
+        Measures of the encoders, by their names.
     """
-    accuracy = [start["accuracy"] for start in starts]
-    by = {
-        name: accuracy[max(range(len(each)), key=each.__getitem__)] for name, each in scores.items()
+    return {
+        measure: _summary(scores, [start[measure] for start in starts]) for measure in starts[0]
     }
-    rank = {name: rank_correlation(each, accuracy) for name, each in scores.items()}
-    mean = sum(accuracy) / len(accuracy)
-    return {"all": mean, "best": max(accuracy), "by": by, "rank": rank}
+
+
+def _summary(scores: Mapping[str, Sequence[float]], values: Sequence[float]) -> dict[str, Any]:
+    """Summarise one measure of the encoders."""
+    by = {
+        name: values[max(range(len(each)), key=each.__getitem__)] for name, each in scores.items()
+    }
+    rank = {name: rank_correlation(each, values) for name, each in scores.items()}
+    return {"all": sum(values) / len(values), "best": max(values), "by": by, "rank": rank}
 
 
 def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
@@ -147,17 +155,36 @@ def _ranks(values: Tensor) -> Tensor:
     return (columns < rows).double().sum(1) + (columns == rows).double().sum(1) / 2
 
 
-COLUMNS = {  # heading: path of the number in a row, format
-    "all": ("summary.all", ".3f"),
-    "best": ("summary.best", ".3f"),
-    **{f"by {name}": (f"summary.by.{name}", ".3f") for name in CRITERIA},
-    **{f"rank {name}": (f"summary.rank.{name}", ".2f") for name in CRITERIA},
-}
+def columns(measure: str) -> variants.Columns:
+    """Return the columns of a table by a measure of `summarise`."""
+    path = f"summary.{measure}"
+    return {
+        "all": (f"{path}.all", ".3f"),
+        "best": (f"{path}.best", ".3f"),
+        **{f"by {name}": (f"{path}.by.{name}", ".3f") for name in CRITERIA},
+        **{f"rank {name}": (f"{path}.rank.{name}", ".2f") for name in CRITERIA},
+        "NMI": (f"summary.nmi.by.{EncoderStage.criterion}", ".3f"),
+    }
+
+
+def measure_of(name: str) -> str:
+    """Return the measure by which encoders of a variant are compared.
+
+    With more experts than classes, most of them have no class in a matching.
+    """
+    ((experts, _),) = STUDY[name].config().model.experts
+    return "accuracy" if experts <= CLASSES else "purity"
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Format rows as a Markdown table; see `benchmarks.variants.table`."""
-    return variants.table(rows, {name: name for name in STUDY}, COLUMNS, "encoder")
+    """Format rows as Markdown tables, one for each measure; see `benchmarks.variants.table`."""
+    tables = []
+    for measure in ("accuracy", "purity"):
+        names = [name for name in STUDY if measure_of(name) == measure]
+        if any(row["variant"] in names for row in rows):
+            label = {name: name for name in names}
+            tables.append(variants.table(rows, label, columns(measure), f"encoder, {measure}"))
+    return "\n\n".join(tables)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
