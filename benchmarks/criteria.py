@@ -18,6 +18,7 @@ the encoder are trained.
 
 from __future__ import annotations
 
+import statistics
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ import torch
 
 from benchmarks import variants
 from benchmarks.internals import starts_observed
-from benchmarks.variants import Job, Variant, preset_with
+from benchmarks.variants import Job, Variant, lookup, preset_with
 from poecaps import functional as F
 from poecaps._modules import in_batches
 from poecaps.evaluation import clustering
@@ -51,24 +52,35 @@ restarts_with = partial(
     pixel_decoder__epochs=0,
     encoder__restarts=RESTARTS,
 )
-_TEN: dict[str, Any] = {"model__experts": ((10, 32),)}
-_SMALL: dict[str, Any] = {
-    "encoder__views__rotation": 8.0,
-    "encoder__views__shift": 0.05,
-    "encoder__views__scale": 0.08,
+_SIZES: dict[str, dict[str, Any]] = {
+    "10 experts of 32": {"model__experts": ((10, 32),)},
+    "20 experts of 16": {},
+}
+_VIEWS: dict[str, dict[str, Any]] = {
+    "4 views": {"encoder__views__count": 4},  # for digits
+    "4 small views": {  # for clothes
+        "encoder__views__count": 4,
+        "encoder__views__rotation": 8.0,
+        "encoder__views__shift": 0.05,
+        "encoder__views__scale": 0.08,
+    },
+}
+WITHOUT: dict[str, dict[str, Any]] = {
+    "no routing": {"model__iterations": 1},
+    "no equalized components": {"model__equalized_components": 0},
+    "no competition": {"encoder__winners": None},
 }
 
-STUDY: dict[str, Variant] = {
-    "10 experts of 32": restarts_with(**_TEN),
-    "10 experts of 32, 4 views": restarts_with(**_TEN, encoder__views__count=4),
-    "10 experts of 32, 4 small views": restarts_with(**_TEN, **_SMALL, encoder__views__count=4),
-    "10 experts of 16, 4 small views": restarts_with(
-        model__experts=((10, 16),), **_SMALL, encoder__views__count=4
-    ),
-    "20 experts of 16": restarts_with(),
-    "20 experts of 16, 4 views": restarts_with(encoder__views__count=4),
-    "20 experts of 16, 2 small views": restarts_with(**_SMALL, encoder__views__count=2),
-}
+STUDY: dict[str, Variant] = {}
+for _size, _experts in _SIZES.items():
+    STUDY[_size] = restarts_with(**_experts)
+    for _name, _views in _VIEWS.items():
+        STUDY[f"{_size}, {_name}"] = restarts_with(**_experts, **_views)
+for _name, _views in _VIEWS.items():
+    for _part, _change in WITHOUT.items():
+        STUDY[f"10 experts of 32, {_name}, {_part}"] = restarts_with(
+            **_SIZES["10 experts of 32"], **_views, **_change
+        )
 
 
 def run(job: Job) -> dict[str, Any]:
@@ -185,6 +197,61 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
             label = {name: name for name in names}
             tables.append(variants.table(rows, label, columns(measure), f"encoder, {measure}"))
     return "\n\n".join(tables)
+
+
+def effects(rows: Sequence[Mapping[str, Any]], views: str) -> str:
+    """Format what each part contributes to the accuracy and NMI of ten experts.
+
+    Numbers are means over the encoders of a seed, and then over the seeds; the gain is the mean of
+    the differences between equal seeds, with two standard errors. The row of the restarts compares
+    the encoder that `encoder.criterion` keeps with the mean.
+
+    Parameters
+    ----------
+    rows
+        Of all variants and seeds.
+    views
+        Name of the views, ``"4 views"`` or ``"4 small views"``.
+    """
+    single, whole = "10 experts of 32", f"10 experts of 32, {views}"
+    average, kept = "all", f"by.{EncoderStage.criterion}"
+    parts = {
+        "views": (single, average),
+        **{part.removeprefix("no "): (f"{whole}, {part}", average) for part in WITHOUT},
+        "best of several encoders": (whole, kept),
+    }
+    lines = [
+        "| part | seeds | accuracy without | with | gain | NMI without | with | gain |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for part, (other, kind) in parts.items():
+        cells: list[str] = []
+        for measure in ("accuracy", "nmi"):
+            path = f"summary.{measure}"
+            without = _by_seed(rows, other, f"{path}.{average}")
+            full = _by_seed(rows, whole, f"{path}.{kind}")
+            seeds = without.keys() & full.keys()
+            cells += _gain([(without[seed], full[seed]) for seed in sorted(seeds)])
+        lines.append(f"| {part} | {len(seeds)} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _by_seed(rows: Sequence[Mapping[str, Any]], name: str, path: str) -> dict[int, float]:
+    """Return a number of the rows of a variant, by seed."""
+    found = {row["seed"]: lookup(row, path) for row in rows if row["variant"] == name}
+    return {seed: value for seed, value in found.items() if value is not None}
+
+
+def _gain(pairs: Sequence[tuple[float, float]]) -> list[str]:
+    """Format the means of two numbers, and that of their difference with two standard errors."""
+    if not pairs:
+        return ["–"] * 3
+    differences = [after - before for before, after in pairs]
+    text = f"{statistics.mean(differences):+.3f}"
+    if len(pairs) > 1:
+        text += f" ± {2 * statistics.stdev(differences) / len(pairs) ** 0.5:.3f}"
+    before, after = (statistics.mean(each) for each in zip(*pairs, strict=True))
+    return [f"{before:.3f}", f"{after:.3f}", text]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

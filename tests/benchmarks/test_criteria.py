@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from benchmarks.criteria import STUDY, main, rank_correlation, restarts_with, summarise, table
+from benchmarks.criteria import (
+    STUDY,
+    effects,
+    main,
+    rank_correlation,
+    restarts_with,
+    summarise,
+    table,
+)
 from benchmarks.internals import changed_options
 from poecaps.training.config import CRITERIA
 
@@ -83,3 +91,22 @@ def test_encoders_with_more_experts_than_classes_are_compared_by_purity() -> Non
     assert "| 10 experts of 32 | 1 | 0.250 |" in ten
     assert "encoder, purity" in twenty
     assert "| 20 experts of 16 | 1 | 0.750 |" in twenty
+
+
+def test_the_gain_of_a_part_is_the_mean_difference_between_equal_seeds() -> None:
+    def row(name: str, seed: int, accuracy: float) -> dict[str, object]:
+        starts = [
+            {"accuracy": accuracy - 0.1, "nmi": 0.5},
+            {"accuracy": accuracy + 0.1, "nmi": 0.5},
+        ]
+        summary = summarise({name: [1.0, 2.0] for name in CRITERIA}, starts)
+        return {"variant": name, "seed": seed, "summary": summary}
+
+    whole = "10 experts of 32, 4 views"
+    rows = [row(whole, seed, accuracy) for seed, accuracy in enumerate((0.8, 0.7, 0.9))]
+    rows += [row(f"{whole}, no routing", seed, accuracy) for seed, accuracy in ((0, 0.6), (1, 0.6))]
+    _, _, *lines = effects(rows, "4 views").splitlines()
+    cells = {line.split(" | ")[0].removeprefix("| "): line.split(" | ")[1:5] for line in lines}
+    assert cells["routing"] == ["2", "0.600", "0.750", "+0.150 ± 0.100"]
+    assert cells["best of several encoders"] == ["3", "0.800", "0.900", "+0.100 ± 0.000"]
+    assert cells["views"] == ["0", "–", "–", "–"]
