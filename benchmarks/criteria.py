@@ -200,7 +200,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def effects(rows: Sequence[Mapping[str, Any]], views: str) -> str:
-    """Format what each part contributes to the accuracy and NMI of ten experts.
+    """Format what each measured part contributes to the accuracy and NMI of ten experts.
 
     Numbers are means over the encoders of a seed, and then over the seeds; the gain is the mean of
     the differences between equal seeds, with two standard errors. The row of the restarts compares
@@ -232,7 +232,8 @@ def effects(rows: Sequence[Mapping[str, Any]], views: str) -> str:
             full = _by_seed(rows, whole, f"{path}.{kind}")
             seeds = without.keys() & full.keys()
             cells += _gain([(without[seed], full[seed]) for seed in sorted(seeds)])
-        lines.append(f"| {part} | {len(seeds)} | {' | '.join(cells)} |")
+        if cells:
+            lines.append(f"| {part} | {len(seeds)} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -245,7 +246,7 @@ def _by_seed(rows: Sequence[Mapping[str, Any]], name: str, path: str) -> dict[in
 def _gain(pairs: Sequence[tuple[float, float]]) -> list[str]:
     """Format the means of two numbers, and that of their difference with two standard errors."""
     if not pairs:
-        return ["–"] * 3
+        return []
     differences = [after - before for before, after in pairs]
     text = f"{statistics.mean(differences):+.3f}"
     if len(pairs) > 1:
