@@ -26,7 +26,7 @@ import torch
 
 from benchmarks import variants
 from benchmarks.internals import starts_observed
-from benchmarks.variants import Job, Variant, lookup, preset_with
+from benchmarks.variants import WITHOUT, Job, Variant, class_variants, lookup, preset_with
 from poecaps import functional as F
 from poecaps._modules import in_batches
 from poecaps.evaluation import clustering
@@ -52,35 +52,7 @@ restarts_with = partial(
     pixel_decoder__epochs=0,
     encoder__restarts=RESTARTS,
 )
-_SIZES: dict[str, dict[str, Any]] = {
-    "10 experts of 32": {"model__experts": ((10, 32),)},
-    "20 experts of 16": {},
-}
-_VIEWS: dict[str, dict[str, Any]] = {
-    "4 views": {"encoder__views__count": 4},  # for digits
-    "4 small views": {  # for clothes
-        "encoder__views__count": 4,
-        "encoder__views__rotation": 8.0,
-        "encoder__views__shift": 0.05,
-        "encoder__views__scale": 0.08,
-    },
-}
-WITHOUT: dict[str, dict[str, Any]] = {
-    "no routing": {"model__iterations": 1},
-    "no equalized components": {"model__equalized_components": 0},
-    "no competition": {"encoder__winners": None},
-}
-
-STUDY: dict[str, Variant] = {}
-for _size, _experts in _SIZES.items():
-    STUDY[_size] = restarts_with(**_experts)
-    for _name, _views in _VIEWS.items():
-        STUDY[f"{_size}, {_name}"] = restarts_with(**_experts, **_views)
-for _name, _views in _VIEWS.items():
-    for _part, _change in WITHOUT.items():
-        STUDY[f"10 experts of 32, {_name}, {_part}"] = restarts_with(
-            **_SIZES["10 experts of 32"], **_views, **_change
-        )
+STUDY: dict[str, Variant] = class_variants(restarts_with, WITHOUT)
 
 
 def run(job: Job) -> dict[str, Any]:
