@@ -3,11 +3,13 @@
 `python -m benchmarks.criteria --data mnist --path FOLDER --seeds 0,1,2 --json FILE` trains several
 encoders at the same time (`encoder.restarts`) for each variant below, and adds a row to FILE for
 each: the scores of every encoder by all criteria, and how well its most active experts agree with
-the labels of images that were not trained on. `--table FILE` prints FILE as a table:
+the labels of images that were not trained on. `--table FILE` prints FILE as tables, one for
+encoders with as many experts as classes, by accuracy, and one for those with more, by purity:
 
-all, best        Mean and largest accuracy of the encoders.
-by …             Accuracy of the encoder with the highest score by a criterion.
-rank …           Rank correlation of the scores by a criterion and the accuracies, from −1 to 1.
+all, best        Mean and largest accuracy (or purity) of the encoders.
+by …             That of the encoder with the highest score by a criterion.
+rank …           Rank correlation of the scores by a criterion and of it, from −1 to 1.
+NMI              Of the encoder that `encoder.criterion` keeps.
 
 By default, the last 10,000 training images are left out of the training and measured on: a
 criterion is an option like others, and must not be chosen on test images. Only the autoencoder and
@@ -16,6 +18,7 @@ the encoder are trained.
 
 from __future__ import annotations
 
+import statistics
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -23,11 +26,11 @@ import torch
 
 from benchmarks import variants
 from benchmarks.internals import starts_observed
-from benchmarks.variants import Job, Variant, preset_with
+from benchmarks.variants import WITHOUT, Job, Variant, class_variants, lookup, preset_with
 from poecaps import functional as F
 from poecaps._modules import in_batches
 from poecaps.evaluation import clustering
-from poecaps.training.config import CRITERIA
+from poecaps.training.config import CRITERIA, EncoderStage
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -39,6 +42,7 @@ if TYPE_CHECKING:
 
 HELD_OUT = 10_000
 RESTARTS = 8
+CLASSES = 10  # of the digits, and of the clothes
 
 restarts_with = partial(
     preset_with,
@@ -48,24 +52,7 @@ restarts_with = partial(
     pixel_decoder__epochs=0,
     encoder__restarts=RESTARTS,
 )
-_TEN: dict[str, Any] = {"model__experts": ((10, 32),)}
-_SMALL: dict[str, Any] = {
-    "encoder__views__rotation": 8.0,
-    "encoder__views__shift": 0.05,
-    "encoder__views__scale": 0.08,
-}
-
-STUDY: dict[str, Variant] = {
-    "10 experts of 32": restarts_with(**_TEN),
-    "10 experts of 32, 4 views": restarts_with(**_TEN, encoder__views__count=4),
-    "10 experts of 32, 4 small views": restarts_with(**_TEN, **_SMALL, encoder__views__count=4),
-    "10 experts of 16, 4 small views": restarts_with(
-        model__experts=((10, 16),), **_SMALL, encoder__views__count=4
-    ),
-    "20 experts of 16": restarts_with(),
-    "20 experts of 16, 4 views": restarts_with(encoder__views__count=4),
-    "20 experts of 16, 2 small views": restarts_with(**_SMALL, encoder__views__count=2),
-}
+STUDY: dict[str, Variant] = class_variants(restarts_with, WITHOUT)
 
 
 def run(job: Job) -> dict[str, Any]:
@@ -114,23 +101,28 @@ def agreement_with_labels(
 
 def summarise(
     scores: Mapping[str, Sequence[float]], starts: Sequence[Mapping[str, float]]
-) -> dict[str, Any]:
-    """Return what each criterion chooses, and how its scores are ordered.
+) -> dict[str, dict[str, Any]]:
+    """Return, for each measure, what each criterion chooses, and how its scores are ordered.
 
     Parameters
     ----------
     scores
         Of each criterion, one for each encoder.
     starts
-        Accuracies of the encoders.
+        Measures of the encoders, by their names.
     """
-    accuracy = [start["accuracy"] for start in starts]
-    by = {
-        name: accuracy[max(range(len(each)), key=each.__getitem__)] for name, each in scores.items()
+    return {
+        measure: _summary(scores, [start[measure] for start in starts]) for measure in starts[0]
     }
-    rank = {name: rank_correlation(each, accuracy) for name, each in scores.items()}
-    mean = sum(accuracy) / len(accuracy)
-    return {"all": mean, "best": max(accuracy), "by": by, "rank": rank}
+
+
+def _summary(scores: Mapping[str, Sequence[float]], values: Sequence[float]) -> dict[str, Any]:
+    """Summarise one measure of the encoders."""
+    by = {
+        name: values[max(range(len(each)), key=each.__getitem__)] for name, each in scores.items()
+    }
+    rank = {name: rank_correlation(each, values) for name, each in scores.items()}
+    return {"all": sum(values) / len(values), "best": max(values), "by": by, "rank": rank}
 
 
 def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
@@ -147,17 +139,92 @@ def _ranks(values: Tensor) -> Tensor:
     return (columns < rows).double().sum(1) + (columns == rows).double().sum(1) / 2
 
 
-COLUMNS = {  # heading: path of the number in a row, format
-    "all": ("summary.all", ".3f"),
-    "best": ("summary.best", ".3f"),
-    **{f"by {name}": (f"summary.by.{name}", ".3f") for name in CRITERIA},
-    **{f"rank {name}": (f"summary.rank.{name}", ".2f") for name in CRITERIA},
-}
+def columns(measure: str) -> variants.Columns:
+    """Return the columns of a table by a measure of `summarise`."""
+    path = f"summary.{measure}"
+    return {
+        "all": (f"{path}.all", ".3f"),
+        "best": (f"{path}.best", ".3f"),
+        **{f"by {name}": (f"{path}.by.{name}", ".3f") for name in CRITERIA},
+        **{f"rank {name}": (f"{path}.rank.{name}", ".2f") for name in CRITERIA},
+        "NMI": (f"summary.nmi.by.{EncoderStage.criterion}", ".3f"),
+    }
+
+
+def measure_of(name: str) -> str:
+    """Return the measure by which encoders of a variant are compared.
+
+    With more experts than classes, most of them have no class in a matching.
+    """
+    ((experts, _),) = STUDY[name].config().model.experts
+    return "accuracy" if experts <= CLASSES else "purity"
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Format rows as a Markdown table; see `benchmarks.variants.table`."""
-    return variants.table(rows, {name: name for name in STUDY}, COLUMNS, "encoder")
+    """Format rows as Markdown tables, one for each measure; see `benchmarks.variants.table`."""
+    tables = []
+    for measure in ("accuracy", "purity"):
+        names = [name for name in STUDY if measure_of(name) == measure]
+        if any(row["variant"] in names for row in rows):
+            label = {name: name for name in names}
+            tables.append(variants.table(rows, label, columns(measure), f"encoder, {measure}"))
+    return "\n\n".join(tables)
+
+
+def effects(rows: Sequence[Mapping[str, Any]], views: str) -> str:
+    """Format what each measured part contributes to the accuracy and NMI of ten experts.
+
+    Numbers are means over the encoders of a seed, and then over the seeds; the gain is the mean of
+    the differences between equal seeds, with two standard errors. The row of the restarts compares
+    the encoder that `encoder.criterion` keeps with the mean.
+
+    Parameters
+    ----------
+    rows
+        Of all variants and seeds.
+    views
+        Name of the views, ``"4 views"`` or ``"4 small views"``.
+    """
+    single, whole = "10 experts of 32", f"10 experts of 32, {views}"
+    average, kept = "all", f"by.{EncoderStage.criterion}"
+    parts = {
+        "views": (single, average),
+        **{part.removeprefix("no "): (f"{whole}, {part}", average) for part in WITHOUT},
+        "best of several encoders": (whole, kept),
+    }
+    lines = [
+        "| part | seeds | accuracy without | with | gain | NMI without | with | gain |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for part, (other, kind) in parts.items():
+        cells: list[str] = []
+        for measure in ("accuracy", "nmi"):
+            path = f"summary.{measure}"
+            without = _by_seed(rows, other, f"{path}.{average}")
+            full = _by_seed(rows, whole, f"{path}.{kind}")
+            seeds = without.keys() & full.keys()
+            cells += _gain([(without[seed], full[seed]) for seed in sorted(seeds)])
+        if cells:
+            lines.append(f"| {part} | {len(seeds)} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _by_seed(rows: Sequence[Mapping[str, Any]], name: str, path: str) -> dict[int, float]:
+    """Return a number of the rows of a variant, by seed."""
+    found = {row["seed"]: lookup(row, path) for row in rows if row["variant"] == name}
+    return {seed: value for seed, value in found.items() if value is not None}
+
+
+def _gain(pairs: Sequence[tuple[float, float]]) -> list[str]:
+    """Format the means of two numbers, and that of their difference with two standard errors."""
+    if not pairs:
+        return []
+    differences = [after - before for before, after in pairs]
+    text = f"{statistics.mean(differences):+.3f}"
+    if len(pairs) > 1:
+        text += f" ± {2 * statistics.stdev(differences) / len(pairs) ** 0.5:.3f}"
+    before, after = (statistics.mean(each) for each in zip(*pairs, strict=True))
+    return [f"{before:.3f}", f"{after:.3f}", text]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -14,6 +14,8 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from benchmarks.criteria import effects
+from benchmarks.criteria import table as criteria_table
 from benchmarks.density import DRAW_COLUMNS, NATS_COLUMNS
 from benchmarks.density import table as density_table
 from benchmarks.pixels import table as pixels_table
@@ -21,6 +23,7 @@ from benchmarks.routing import COPY_RATES, ORDERS, PLAIN_TORCH, PRODUCT_RATES, S
 from benchmarks.study import table as study_table
 from benchmarks.variants import cell, lookup
 from poecaps.code_density import DOMAINS
+from poecaps.training.config import EncoderStage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -722,6 +725,67 @@ def density_parts(data: str) -> str:
     return markdown_table(["", *columns], lines)
 
 
+# --------------------------------------------------------------------------------------------------
+# Experts as classes
+
+CLASS_VIEWS = {"mnist": "4 views", "fashion-mnist": "4 small views"}  # in `benchmarks.criteria`
+
+PUBLISHED_CLUSTERINGS = {  # accuracy and NMI on MNIST, then on Fashion-MNIST; source
+    "VaDE": (0.945, None, None, None, "arXiv 1611.05148"),
+    "ClusterGAN, mean of 10 runs": (0.910, 0.854, 0.612, 0.616, "the authors' repository"),
+    "SCAE": (0.987, None, None, None, "arXiv 1906.06818"),
+    "DynAE": (0.987, None, 0.591, None, "arXiv 1901.07752"),
+    "SPC": (0.992, 0.975, 0.679, 0.735, "arXiv 2107.10692"),
+}
+
+
+def class_effects(data: str) -> str:
+    """Compare ten experts with and without each part of the recipe."""
+    return effects(numbers(data, "criteria"), CLASS_VIEWS[data])
+
+
+def class_criteria(data: str) -> str:
+    """Compare the encoders that each criterion chooses."""
+    return criteria_table(numbers(data, "criteria"))
+
+
+def clusterings() -> str:
+    """Put ten experts, the best of several encoders, beside published clusterings."""
+    rows = []
+    for name, (*values, source) in PUBLISHED_CLUSTERINGS.items():
+        cells = ["–" if value is None else f"{value:.3f}" for value in values]
+        rows.append([f"*{name}*", *cells, source])
+    criterion, cells = EncoderStage.criterion, []
+    for data, views in CLASS_VIEWS.items():
+        variant = f"10 experts of 32, {views}"
+        kept = [row for row in numbers(data, "criteria") if row["variant"] == variant]
+        for measure in ("accuracy", "nmi"):
+            cells.append(mean_cell(kept, f"summary.{measure}.by.{criterion}", ".3f"))
+    rows.append([f"poecaps, 10 experts, best of 8 encoders by {criterion}", *cells, "this page"])
+    head = ["method", "MNIST accuracy", "NMI", "Fashion-MNIST accuracy", "NMI", "source"]
+    return markdown_table(head, rows)
+
+
+def view_costs(device: str) -> str:
+    """List the speed of the encoder's steps with several views and several encoders."""
+    report = measured("encoder", device)
+    if report is None:
+        return ""
+    rows = [
+        [
+            str(row["views"]),
+            str(row["restarts"]),
+            _three_digits(1e3 * row["median_s"]),
+            _range(row, 1e3),
+            f"{row['images_per_s']:,.0f}",
+            f"{row['relative']:.2f}",
+        ]
+        for row in report["steps"]
+    ]
+    head = ["views", "encoders", "median ms", "min–max", "images/s", "× one view, one encoder"]
+    return markdown_table(head, rows, 2)
+
+
 TABLES: dict[str, Callable[..., str]] = {  # name in the comment of a page: table
     "short": short_comparison,
     "targets": targets,
@@ -734,6 +798,10 @@ TABLES: dict[str, Callable[..., str]] = {  # name in the comment of a page: tabl
     "density-draws": density_draws,
     "density-parts": density_parts,
     "density-pixels": density_pixels,
+    "class-effects": class_effects,
+    "class-criteria": class_criteria,
+    "clusterings": clusterings,
+    "views": view_costs,
     "claims": paper_claims,
     "pace": speed_target_table,
     "machine": machine_description,

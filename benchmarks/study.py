@@ -24,7 +24,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import variants
-from benchmarks.variants import Job, Variant, preset_with
+from benchmarks.variants import WITHOUT, Job, Variant, class_variants, preset_with
 from poecaps._modules import device_of
 from poecaps.evaluation import CLASSIFIERS, evaluate, load_classifier
 
@@ -155,39 +155,9 @@ STUDY: dict[str, Variant] = {
     ),
 }
 
-# What makes experts into classes. A small view is rotated by at most 8°, and shifted and scaled
-# less: transformations for clothes rather than digits.
-_SIZES: dict[str, dict[str, Any]] = {
-    "10 experts of 32": {"model__experts": ((10, 32),)},
-    "20 experts of 16": {},
-}
-_VIEWS: dict[str, Any] = {"encoder__views__count": 4}
-_SMALL_VIEWS: dict[str, Any] = {
-    "encoder__views__rotation": 8.0,
-    "encoder__views__shift": 0.05,
-    "encoder__views__scale": 0.08,
-}
-_WITHOUT: dict[str, dict[str, Any]] = {
-    "": {},
-    ", no routing": {"model__iterations": 1},
-    ", no equalized components": {"model__equalized_components": 0},
-    ", no competition": {"encoder__winners": None},
-}
-_MORE: dict[str, dict[str, Any]] = {
-    ", 4 views, 5 restarts": {**_VIEWS, "encoder__restarts": 5},
-    ", 4 small views": {**_SMALL_VIEWS, **_VIEWS},
-    ", 2 small views": {**_SMALL_VIEWS, "encoder__views__count": 2},
-}
-
-CLASSES: dict[str, Variant] = {
-    size + change: default_with(**experts, **options)
-    for size, experts in _SIZES.items()
-    for change, options in (
-        *_WITHOUT.items(),
-        *((f", 4 views{name}", _VIEWS | options) for name, options in _WITHOUT.items()),
-        *_MORE.items(),
-    )
-}
+CLASSES: dict[str, Variant] = class_variants(  # what makes experts into classes
+    default_with, {**WITHOUT, "8 restarts": {"encoder__restarts": 8}}
+)
 
 COLUMNS = {  # heading: path of the number in a row, format
     "linear probe": ("evaluation.probe.test_accuracy", ".4f"),

@@ -65,6 +65,53 @@ def preset_with(preset: str, **changes: Any) -> Variant:
     return Variant(preset, {name.replace("__", "."): value for name, value in changes.items()})
 
 
+# --------------------------------------------------------------------------------------------------
+# What makes experts into classes: parts of the names of variants, and their options
+
+_EXPERTS: dict[str, dict[str, Any]] = {
+    "10 experts of 32": {"model__experts": ((10, 32),)},
+    "20 experts of 16": {},  # those of the preset `default`
+}
+_VIEWS: dict[str, dict[str, Any]] = {
+    "4 views": {"encoder__views__count": 4},  # for digits
+    "4 small views": {  # for clothes
+        "encoder__views__count": 4,
+        "encoder__views__rotation": 8.0,
+        "encoder__views__shift": 0.05,
+        "encoder__views__scale": 0.08,
+    },
+}
+WITHOUT: dict[str, dict[str, Any]] = {
+    "no routing": {"model__iterations": 1},
+    "no equalized components": {"model__equalized_components": 0},
+    "no competition": {"encoder__winners": None},
+}
+
+
+def class_variants(
+    make: Callable[..., Variant], parts: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Variant]:
+    """Return variants with ten and with twenty experts, by their names.
+
+    They have no views, large or small views, and with these each of some changes.
+
+    Parameters
+    ----------
+    make
+        Makes a variant from its options.
+    parts
+        Name and options of each change.
+    """
+    found = {}
+    for size, experts in _EXPERTS.items():
+        found[size] = make(**experts)
+        for kind, views in _VIEWS.items():
+            found[f"{size}, {kind}"] = make(**experts, **views)
+            for part, change in parts.items():
+                found[f"{size}, {kind}, {part}"] = make(**experts, **views, **change)
+    return found
+
+
 @dataclass(frozen=True)
 class Job:
     """One network to train and measure."""

@@ -275,7 +275,7 @@ def test_training_by_replays_gives_what_plain_steps_give(
             mixing=mixing,
             winners=winners,
             target_firing=0.5,
-            views=ViewOptions(count=views, growth=0.6),
+            views=ViewOptions(count=views),
             restarts=views,
         ),
         decoder=DecoderStage(epochs=1, learning_rate=1e-3, single_expert_share=0.5),

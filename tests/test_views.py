@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -152,22 +151,6 @@ def test_every_image_is_followed_by_its_views(generator: torch.Generator) -> Non
         )
 
 
-def test_views_of_a_smaller_scope_are_transformed_less(generator: torch.Generator) -> None:
-    images, options = smooth(generator, 3, 20, 24), ViewOptions(count=3, **NOTHING | {"shift": 0.2})
-    uniform = torch.rand(3, 2, NUMBERS, generator=generator)
-    unchanged = make_views(images, uniform, options, 0.0)
-    torch.testing.assert_close(unchanged, images.repeat_interleave(3, 0), rtol=0, atol=1e-4)
-    half = make_views(images, uniform, options, torch.tensor(0.5))
-    expected = make_views(images, uniform, replace(options, shift=0.1))
-    torch.testing.assert_close(half, expected, rtol=0, atol=1e-5)
-
-
-def test_the_scope_grows_to_1_and_stays_there() -> None:
-    growing = ViewOptions(growth=0.4)
-    assert [growing.scope_at(each) for each in (0.0, 0.1, 0.2, 0.4, 0.9)] == [0, 0.25, 0.5, 1, 1]
-    assert ViewOptions().scope_at(0.0) == 1
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -176,7 +159,6 @@ def test_the_scope_grows_to_1_and_stays_there() -> None:
         ({"rotation": 200.0}, "views.rotation must be at most 180, but is 200"),
         ({"shift": 1.5}, "views.shift must be at most 1, but is 1.5"),
         ({"scale": math.nan}, "views.scale must be .*, but is nan"),
-        ({"growth": 2}, "views.growth must be at most 1, but is 2"),
         ({"mirror": 1}, "views.mirror must be True or False, but is 1"),
     ],
 )

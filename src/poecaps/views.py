@@ -45,8 +45,6 @@ class ViewOptions:
     """Largest horizontal shear, as a fraction of the height."""
     mirror: bool = False
     """Whether half of the views are mirrored, left to right."""
-    growth: float = 0.0
-    """Share of the stage in which the transformations grow from none to their full range."""
 
     def validate(self, prefix: str = "") -> None:
         """Raise ValueError or TypeError if an option is invalid; its name begins with `prefix`."""
@@ -60,7 +58,6 @@ class ViewOptions:
                 raise ValueError(f"{prefix}{name} must be at most 1, but is {getattr(self, name)}")
         if not isinstance(self.mirror, bool):
             raise TypeError(f"{prefix}mirror must be True or False, but is {self.mirror!r}")
-        checks.require_share(f"{prefix}growth", self.growth)
 
     def check_width(self, width: int, prefix: str = "") -> None:
         """Raise ValueError if images of this width cannot be mirrored, but views are to be."""
@@ -70,17 +67,8 @@ class ViewOptions:
                 "own mirror images"
             )
 
-    def scope_at(self, progress: float) -> float:
-        """Return the share of the range that is in use when this share of the stage is done.
 
-        It grows from 0 in proportion to the progress, and is 1 from the share `growth` on.
-        """
-        return min(1.0, progress / self.growth) if self.growth else 1.0
-
-
-def make_views(
-    images: Tensor, uniform: Tensor, options: ViewOptions, scope: Tensor | float = 1.0
-) -> Tensor:
+def make_views(images: Tensor, uniform: Tensor, options: ViewOptions) -> Tensor:
     """Put the views of every image after it.
 
     Parameters
@@ -90,8 +78,6 @@ def make_views(
         Random numbers from 0 to 1.
     options
         Number and range of the transformations.
-    scope : ()
-        Share of that range, from 0 to 1: at 0, all views are the image itself.
 
     Returns
     -------
@@ -99,7 +85,6 @@ def make_views(
         Every image, followed by its transformed copies.
     """
     others = options.count - 1
-    uniform = 0.5 + scope * (uniform - 0.5)
     copies = transform(images.repeat_interleave(others, dim=0), uniform.flatten(0, 1), options)
     views = torch.cat((images.unsqueeze(1), copies.unflatten(0, (-1, others))), dim=1)
     return views.flatten(0, 1)

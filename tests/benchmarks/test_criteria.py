@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from benchmarks.criteria import STUDY, main, rank_correlation, restarts_with, summarise
+from benchmarks.criteria import (
+    STUDY,
+    effects,
+    main,
+    rank_correlation,
+    restarts_with,
+    summarise,
+    table,
+)
 from benchmarks.internals import changed_options
 from poecaps.training.config import CRITERIA
 
@@ -49,13 +57,17 @@ def test_every_encoder_is_measured(
     assert all(each * 20 == pytest.approx(round(each * 20)) for each in accuracy)
     record = json.loads((tmp_path / "runs" / "small-0" / "run.json").read_text())
     assert record["data"]["images"] == 44
-    assert row["summary"]["by"]["margin"] == accuracy[record["selection"]["encoder 1"]["kept"] - 1]
+    kept = record["selection"]["encoder 1"]["kept"] - 1
+    for name, summary in row["summary"].items():
+        assert summary["by"]["margin"] == row["starts"][kept][name]
     assert "| small | 1 |" in capsys.readouterr().out
 
 
 def test_a_summary_has_the_choice_of_each_criterion() -> None:
-    starts = [{"accuracy": each} for each in (0.5, 0.9, 0.7)]
-    found = summarise({"margin": [1.0, 3.0, 2.0], "energy": [7.0, 5.0, 6.0]}, starts)
+    starts = [{"accuracy": each, "nmi": 1 - each} for each in (0.5, 0.9, 0.7)]
+    summary = summarise({"margin": [1.0, 3.0, 2.0], "energy": [7.0, 5.0, 6.0]}, starts)
+    assert summary["nmi"]["by"] == {"margin": pytest.approx(0.1), "energy": 0.5}
+    found = summary["accuracy"]
     assert found["all"] == pytest.approx(0.7)
     assert found["best"] == 0.9
     assert found["by"] == {"margin": 0.9, "energy": 0.5}
@@ -67,3 +79,34 @@ def test_ranks_do_not_depend_on_sizes() -> None:
     assert rank_correlation([1, 2, 3, 4], [2, 1, 4, 3]) == pytest.approx(0.6)
     assert rank_correlation([1, 1, 2], [5, 5, 9]) == pytest.approx(1)
     assert rank_correlation([1, 1, 1], [1, 2, 3]) == 0
+
+
+def test_encoders_with_more_experts_than_classes_are_compared_by_purity() -> None:
+    starts = [{"accuracy": 0.25, "nmi": 0.5, "purity": 0.75}]
+    summary = summarise({name: [1.0] for name in CRITERIA}, starts)
+    names = ("10 experts of 32", "20 experts of 16")
+    text = table([{"variant": name, "seed": 0, "summary": summary} for name in names])
+    ten, twenty = text.split("\n\n")
+    assert "encoder, accuracy" in ten
+    assert "| 10 experts of 32 | 1 | 0.250 |" in ten
+    assert "encoder, purity" in twenty
+    assert "| 20 experts of 16 | 1 | 0.750 |" in twenty
+
+
+def test_the_gain_of_a_part_is_the_mean_difference_between_equal_seeds() -> None:
+    def row(name: str, seed: int, accuracy: float) -> dict[str, object]:
+        starts = [
+            {"accuracy": accuracy - 0.1, "nmi": 0.5},
+            {"accuracy": accuracy + 0.1, "nmi": 0.5},
+        ]
+        summary = summarise({name: [1.0, 2.0] for name in CRITERIA}, starts)
+        return {"variant": name, "seed": seed, "summary": summary}
+
+    whole = "10 experts of 32, 4 views"
+    rows = [row(whole, seed, accuracy) for seed, accuracy in enumerate((0.8, 0.7, 0.9))]
+    rows += [row(f"{whole}, no routing", seed, accuracy) for seed, accuracy in ((0, 0.6), (1, 0.6))]
+    _, _, *lines = effects(rows, "4 views").splitlines()
+    cells = {line.split(" | ")[0].removeprefix("| "): line.split(" | ")[1:5] for line in lines}
+    assert cells["routing"] == ["2", "0.600", "0.750", "+0.150 ± 0.100"]
+    assert cells["best of several encoders"] == ["3", "0.800", "0.900", "+0.100 ± 0.000"]
+    assert "views" not in cells  # not measured

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from benchmarks import report
+from benchmarks import criteria, report
 from benchmarks.internals import command_for
 from benchmarks.report import (
     BASELINES,
@@ -54,6 +54,18 @@ def test_every_row_has_the_current_command_of_its_variant(data: str) -> None:
     if data == "mnist":
         assert {row["variant"] for row in rows} == set(STUDY)
     assert {each["run"] for each in numbers(data, "claims")} <= set(STUDY)
+
+
+@pytest.mark.parametrize("data", DATASETS)
+def test_every_row_of_the_criteria_has_the_current_command_and_eight_encoders(data: str) -> None:
+    rows = numbers(data, "criteria")
+    for row in rows:
+        config = criteria.STUDY[row["variant"]].config(data=data, seed=row["seed"])
+        assert row["command"] == command_for(config), row["variant"]
+        assert row["held_out"] == criteria.HELD_OUT
+        assert row["summary"] == criteria.summarise(row["scores"], row["starts"])
+        assert len(row["starts"]) == criteria.RESTARTS
+    assert len({(row["variant"], row["seed"]) for row in rows}) == len(rows)
 
 
 @pytest.mark.parametrize("data", DATASETS)

@@ -127,8 +127,7 @@ def test_two_processes_share_chains_and_views(groups: int, data: Path, tmp_path:
         --model.density.base-components 4 --density.epochs 2 --density.chains 16
         --density.lifetime 6 --density.leapfrog-steps 2 --density.partition-chains 4
         --density.partition-steps 3 --encoder.winners 1 --encoder.target-firing 0.5
-        --encoder.views.count 3 --encoder.views.rotation 30 --encoder.views.mirror
-        --encoder.views.growth 0.6"""
+        --encoder.views.count 3 --encoder.views.rotation 30 --encoder.views.mirror"""
     finish(torchrun(data, tmp_path / "two", *EXACT, *arguments.split()))
     encoder = config_with(data).encoder
     config = density_config(data, stage={"groups": groups})

@@ -18,7 +18,7 @@ from tests.training.runs import Stop, assert_same_weights, metrics, weights, wit
 if TYPE_CHECKING:
     from pathlib import Path
 
-VIEWS = ViewOptions(count=3, rotation=30.0, mirror=True, growth=0.6)
+VIEWS = ViewOptions(count=3, rotation=30.0, mirror=True)
 
 
 def config_with(data: Path, views: ViewOptions = VIEWS) -> Config:

@@ -92,13 +92,6 @@ class StageTrainer(ABC):
     def prepare(self, fresh: bool, generator: torch.Generator) -> None:
         """Compute the inputs of the stage and, if it is `fresh`, initialize its weights."""
 
-    def start_step(self, progress: float) -> None:  # noqa: B027 (most stages have nothing to do)
-        """Prepare a step, when this share of the stage is done.
-
-        What changes from step to step is a tensor on the device, changed in place: a CUDA graph has
-        captured its address.
-        """
-
     @abstractmethod
     def data_on_device(self) -> bool:
         """Return whether all inputs of the stage are in the memory of the device."""
@@ -326,7 +319,6 @@ class EncoderTrainer(StageTrainer):
         self.experts = self.module = cast("CapsuleExperts", cache.network.encoders[layer])
         self.starts = [self.experts]
         self.final_winners = self.experts.winners
-        self.scope = torch.ones((), device=cache.device)  # of the views, see `make_views`
 
     def prepare(self, fresh: bool, generator: torch.Generator) -> None:
         """Compute the input capsules; a fresh first layer fits their preprocessing."""
@@ -345,10 +337,6 @@ class EncoderTrainer(StageTrainer):
                 experts.winners = self.options.winners
         for experts in self.starts:
             experts.balance_rate = self.options.balance_rate
-
-    def start_step(self, progress: float) -> None:
-        """Set the range of the transformations."""
-        self.scope.fill_(self.options.views.scope_at(progress))
 
     def finish(self) -> None:
         """Keep the best start, end a competition for training only, scale the firing probabilities.
@@ -437,13 +425,13 @@ class EncoderTrainer(StageTrainer):
         """Return the input capsules of all views of the images: (B,) → (B·views, I, K)."""
         others = self.options.views.count - 1
         uniform = random.uniform(len(indices), others, NUMBERS) if others else torch.empty(0)
-        return self._views(indices, uniform, self.scope)
+        return self._views(indices, uniform)
 
-    def _views(self, indices: Tensor, uniform: Tensor, scope: Tensor | float = 1.0) -> Tensor:
+    def _views(self, indices: Tensor, uniform: Tensor) -> Tensor:
         """Return the input capsules of the views that numbers determine; see `make_views`."""
         if self.options.views.count == 1:
             return self.cache.inputs(self.layer, indices)
-        views = make_views(self.cache.images(indices), uniform, self.options.views, scope)
+        views = make_views(self.cache.images(indices), uniform, self.options.views)
         return self.cache.inputs_of(self.layer, views)
 
     def metrics(self) -> dict[str, float]:

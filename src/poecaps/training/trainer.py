@@ -158,7 +158,6 @@ class Trainer:
         order = _ImageOrder(self.config.seed, index, len(self.cache), self.batch_size, self.device)
         for step in range(first_step, steps):
             set_learning_rate(optimizer, stage.options.learning_rate_at(step / steps))
-            stage.start_step(step / steps)
             generator.manual_seed(derive_seed(self.config.seed, Stream.STEP, index, step))
             loss = train_step(order.batch(step))
             done = step + 1
