@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from benchmarks.density import DRAW_COLUMNS, NATS_COLUMNS
 from benchmarks.density import table as density_table
+from benchmarks.libraries import PARTS
 from benchmarks.pixels import table as pixels_table
 from benchmarks.routing import COPY_RATES, ORDERS, PLAIN_TORCH, PRODUCT_RATES, SIZE_NAMES, share
 from benchmarks.study import table as study_table
@@ -638,13 +639,16 @@ def library_gains(device: str) -> str:
             _range(times, 1e3),
             "" if "memory_bytes" not in times else _three_digits(times["memory_bytes"] / 1e6),
             "" if "captured" not in times else f"{times['captured']:.4f}",
+            "" if "gradient_error" not in times else f"{times['gradient_error']:.1e}",
         ]
-        for part in ("optimizer", "launch", "directions", "eigenvectors")
-        for task, methods in report[part].items()
+        for part in PARTS
+        for task, methods in report.get(part, {}).items()
         for name, times in methods.items()
     ]
+    head = ["task: implementation", "median ms", "min–max", "extra MB", "captured", "error"]
+    filled = [column for column in range(len(head)) if any(row[column] for row in rows)]
     return markdown_table(
-        ["task: implementation", "median ms", "min–max", "extra MB", "captured"], rows
+        [head[column] for column in filled], [[row[column] for column in filled] for row in rows]
     )
 
 
