@@ -23,7 +23,7 @@ from benchmarks import machine
 from poecaps import CapsuleNetwork, plotting
 from poecaps import functional as F
 from poecaps._modules import BATCH_SIZE, device_of
-from poecaps.cli.generate import describe_draws
+from poecaps.code_density import DOMAIN_INFO
 from poecaps.data import load
 from poecaps.evaluation import Background, background, load_classifier, measures
 from poecaps.evaluation.protocol import nan_to_none
@@ -141,9 +141,9 @@ def figure(network: CapsuleNetwork, domain: Domain, path: Path, seed: int = 0) -
             network.generate(ROWS, domain, expert=expert, generator=generator)
             for expert in range(experts)
         ]
-    return plotting.expert_grid(
-        torch.stack(draws, 1), path, title=f"{describe_draws(domain)}, one column per expert"
-    )
+    # Not by `poecaps.cli`, whose parser is not installed on every machine that measures.
+    title = f"draws from {DOMAIN_INFO[domain].description}, one column per expert"
+    return plotting.expert_grid(torch.stack(draws, 1), path, title=title)
 
 
 def training_seconds(run: Path) -> float | None:

@@ -1,6 +1,6 @@
 """Measure what poecaps gains where it goes around a library.
 
-`python -m benchmarks.libraries --json docs/results/libraries-cuda.json` compares four parts of
+`python -m benchmarks.libraries --json docs/results/libraries-cuda.json` compares five parts of
 poecaps with the library function that each replaces:
 
 `optimizer`
@@ -19,6 +19,11 @@ poecaps with the library function that each replaces:
 `eigenvectors`
     `leading_eigenvectors_by_iteration` and `torch.linalg.eigh` for many symmetric matrices: time,
     error of the eigenvalues, and the part of their sum that the eigenvectors capture.
+`convolution`
+    The gradient of the autoencoder's loss on a CPU, with minimal filtering
+    (`poecaps.kernels.winograd`) and with PyTorch's convolutions of float32: time, and the largest
+    relative difference of a gradient from that of float64. `--device cpu --part convolution` takes
+    a minute.
 
 The alternatives take turns; times are medians with minimum and maximum. Without a GPU, `launch`,
 `eigenvectors` and the steps of `optimizer` are skipped, and `directions` are computed on the CPU
@@ -28,12 +33,14 @@ alone. `--part` selects parts, `--json FILE` keeps the numbers.
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
 
@@ -41,6 +48,7 @@ from benchmarks import machine
 from poecaps import CapsuleExperts, squash
 from poecaps.autoencoder import ConvAutoencoder
 from poecaps.code_density import leading_eigenvectors_by_iteration
+from poecaps.kernels import winograd
 from poecaps.preprocessing import leading_directions
 from poecaps.training.optim import FusedAdam
 
@@ -54,7 +62,7 @@ if TYPE_CHECKING:
     Times = dict[str, dict[str, float]]
 
 ENCODER = (576, 8, 20, 16)  # I, K, J, D of the paper
-BATCH = 128
+BATCH, FEATURES = 128, 128
 LEARNING_RATE = 1e-3
 
 KERNEL_REPEATS, STEP_REPEATS = 200, 10  # launches before a wait; CUDA queues about a thousand
@@ -314,6 +322,39 @@ def _compare_eigenvectors(matrices: Tensor, rounds: int) -> dict[str, dict[str, 
 
 
 # --------------------------------------------------------------------------------------------------
+# Convolutions
+
+
+def measure_convolution(rounds: int, device: torch.device) -> dict[str, Any]:  # noqa: ARG001 (always on the CPU)
+    """Compare a step of the autoencoder on the CPU with that of PyTorch's convolutions."""
+    generator, cpu = torch.Generator().manual_seed(0), torch.device("cpu")
+    model = ConvAutoencoder(features=FEATURES, dropout=0.0, generator=generator)
+    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    images = torch.rand(BATCH, 1, 28, 28, generator=generator)
+
+    def gradients(module: ConvAutoencoder, batch: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(module.loss(batch), list(module.parameters()))
+
+    def by_torch() -> tuple[Tensor, ...]:
+        with mock.patch.object(winograd, "why_not", return_value="for comparison"):
+            return gradients(model, images)
+
+    methods: dict[str, Callable[[], tuple[Tensor, ...]]] = {
+        "minimal filtering": lambda: gradients(model, images),
+        "torch.nn.functional.conv2d": by_torch,
+    }
+    found: dict[str, Any] = machine.time_in_turns(dict(methods), rounds, cpu)
+    exact = gradients(copy.deepcopy(model).double(), images.double())
+    for name, method in methods.items():
+        errors = [
+            ((ours - other).norm() / other.norm()).item()
+            for ours, other in zip(method(), exact, strict=True)
+        ]
+        found[name]["gradient_error"] = max(errors)
+    return {"step, autoencoder, cpu": found}
+
+
+# --------------------------------------------------------------------------------------------------
 # Command
 
 
@@ -322,6 +363,7 @@ PARTS = {
     "launch": measure_launch,
     "directions": measure_directions,
     "eigenvectors": measure_eigenvectors,
+    "convolution": measure_convolution,
 }
 
 
@@ -338,6 +380,8 @@ def table(found: Mapping[str, Any]) -> str:
             line = f"{method:>44}" + "{:12.4f}{:11.4f}{:11.4f}".format(*times)
             if "captured" in each:
                 line += f"   captured {each['captured']:.6f}"
+            if "gradient_error" in each:
+                line += f"   error {each['gradient_error']:.1e}"
             if "eigenvalue_error" in each:
                 line += f", error {each['eigenvalue_error']:.1e}"
             if each.get("memory_bytes") is not None:

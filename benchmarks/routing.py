@@ -69,6 +69,8 @@ GROWTH: dict[str, tuple[int, ...]] = {
     "batch": (64, 256, 1024),
     "inputs": (144, 576, 2304),
     "experts": (5, 20, 80),
+    "in_dim": (4, 8, 16),
+    "out_dim": (8, 16, 32),
     "iterations": (1, 3, 8),
 }
 INPUT_COUNTS = (10_000, 30_000, 100_000, 300_000, 1_000_000)  # tried for the largest layer
@@ -315,7 +317,7 @@ def plot(report: dict[str, Any], path: Path) -> None:
     from matplotlib.figure import Figure  # an optional dependency
 
     growth = report["growth"]
-    figure = Figure(figsize=(13, 5.5), layout="constrained")
+    figure = Figure(figsize=(3.25 * len(growth), 5.5), layout="constrained")
     panels = figure.subplots(2, len(growth), sharey="row", squeeze=False)
     for column, (name, results) in enumerate(growth.items()):
         for version in next(iter(results.values())):
@@ -353,6 +355,8 @@ SIZE_NAMES = {
     "batch": "images B",
     "inputs": "input capsules I",
     "experts": "experts J",
+    "in_dim": "input dimension K",
+    "out_dim": "expert dimension D",
     "iterations": "iterations R",
 }
 

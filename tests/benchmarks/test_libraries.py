@@ -24,6 +24,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         "MATRICES": 3,
         "MATRIX_SIZE": 40,
         "LEADING": 2,
+        "BATCH": 2,
+        "FEATURES": 32,
     }
     for name, value in sizes.items():
         monkeypatch.setattr(libraries, name, value)
@@ -52,6 +54,8 @@ def test_the_benchmark_measures_and_names_what_it_skips(
     }
     for each in methods.values():
         assert 0.9 < each["captured"] < 1 + 1e-6
+    (filtering, theirs) = found["convolution"]["step, autoencoder, cpu"].values()
+    assert theirs["gradient_error"] < filtering["gradient_error"] < 1e-3
     printed = capsys.readouterr().out
     assert libraries.NEEDS_GPU in printed
     assert "captured" in printed

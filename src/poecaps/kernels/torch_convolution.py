@@ -228,8 +228,9 @@ def _im2col(images: Tensor, kernel_size: int) -> Tensor:
     """Return the patches of images: (B, C, H, W) → (B, h, w, C·S·S), padded with zeros."""
     patches = images.unfold(2, kernel_size, 1).unfold(3, kernel_size, 1).permute(0, 2, 3, 1, 4, 5)
     count = math.prod(patches.shape[3:])
-    columns = images.new_zeros(*patches.shape[:3], _padded(count))
+    columns = images.new_empty(*patches.shape[:3], _padded(count))
     columns[..., :count].view(patches.shape).copy_(patches)
+    columns[..., count:].zero_()
     return columns
 
 

@@ -117,7 +117,7 @@ def routing_by_agreement(
 
 def held_preactivation(x: Tensor, weight: Tensor, routing: F.RoutingOptions) -> Tensor:
     """Compute `functional.held_preactivation`: (B, I, K), (I, J, D, K) → (B, J, D)."""
-    return torch_routing.preactivation(x, weight, route(x, weight, routing).coefficients)
+    return torch_routing.held_preactivation_from(x, weight, route(x, weight, routing))
 
 
 def encode(

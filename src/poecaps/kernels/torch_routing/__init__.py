@@ -82,7 +82,7 @@ def routing_by_agreement(
 
 def held_preactivation(x: Tensor, weight: Tensor, routing: F.RoutingOptions) -> Tensor:
     """Compute `functional.held_preactivation`: (B, I, K), (I, J, D, K) → (B, J, D)."""
-    return preactivation(x, weight, _route(x, weight, routing).coefficients)
+    return held_preactivation_from(x, weight, _route(x, weight, routing))
 
 
 def encode(
@@ -171,8 +171,23 @@ def decoder_contrastive_divergence(
 # The same with a routing that is given, for other backends that route faster
 
 
+def held_preactivation_from(x: Tensor, weight: Tensor, routed: F.Routing) -> Tensor:
+    """Return z of a routing of x, with a gradient in the weight alone: (B, J, D).
+
+    Parameters
+    ----------
+    x : (B, I, K)
+    weight : (I, J, D, K)
+    routed
+        Routing of `x`, without a gradient.
+    """
+    z: Tensor = _HeldPreactivation.apply(x, weight, routed)  # type: ignore[no-untyped-call]
+    return z
+
+
+@torch.no_grad()
 def preactivation(x: Tensor, weight: Tensor, coefficients: Tensor) -> Tensor:
-    """Compute z_j = Σ_i c_ij W_ij x_i, with a gradient in the weight alone.
+    """Compute z_j = Σ_i c_ij W_ij x_i, without a gradient.
 
     Parameters
     ----------
@@ -184,8 +199,9 @@ def preactivation(x: Tensor, weight: Tensor, coefficients: Tensor) -> Tensor:
     -------
     (B, J, D)
     """
-    z: Tensor = _Preactivation.apply(x, weight, coefficients)  # type: ignore[no-untyped-call]
-    return z
+    if _is_few_to_many(weight):
+        return few_to_many.preactivation(x, weight, coefficients)
+    return many_to_few.preactivation(x, weight, coefficients)
 
 
 @torch.no_grad()
@@ -293,19 +309,15 @@ def decoder_contrastive_divergence_from(
     with torch.no_grad():
         e, z_model = routed.coefficients, routed.preactivation
         y_model = reconstruction(F.squash(z_model), weight, e)
-        # ⟨U, −ΔU⟩ = 2 mean(−⟨g(z), Σ_j e_ji U_ji y_j⟩ + ⟨g(z̃), Σ_j e_ji U_ji ỹ_j⟩)
-        g, g_model = -F.g_of_squashed(x), F.g(z_model)
-        products = [
-            (g * preactivation(y, weight, e)).sum(),
-            (g_model * preactivation(y_model, weight, e)).sum(),
-        ]
         scale = 2 / len(y)
-        loss = torch.stack(products).sum() * scale
+        g, g_model = -scale * F.g_of_squashed(x), scale * F.g(z_model)
         gradient: Tensor | None = None
         if needs_gradient:
-            gradient = _weight_gradient(GradientTerm(g * scale, e, y)) + _weight_gradient(
-                GradientTerm(g_model * scale, e, y_model)
-            )
+            gradient = _weight_gradient(GradientTerm(g, e, y), GradientTerm(g_model, e, y_model))
+            loss = (weight * gradient).sum()
+        else:  # ⟨U, −ΔU⟩ = 2 mean(−⟨g(z), Σ_j e_ji U_ji y_j⟩ + ⟨g(z̃), Σ_j e_ji U_ji ỹ_j⟩)
+            loss = (g * preactivation(y, weight, e)).sum()
+            loss += (g_model * preactivation(y_model, weight, e)).sum()
     return F.LearningStep(loss, gradient)
 
 
@@ -317,13 +329,11 @@ def _route(x: Tensor, weight: Tensor, routing: F.RoutingOptions) -> RecordedRout
     return many_to_few.routing_by_agreement(x, weight, routing)
 
 
-class _Preactivation(torch.autograd.Function):
+class _HeldPreactivation(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, coefficients: Tensor) -> Tensor:
-        ctx.save_for_backward(x, coefficients)
-        if _is_few_to_many(weight):
-            return few_to_many.preactivation(x, weight, coefficients)
-        return many_to_few.preactivation(x, weight, coefficients)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, routed: F.Routing) -> Tensor:  # noqa: ARG004 (for its gradient)
+        ctx.save_for_backward(x, routed.coefficients)
+        return routed.preactivation
 
     @staticmethod
     @once_differentiable

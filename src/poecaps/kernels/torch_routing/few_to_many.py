@@ -62,18 +62,15 @@ def free_energy_gradient(z: Tensor, on: Tensor | None, scale: float) -> Tensor:
 
 def weight_gradient(terms: Sequence[GradientTerm]) -> Tensor:
     """Compute Σ_b c_ij ∂L/∂z_j x_iᵀ, added over the terms: → (I, J, D, K)."""
-    first, *others = map(_weight_gradient, terms)
-    return sum(others, first)
-
-
-def _weight_gradient(term: GradientTerm) -> Tensor:
-    grad_z = term.grad_z.transpose(1, 2).contiguous()  # (B, D, J)
-    _, inputs, dim = term.x.shape
-    gradient = term.x.new_empty(inputs, dim, *grad_z.shape[1:])
-    for i in range(inputs):
-        weighted = (grad_z * term.coefficients[:, i].unsqueeze(1)).flatten(1)
-        torch.mm(term.x[:, i].T, weighted, out=gradient[i].view(dim, -1))
-    return gradient.permute(0, 3, 2, 1).contiguous()
+    _, inputs, dim = terms[0].x.shape
+    _, experts, out_dim = terms[0].grad_z.shape
+    gradient = terms[0].x.new_zeros(inputs, dim, out_dim * experts)
+    for term in terms:
+        grad_z = term.grad_z.transpose(1, 2).contiguous()  # (B, D, J)
+        for i in range(inputs):
+            weighted = (grad_z * term.coefficients[:, i].unsqueeze(1)).flatten(1)
+            gradient[i].addmm_(term.x[:, i].T, weighted)
+    return gradient.view(inputs, dim, out_dim, experts).permute(0, 3, 2, 1).contiguous()
 
 
 def _matrices(weight: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ from poecaps.kernels.triton.blocks import (
 )
 from poecaps.kernels.triton.jit import kernel
 from poecaps.kernels.triton.launch import LaunchConfig
-from poecaps.kernels.triton.tiling import TileConfig, expert_tiling
+from poecaps.kernels.triton.tiling import TileConfig, expert_tiling, many_to_few
 
 
 class Source(IntEnum):
@@ -95,20 +95,24 @@ def expert_coefficients(
 
 @triton.jit
 def input_coefficients(
-    logits_ptr, lse_ptr, offs_b, i0, j, B, I,
-    BLOCK_I: tl.constexpr, NORMALIZE_INPUTS: tl.constexpr,
+    logits_ptr, lse_ptr, uniform, offs_b, i0, j, B, I,
+    BLOCK_I: tl.constexpr, SOURCE: tl.constexpr, NORMALIZE_INPUTS: tl.constexpr,
 ):  # fmt: skip
-    """c_ij of BLOCK_I inputs and one expert, from logits: (BLOCK_I, BLOCK_B)."""
-    P = padded_batch(B)
-    offs_i = i0 + tl.arange(0, BLOCK_I)
-    mask = (offs_i < I)[:, None] & (offs_b < P)[None, :]
-    pointers = logits_ptr + ((j * I + offs_i) * P)[:, None] + offs_b[None, :]
-    logit = tl.load(pointers, mask=mask, other=float("-inf"))
-    if NORMALIZE_INPUTS:
-        lse = tl.load(lse_ptr + j * P + offs_b, mask=offs_b < P, other=0.0)[None, :]
+    """c_ij of BLOCK_I inputs and one expert, from logits or UNIFORM: (BLOCK_I, BLOCK_B)."""
+    if SOURCE == UNIFORM:
+        c = tl.zeros([BLOCK_I, offs_b.shape[0]], tl.float32) + uniform
     else:
-        lse = tl.load(lse_ptr + (offs_i * P)[:, None] + offs_b[None, :], mask=mask, other=0.0)
-    return tl.exp2(logit - lse)
+        P = padded_batch(B)
+        offs_i = i0 + tl.arange(0, BLOCK_I)
+        mask = (offs_i < I)[:, None] & (offs_b < P)[None, :]
+        pointers = logits_ptr + ((j * I + offs_i) * P)[:, None] + offs_b[None, :]
+        logit = tl.load(pointers, mask=mask, other=float("-inf"))
+        if NORMALIZE_INPUTS:
+            lse = tl.load(lse_ptr + j * P + offs_b, mask=offs_b < P, other=0.0)[None, :]
+        else:
+            lse = tl.load(lse_ptr + (offs_i * P)[:, None] + offs_b[None, :], mask=mask, other=0.0)
+        c = tl.exp2(logit - lse)
+    return c
 
 
 # --------------------------------------------------------------------------------------------------
@@ -224,6 +228,18 @@ class Coefficients:
     def logits_or_any(self) -> Tensor:
         """The logits, or any tensor for a kernel that does not read them."""
         return self.x if self.logits is None else self.logits
+
+    def by_inputs(self, weight: Tensor) -> bool:
+        """Return whether kernels compute several inputs and one expert at a time.
+
+        They need coefficients that are at hand: kept, or all equal.
+        """
+        return self.source != Source.RECOMPUTE and many_to_few(weight)
+
+    @property
+    def input_flags(self) -> dict[str, Any]:
+        """The constants of a kernel that calls `input_coefficients`."""
+        return {"SOURCE": self.source.value, "NORMALIZE_INPUTS": self.traits.normalize_inputs}
 
     @property
     def flags(self) -> dict[str, Any]:

@@ -30,9 +30,8 @@ BLOCK_LOGITS_BYTES = 24 * 2**20
 # would allow fewer images take the whole batch at once.
 MIN_BLOCK_IMAGES = 64
 
-# Whether the launches of a learning step are recorded and repeated, see `plan`. Off, because it has
-# only been tried with Triton's interpreter so far.
-PLAN_STEPS = False
+# Whether the launches of a learning step are recorded and repeated, see `plan`.
+PLAN_STEPS = True
 
 # Plans that are kept: those of a few layers and batch sizes. Each one is some kilobytes, but a
 # sharpness that changes in every step would need a new one every time.

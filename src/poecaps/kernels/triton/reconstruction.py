@@ -1,9 +1,10 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """Routing backward with held coefficients, x̃_i = squash(Σ_j c_ij W_ijᵀ y_j), and squash itself.
 
-Where the logits are kept in memory and the inputs are many, a program computes several inputs and
-goes through the experts one by one (`_reconstruction_from_logits_kernel`). Otherwise it computes
-one input and goes through blocks of experts (`_reconstruction_kernel`).
+Where the logits are kept in memory, or all coefficients are equal, and the inputs are many, a
+program computes several inputs and goes through the experts one by one
+(`_reconstruction_by_inputs_kernel`). Otherwise it computes one input and goes through blocks of
+experts (`_reconstruction_kernel`).
 """
 
 import torch
@@ -23,7 +24,6 @@ from poecaps.kernels.triton.blocks import (
 from poecaps.kernels.triton.coefficients import (
     EXPERT_SUM_CONFIG,
     Coefficients,
-    Source,
     expert_coefficients,
     input_coefficients,
 )
@@ -34,12 +34,11 @@ from poecaps.kernels.triton.tiling import (
     expert_tiling,
     input_tiling,
     launch_rows,
-    many_to_few,
     max_norm,
 )
 
 # The best of a sweep on an H200.
-FROM_LOGITS_CONFIG = TileConfig(
+BY_INPUTS_CONFIG = TileConfig(
     block_n=32, launch=LaunchConfig(num_warps=2, num_stages=2, maxnreg=168)
 )
 
@@ -85,10 +84,11 @@ def _reconstruction_kernel(
 
 
 @kernel
-def _reconstruction_from_logits_kernel(
-    y_ptr, w_ptr, lse_ptr, logits_ptr, out_ptr, B,
+def _reconstruction_by_inputs_kernel(
+    y_ptr, w_ptr, lse_ptr, logits_ptr, out_ptr, uniform, B,
     I, J: tl.constexpr, D: tl.constexpr, K: tl.constexpr,
-    NORMALIZE_INPUTS: tl.constexpr, MAX_NORM: tl.constexpr, TF32X3: tl.constexpr,
+    SOURCE: tl.constexpr, NORMALIZE_INPUTS: tl.constexpr, MAX_NORM: tl.constexpr,
+    TF32X3: tl.constexpr,
     BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Compute squash(Σ_j c_ij W_ijᵀ y_j): → out (B, I, K)."""
@@ -96,14 +96,17 @@ def _reconstruction_from_logits_kernel(
     i0 = tl.program_id(0) * BLOCK_I
     offs_b = tl.program_id(1) * BLOCK_B + tl.arange(0, BLOCK_B)
     acc = tl.zeros([BLOCK_B, BLOCK_I, BLOCK_K], tl.float32)
-    c_next = input_coefficients(logits_ptr, lse_ptr, offs_b, i0, 0, B, I, BLOCK_I, NORMALIZE_INPUTS)
+    c_next = input_coefficients(
+        logits_ptr, lse_ptr, uniform, offs_b, i0, 0, B, I, BLOCK_I, SOURCE, NORMALIZE_INPUTS
+    )
     for j in range(J):
         # Prefetch: the coefficients of the next expert are loaded while this one is computed.
         c = c_next
         j_next = tl.minimum(j + 1, J - 1)
         c_next = input_coefficients(
-            logits_ptr, lse_ptr, offs_b, i0, j_next, B, I, BLOCK_I, NORMALIZE_INPUTS
-        )
+            logits_ptr, lse_ptr, uniform, offs_b, i0, j_next, B, I,
+            BLOCK_I, SOURCE, NORMALIZE_INPUTS,
+        )  # fmt: skip
         y = load_expert(y_ptr, offs_b, j, B, J, D, BLOCK_D)
         maps = load_input_maps(w_ptr, i0, j, I, J, D, K, BLOCK_N, BLOCK_D, BLOCK_K)
         back = dot(y, maps, TF32X3)
@@ -165,8 +168,8 @@ def reconstruction(y: Tensor, weight: Tensor, c: Coefficients) -> Tensor:
     (B, I, K)
     """
     y, weight = y.detach().contiguous(), weight.detach().contiguous()
-    if c.source == Source.LOGITS and many_to_few(weight):
-        return _reconstruction_from_logits(y, weight, c)
+    if c.by_inputs(weight):
+        return _reconstruction_by_inputs(y, weight, c)
     tiling, batch = expert_tiling(weight, EXPERT_SUM_CONFIG), len(y)
     image_blocks = tiling.image_blocks(batch)
     splits, blocks_per_split = tiling.split(
@@ -188,15 +191,15 @@ def reconstruction(y: Tensor, weight: Tensor, c: Coefficients) -> Tensor:
     return out
 
 
-def _reconstruction_from_logits(y: Tensor, weight: Tensor, c: Coefficients) -> Tensor:
-    tiling, batch = input_tiling(weight, FROM_LOGITS_CONFIG), len(y)
+def _reconstruction_by_inputs(y: Tensor, weight: Tensor, c: Coefficients) -> Tensor:
+    tiling, batch = input_tiling(weight, BY_INPUTS_CONFIG), len(y)
     out = y.new_empty(batch, tiling.inputs, tiling.in_dim)
     tiling.launch(
-        _reconstruction_from_logits_kernel,
+        _reconstruction_by_inputs_kernel,
         batch,
         (tiling.input_blocks, tiling.image_blocks(batch)),
-        (y, weight, c.lse, c.logits_or_any, out, batch),
-        {"NORMALIZE_INPUTS": c.traits.normalize_inputs, "MAX_NORM": max_norm(y.dtype)},
+        (y, weight, c.lse, c.logits_or_any, out, c.uniform(weight), batch),
+        {**c.input_flags, "MAX_NORM": max_norm(y.dtype)},
     )
     return out
 

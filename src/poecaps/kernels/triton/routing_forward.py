@@ -215,7 +215,9 @@ def _preactivation_from_logits_kernel(
     low = split * inputs_per_split
     acc = tl.zeros([BLOCK_B, BLOCK_D], tl.float32)
     for i0 in range(low, tl.minimum(low + inputs_per_split, I), BLOCK_I):
-        c = input_coefficients(logits_ptr, lse_ptr, offs_b, i0, j, B, I, BLOCK_I, NORMALIZE_INPUTS)
+        c = input_coefficients(
+            logits_ptr, lse_ptr, 0.0, offs_b, i0, j, B, I, BLOCK_I, LOGITS, NORMALIZE_INPUTS
+        )
         c = tl.trans(c)[:, :, None]
         v = load_input_capsules(v_ptr, offs_b, i0, B, I, K, BLOCK_N, BLOCK_K)
         cv = tl.reshape(c * tl.reshape(v, [BLOCK_B, BLOCK_I, BLOCK_K]), [BLOCK_B, BLOCK_N])

@@ -1,10 +1,10 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """Gradients of the weight with held coefficients, Σ_b c_ij ∂L/∂z_j x_iᵀ.
 
-Where the logits are kept in memory and the inputs are many, a program computes several inputs and
-one expert: with W_j the maps to expert j as one matrix, ∂L/∂W_j = (c_·j ⊙ x)ᵀ ∂L/∂z_j. This sums
-over the images, so capsules and gradients are transposed first, with the images last, as the logits
-have them.
+Where the logits are kept in memory, or all coefficients are equal, and the inputs are many, a
+program computes several inputs and one expert: with W_j the maps to expert j as one matrix,
+∂L/∂W_j = (c_·j ⊙ x)ᵀ ∂L/∂z_j. This sums over the images, so capsules and gradients are transposed
+first, with the images last, as the logits have them.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,6 @@ from poecaps.kernels.triton.blocks import (
 )
 from poecaps.kernels.triton.coefficients import (
     Coefficients,
-    Source,
     expert_coefficients,
     input_coefficients,
 )
@@ -32,13 +31,12 @@ from poecaps.kernels.triton.tiling import (
     TileConfig,
     expert_tiling,
     input_tiling,
-    many_to_few,
     padded_batch_size,
 )
 
-# The best of a sweep on an H200, with votes and with kept logits.
+# The best of a sweep on an H200, with votes and with kept logits (or equal coefficients).
 WEIGHT_GRADIENT_CONFIG = TileConfig(launch=LaunchConfig(num_warps=4, num_stages=1))
-FROM_LOGITS_CONFIG = TileConfig(
+BY_INPUTS_CONFIG = TileConfig(
     block_b=32, block_n=32, launch=LaunchConfig(num_warps=2, num_stages=2)
 )
 
@@ -97,11 +95,11 @@ def _weight_gradient_kernel(
 
 
 @kernel
-def _weight_gradient_from_logits_kernel(
-    x_ptr, v_ptr, grad_z_ptr, grad_z_v_ptr, lse_ptr, logits_ptr, out_ptr, B,
+def _weight_gradient_by_inputs_kernel(
+    x_ptr, v_ptr, grad_z_ptr, grad_z_v_ptr, lse_ptr, logits_ptr, out_ptr, uniform, B,
     I, J: tl.constexpr, D: tl.constexpr, K: tl.constexpr,
-    NORMALIZE_INPUTS: tl.constexpr, TWO_TERMS: tl.constexpr, ACCUMULATE: tl.constexpr,
-    TF32X3: tl.constexpr,
+    SOURCE: tl.constexpr, NORMALIZE_INPUTS: tl.constexpr,
+    TWO_TERMS: tl.constexpr, ACCUMULATE: tl.constexpr, TF32X3: tl.constexpr,
     BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Compute the same as `_weight_gradient_kernel`: capsules (I·K, P), gradients (J·D, P)."""
@@ -121,7 +119,9 @@ def _weight_gradient_from_logits_kernel(
     acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     for b0 in range(0, B, BLOCK_B):
         offs_b = b0 + tl.arange(0, BLOCK_B)
-        c = input_coefficients(logits_ptr, lse_ptr, offs_b, i0, j, B, I, BLOCK_I, NORMALIZE_INPUTS)
+        c = input_coefficients(
+            logits_ptr, lse_ptr, uniform, offs_b, i0, j, B, I, BLOCK_I, SOURCE, NORMALIZE_INPUTS
+        )
         c = c[:, None, :]
         v = _load_batch_last(v_ptr, input_row, is_input, offs_b, P)
         cv = tl.reshape(c * tl.reshape(v, [BLOCK_I, BLOCK_K, BLOCK_B]), [BLOCK_N, BLOCK_B])
@@ -181,7 +181,7 @@ class GradientTerm:
 
     Attributes
     ----------
-    grad_z : (B, J, D), or (J·D, P) for kernels that read kept logits
+    grad_z : (B, J, D), or (J·D, P) for `Coefficients.by_inputs`
     x : (B, I, K), or (I·K, P) likewise
     batch : B
     """
@@ -203,7 +203,7 @@ def gradient_term(grad_z: Tensor, x: Tensor, weight: Tensor, c: Coefficients) ->
         Coefficients of the term.
     """
     grad_z, x = grad_z.contiguous(), x.contiguous()
-    if not _reads_logits(weight, c):
+    if not c.by_inputs(weight):
         return GradientTerm(grad_z, x, len(x))
     batch, inputs, in_dim = x.shape
     _, outputs, out_dim = grad_z.shape
@@ -254,15 +254,15 @@ def weight_gradient(
     """
     other = term if routed_term is None else routed_term
     flags = {"TWO_TERMS": routed_term is not None, "ACCUMULATE": accumulate}
-    if _reads_logits(weight, c):
-        inputs = input_tiling(weight, FROM_LOGITS_CONFIG)
+    if c.by_inputs(weight):
+        inputs = input_tiling(weight, BY_INPUTS_CONFIG)
         pointers = (other.x, term.x, other.grad_z, term.grad_z, c.lse, c.logits_or_any, out)
         inputs.launch(
-            _weight_gradient_from_logits_kernel,
+            _weight_gradient_by_inputs_kernel,
             term.batch,
             (inputs.input_blocks * inputs.outputs,),
-            (*pointers, term.batch),
-            {**flags, "NORMALIZE_INPUTS": c.traits.normalize_inputs},
+            (*pointers, c.uniform(weight), term.batch),
+            {**flags, **c.input_flags},
         )
         return
     tiling = expert_tiling(weight, WEIGHT_GRADIENT_CONFIG)
@@ -285,7 +285,3 @@ def weight_gradient(
         ),
         {**c.flags, **flags},
     )
-
-
-def _reads_logits(weight: Tensor, c: Coefficients) -> bool:
-    return c.source == Source.LOGITS and many_to_few(weight)
