@@ -12,7 +12,7 @@ from torch import Tensor
 
 from poecaps import CapsuleExperts, squash
 from poecaps import functional as F
-from tests.kernels.problems import PARTLY_FULL_SIZES, needs_simd
+from tests.kernels.problems import needs_simd
 
 if TYPE_CHECKING:
     from poecaps.kernels.dispatch import Backend
@@ -39,8 +39,8 @@ def strided(tensor: Tensor, layout: str) -> Tensor:
 @st.composite
 def problems(draw: st.DrawFn) -> dict[str, Any]:
     counts = [draw(st.integers(low, 20)) for low in (0, 1, 1)]
-    # The C is compiled for every pair of dimensions; other tests have the same.
-    dims = draw(st.sampled_from(sorted({(sizes[2], sizes[4]) for sizes in PARTLY_FULL_SIZES})))
+    # The C is compiled for every pair of dimensions.
+    dims = [draw(st.sampled_from(each)) for each in ((1, 3, 8), (1, 5, 17))]
     return {
         "sizes": (*counts, *dims),
         "seed": draw(st.integers(0, 999)),
