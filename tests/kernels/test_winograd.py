@@ -59,6 +59,12 @@ def test_only_training_uses_it(generator: torch.Generator, monkeypatch: pytest.M
     model.requires_grad_(False)
     model(images)
     assert used == []
+    with winograd.in_training(), torch.no_grad():
+        model(images)
+    assert len(used) == 1
+    model(images)
+    assert len(used) == 1
+    used.clear()
     model.requires_grad_()
     losses = [model.loss(images)]
     assert len(used) == 1  # encoder and decoder share it

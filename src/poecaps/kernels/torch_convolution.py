@@ -50,12 +50,10 @@ class Strided(NamedTuple):
 
     @classmethod
     def of(cls, weight: Tensor, grid: tuple[int, int]) -> Strided:
-        """Choose: minimal filtering if the filters are being trained, on a CPU.
-
-        Elsewhere the result is exact to the last digits, and does not depend on what follows.
-        """
-        is_trained = torch.is_grad_enabled() and weight.requires_grad
-        if not is_trained or torch.compiler.is_compiling() or winograd.why_not(weight, grid):
+        """Choose: minimal filtering in training on a CPU, and PyTorch's convolutions elsewhere."""
+        if torch.compiler.is_compiling() or not winograd.is_wanted(weight):
+            return cls(weight)
+        if winograd.why_not(weight, grid) is not None:
             return cls(weight)
         return cls(weight, winograd.Filters(weight, grid))
 

@@ -17,6 +17,8 @@ of channels in place of 2,916. In float32 the result has an error of about 5e-5,
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +28,8 @@ from torch import nn
 from poecaps import _checks as checks
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import Tensor
 
 STRIDE = 2
@@ -36,6 +40,27 @@ POINTS = (0, 1, -1, 0.4, -0.4, 2.5, -2.5, 0.7, -1 / 0.7, -0.7, 1 / 0.7)
 
 # Channels from which on the products take longer than the maps around them.
 MIN_CHANNELS = 32
+
+
+_in_training = ContextVar("in_training", default=False)
+
+
+@contextmanager
+def in_training() -> Iterator[None]:
+    """Use minimal filtering for all convolutions, also without a gradient, as on cached features.
+
+    Elsewhere only filters that are being trained use it, so that features have all their digits.
+    """
+    token = _in_training.set(True)
+    try:
+        yield
+    finally:
+        _in_training.reset(token)
+
+
+def is_wanted(weight: Tensor) -> bool:
+    """Return whether filters are being trained, or used in training."""
+    return _in_training.get() or (torch.is_grad_enabled() and weight.requires_grad)
 
 
 def why_not(weight: Tensor, grid: tuple[int, int]) -> str | None:
