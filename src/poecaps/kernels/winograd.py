@@ -237,7 +237,8 @@ def _float32() -> torch.autocast:
 def _along_both(matrices: tuple[Tensor, ...], x: Tensor) -> Tensor:
     """Apply a matrix along each of the first two axes: (p, u), (q, v), (u, v, N) → (p, q, N)."""
     left, right = matrices
-    return right @ (left @ x.flatten(1)).unflatten(1, x.shape[1:])
+    rows: Tensor = (left @ x.flatten(1)).unflatten(1, x.shape[1:])
+    return right @ rows
 
 
 def _resized(x: Tensor, size: tuple[int, int]) -> Tensor:
