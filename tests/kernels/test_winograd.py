@@ -76,6 +76,19 @@ def test_only_training_uses_it(generator: torch.Generator, monkeypatch: pytest.M
         assert (ours - theirs).norm() <= 1e-4 * theirs.norm() + 1e-9
 
 
+@torch.no_grad()
+def test_images_in_chunks(generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a gradient, so that the memory does not grow with the batch; also no images."""
+    monkeypatch.setattr(winograd, "CHUNK", 2)
+    model = ConvAutoencoder(features=winograd.MIN_CHANNELS, kernel_size=5, generator=generator)
+    images = torch.rand(5, 1, 17, 16, generator=generator)
+    model.eval()
+    exact = model(images)
+    with winograd.in_training():
+        torch.testing.assert_close(model(images), exact, rtol=1e-3, atol=1e-4)
+        assert model(images[:0]).shape == (0, 1, 17, 16)
+
+
 def test_autocast_does_not_round_it(generator: torch.Generator) -> None:
     """Half precision has too few digits for the points."""
     weight = torch.randn(4, 4, 9, 9, generator=generator).requires_grad_()

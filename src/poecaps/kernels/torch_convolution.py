@@ -59,13 +59,13 @@ class Strided(NamedTuple):
 
     def conv2d(self, x: Tensor) -> Tensor:
         """Convolve: (B, F, H, W) → (B, F, h, w)."""
-        if self.filters is not None:
+        if self.filters is not None and len(x):
             return self.filters.conv2d(x)
         return nn.functional.conv2d(x, self.weight, stride=2)
 
     def conv_transpose2d(self, y: Tensor, size: tuple[int, int]) -> Tensor:
         """Convolve with transposed filters: (B, F, h, w) → (B, F, *size)."""
-        if self.filters is not None:
+        if self.filters is not None and len(y):
             return self.filters.conv_transpose2d(y, size)
         # A stride of 2 does not tell whether the side before it was odd or even.
         padding = [(side - self.weight.shape[-1]) % 2 for side in size]

@@ -28,7 +28,7 @@ from torch import nn
 from poecaps import _checks as checks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from torch import Tensor
 
@@ -37,6 +37,9 @@ STRIDE = 2
 # Finite points of evaluation; the last one is infinity. Chosen for small errors of 10 points: more
 # than 12 have errors above 1e-3.
 POINTS = (0, 1, -1, 0.4, -0.4, 2.5, -2.5, 0.7, -1 / 0.7, -0.7, 1 / 0.7)
+
+# Images at a time without a gradient, where batches are larger than those of a training step.
+CHUNK = 128
 
 # Channels from which on the products take longer than the maps around them.
 MIN_CHANNELS = 32
@@ -107,13 +110,24 @@ class Filters:
 
         In memory, the result has the axes (h, w, B, F).
         """
-        y: Tensor = _Conv2d.apply(x.float(), self.points, self.maps)  # type: ignore[no-untyped-call]
-        return y
+        return _in_chunks(
+            lambda part: _Conv2d.apply(part.float(), self.points, self.maps),  # type: ignore[no-untyped-call]
+            x,
+        )
 
     def conv_transpose2d(self, y: Tensor, size: tuple[int, int]) -> Tensor:
         """Convolve with the filters transposed: (B, F, h, w) → (B, C, *size), float32."""
-        x: Tensor = _ConvTranspose2d.apply(y.float(), self.points, self.maps, size)  # type: ignore[no-untyped-call]
-        return x
+        return _in_chunks(
+            lambda part: _ConvTranspose2d.apply(part.float(), self.points, self.maps, size),  # type: ignore[no-untyped-call]
+            y,
+        )
+
+
+def _in_chunks(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Apply a function to images: all of them if a gradient is recorded, otherwise in chunks."""
+    if torch.is_grad_enabled() or len(x) <= CHUNK:
+        return function(x)
+    return torch.cat([function(part) for part in x.split(CHUNK)])
 
 
 class _Evaluation(torch.autograd.Function):
