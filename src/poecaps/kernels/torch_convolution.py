@@ -71,6 +71,20 @@ class Strided(NamedTuple):
         padding = [(side - self.weight.shape[-1]) % 2 for side in size]
         return nn.functional.conv_transpose2d(y, self.weight, stride=2, output_padding=padding)
 
+    def bias_and_leaky_relu(self, x: Tensor, bias: Tensor | None, negative_slope: float) -> Tensor:
+        """Add a bias to the result of a convolution and apply the leaky ReLU: (B, F, h, w).
+
+        In place after a convolution of PyTorch, whose result autograd does not keep. The result of
+        minimal filtering is a view, which cannot be changed in place.
+        """
+        inplace = self.filters is None
+        if bias is not None:
+            # Expanded to one bias per image: its gradient is then summed for each image first,
+            # which is five times as fast on a GPU.
+            bias = bias.to(x.dtype).view(-1, 1, 1).expand(len(x), -1, 1, 1)
+            x, inplace = x.add_(bias) if inplace else x + bias, True
+        return nn.functional.leaky_relu(x, negative_slope, inplace=inplace)
+
 
 def reconstruct(
     images: Tensor,
@@ -104,7 +118,8 @@ def encode(
         strided = Strided.of(parameters.conv2_weight, grid)
     hidden = _conv2d_by_matmul(images, parameters.conv1_weight, parameters.conv1_bias)
     hidden = nn.functional.leaky_relu(hidden, negative_slope, inplace=True)
-    return _bias_and_leaky_relu(strided.conv2d(hidden), parameters.conv2_bias, negative_slope)
+    features = strided.conv2d(hidden)
+    return strided.bias_and_leaky_relu(features, parameters.conv2_bias, negative_slope)
 
 
 def decode(
@@ -122,7 +137,7 @@ def decode(
     if strided is None:
         strided = Strided.of(parameters.conv2_weight, (features.shape[2], features.shape[3]))
     hidden = strided.conv_transpose2d(features, _hidden_size(parameters, size))
-    hidden = _bias_and_leaky_relu(hidden, parameters.deconv2_bias, negative_slope)
+    hidden = strided.bias_and_leaky_relu(hidden, parameters.deconv2_bias, negative_slope)
     images = _conv_transpose2d_by_matmul(hidden, parameters.conv1_weight)
     bias = parameters.deconv1_bias
     return images if bias is None else images + bias.view(-1, 1, 1)
@@ -146,21 +161,6 @@ def drop_features(features: Tensor, dropout: float, uniform: Tensor | None) -> T
     if uniform is None:
         return nn.functional.dropout(features, dropout)
     return features * (uniform >= dropout) / (1 - dropout)
-
-
-def _bias_and_leaky_relu(x: Tensor, bias: Tensor | None, negative_slope: float) -> Tensor:
-    """Add a bias and apply the leaky ReLU: (B, F, h, w).
-
-    In place, if x is the result of a convolution of PyTorch, which autograd does not keep. The
-    result of minimal filtering is a view, which cannot be changed in place.
-    """
-    inplace = not x._is_view()
-    if bias is not None:
-        # Expanded to one bias per image: its gradient is then summed for each image first, which is
-        # five times as fast on a GPU.
-        bias = bias.to(x.dtype).view(-1, 1, 1).expand(len(x), -1, 1, 1)
-        x, inplace = x.add_(bias) if inplace else x + bias, True
-    return nn.functional.leaky_relu(x, negative_slope, inplace=inplace)
 
 
 # --------------------------------------------------------------------------------------------------
