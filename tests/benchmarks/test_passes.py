@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from benchmarks.machine import Step
 
-SMALL_SIZES = {"inputs": 9, "in_dim": 3, "experts": 4, "out_dim": 5}
+SMALL_SIZES: dict[str, Any] = {"inputs": 9, "in_dim": 3, "experts": 4, "out_dim": 5}
 SMALL = Sizes(batch=6, **SMALL_SIZES)
 
 

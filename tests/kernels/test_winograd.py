@@ -59,6 +59,12 @@ def test_only_training_uses_it(generator: torch.Generator, monkeypatch: pytest.M
     model.requires_grad_(False)
     model(images)
     assert used == []
+    with winograd.in_training(), torch.no_grad():
+        model(images)
+    assert len(used) == 1
+    model(images)
+    assert len(used) == 1
+    used.clear()
     model.requires_grad_()
     losses = [model.loss(images)]
     assert len(used) == 1  # encoder and decoder share it
@@ -68,6 +74,19 @@ def test_only_training_uses_it(generator: torch.Generator, monkeypatch: pytest.M
     gradients = [torch.autograd.grad(loss, list(model.parameters())) for loss in losses]
     for ours, theirs in zip(*gradients, strict=True):
         assert (ours - theirs).norm() <= 1e-4 * theirs.norm() + 1e-9
+
+
+@torch.no_grad()
+def test_images_in_chunks(generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a gradient, so that the memory does not grow with the batch; also no images."""
+    monkeypatch.setattr(winograd, "CHUNK", 2)
+    model = ConvAutoencoder(features=winograd.MIN_CHANNELS, kernel_size=5, generator=generator)
+    images = torch.rand(5, 1, 17, 16, generator=generator)
+    model.eval()
+    exact = model(images)
+    with winograd.in_training():
+        torch.testing.assert_close(model(images), exact, rtol=1e-3, atol=1e-4)
+        assert model(images[:0]).shape == (0, 1, 17, 16)
 
 
 def test_autocast_does_not_round_it(generator: torch.Generator) -> None:

@@ -51,28 +51,40 @@ class Strided(NamedTuple):
 
     @classmethod
     def of(cls, weight: Tensor, grid: tuple[int, int]) -> Strided:
-        """Choose: minimal filtering if the filters are being trained, on a CPU.
-
-        Elsewhere the result is exact to the last digits, and does not depend on what follows.
-        """
-        is_trained = torch.is_grad_enabled() and weight.requires_grad
-        if not is_trained or torch.compiler.is_compiling() or winograd.why_not(weight, grid):
+        """Choose: minimal filtering in training on a CPU, and PyTorch's convolutions elsewhere."""
+        if torch.compiler.is_compiling() or not winograd.is_wanted(weight):
+            return cls(weight)
+        if winograd.why_not(weight, grid) is not None:
             return cls(weight)
         return cls(weight, winograd.Filters(weight, grid))
 
     def conv2d(self, x: Tensor) -> Tensor:
         """Convolve: (B, F, H, W) → (B, F, h, w)."""
-        if self.filters is not None:
+        if self.filters is not None and len(x):
             return self.filters.conv2d(x)
         return nn.functional.conv2d(x, self.weight, stride=2)
 
     def conv_transpose2d(self, y: Tensor, size: tuple[int, int]) -> Tensor:
         """Convolve with transposed filters: (B, F, h, w) → (B, F, *size)."""
-        if self.filters is not None:
+        if self.filters is not None and len(y):
             return self.filters.conv_transpose2d(y, size)
         # A stride of 2 does not tell whether the side before it was odd or even.
         padding = [(side - self.weight.shape[-1]) % 2 for side in size]
         return nn.functional.conv_transpose2d(y, self.weight, stride=2, output_padding=padding)
+
+    def bias_and_leaky_relu(self, x: Tensor, bias: Tensor | None, negative_slope: float) -> Tensor:
+        """Add a bias to the result of a convolution and apply the leaky ReLU: (B, F, h, w).
+
+        In place after a convolution of PyTorch, whose result autograd does not keep. The result of
+        minimal filtering is a view, which cannot be changed in place.
+        """
+        inplace = self.filters is None
+        if bias is not None:
+            # Expanded to one bias per image: its gradient is then summed for each image first,
+            # which is five times as fast on a GPU.
+            bias = bias.to(x.dtype).view(-1, 1, 1).expand(len(x), -1, 1, 1)
+            x, inplace = x.add_(bias) if inplace else x + bias, True
+        return nn.functional.leaky_relu(x, negative_slope, inplace=inplace)
 
 
 def reconstruct(
@@ -110,7 +122,8 @@ def encode(
     else:
         hidden = _conv2d_by_matmul(images, parameters.conv1_weight, parameters.conv1_bias)
     hidden = nn.functional.leaky_relu(hidden, negative_slope, inplace=True)
-    return _bias_and_leaky_relu(strided.conv2d(hidden), parameters.conv2_bias, negative_slope)
+    features = strided.conv2d(hidden)
+    return strided.bias_and_leaky_relu(features, parameters.conv2_bias, negative_slope)
 
 
 def decode(
@@ -128,11 +141,16 @@ def decode(
     if strided is None:
         strided = Strided.of(parameters.conv2_weight, (features.shape[2], features.shape[3]))
     hidden = strided.conv_transpose2d(features, _hidden_size(parameters, size))
+<<<<<<< HEAD
     hidden = _bias_and_leaky_relu(hidden, parameters.deconv2_bias, negative_slope)
     if parameters.conv1_weight.shape[1] > FEW_CHANNELS:
         images = nn.functional.conv_transpose2d(hidden, parameters.conv1_weight)
     else:
         images = _conv_transpose2d_by_matmul(hidden, parameters.conv1_weight)
+=======
+    hidden = strided.bias_and_leaky_relu(hidden, parameters.deconv2_bias, negative_slope)
+    images = _conv_transpose2d_by_matmul(hidden, parameters.conv1_weight)
+>>>>>>> ops
     bias = parameters.deconv1_bias
     return images if bias is None else images + bias.view(-1, 1, 1)
 
@@ -155,21 +173,6 @@ def drop_features(features: Tensor, dropout: float, uniform: Tensor | None) -> T
     if uniform is None:
         return nn.functional.dropout(features, dropout)
     return features * (uniform >= dropout) / (1 - dropout)
-
-
-def _bias_and_leaky_relu(x: Tensor, bias: Tensor | None, negative_slope: float) -> Tensor:
-    """Add a bias and apply the leaky ReLU: (B, F, h, w).
-
-    In place, if x is the result of a convolution of PyTorch, which autograd does not keep. The
-    result of minimal filtering is a view, which cannot be changed in place.
-    """
-    inplace = not x._is_view()
-    if bias is not None:
-        # Expanded to one bias per image: its gradient is then summed for each image first, which is
-        # five times as fast on a GPU.
-        bias = bias.to(x.dtype).view(-1, 1, 1).expand(len(x), -1, 1, 1)
-        x, inplace = x.add_(bias) if inplace else x + bias, True
-    return nn.functional.leaky_relu(x, negative_slope, inplace=inplace)
 
 
 # --------------------------------------------------------------------------------------------------

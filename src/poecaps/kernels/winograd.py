@@ -17,6 +17,8 @@ of channels in place of 2,916. In float32 the result has an error of about 5e-5,
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +28,8 @@ from torch import nn
 from poecaps import _checks as checks
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
     from torch import Tensor
 
 STRIDE = 2
@@ -34,8 +38,32 @@ STRIDE = 2
 # than 12 have errors above 1e-3.
 POINTS = (0, 1, -1, 0.4, -0.4, 2.5, -2.5, 0.7, -1 / 0.7, -0.7, 1 / 0.7)
 
+# Images at a time without a gradient, where batches are larger than those of a training step.
+CHUNK = 128
+
 # Channels from which on the products take longer than the maps around them.
 MIN_CHANNELS = 32
+
+
+_in_training = ContextVar("in_training", default=False)
+
+
+@contextmanager
+def in_training() -> Iterator[None]:
+    """Use minimal filtering for all convolutions, also without a gradient, as on cached features.
+
+    Elsewhere only filters that are being trained use it, so that features have all their digits.
+    """
+    token = _in_training.set(True)
+    try:
+        yield
+    finally:
+        _in_training.reset(token)
+
+
+def is_wanted(weight: Tensor) -> bool:
+    """Return whether filters are being trained, or used in training."""
+    return _in_training.get() or (torch.is_grad_enabled() and weight.requires_grad)
 
 
 def why_not(weight: Tensor, grid: tuple[int, int]) -> str | None:
@@ -82,13 +110,24 @@ class Filters:
 
         In memory, the result has the axes (h, w, B, F).
         """
-        y: Tensor = _Conv2d.apply(x.float(), self.points, self.maps)  # type: ignore[no-untyped-call]
-        return y
+        return _in_chunks(
+            lambda part: _Conv2d.apply(part.float(), self.points, self.maps),  # type: ignore[no-untyped-call]
+            x,
+        )
 
     def conv_transpose2d(self, y: Tensor, size: tuple[int, int]) -> Tensor:
         """Convolve with the filters transposed: (B, F, h, w) → (B, C, *size), float32."""
-        x: Tensor = _ConvTranspose2d.apply(y.float(), self.points, self.maps, size)  # type: ignore[no-untyped-call]
-        return x
+        return _in_chunks(
+            lambda part: _ConvTranspose2d.apply(part.float(), self.points, self.maps, size),  # type: ignore[no-untyped-call]
+            y,
+        )
+
+
+def _in_chunks(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Apply a function to images: all of them if a gradient is recorded, otherwise in chunks."""
+    if torch.is_grad_enabled() or len(x) <= CHUNK:
+        return function(x)
+    return torch.cat([function(part) for part in x.split(CHUNK)])
 
 
 class _Evaluation(torch.autograd.Function):
@@ -212,7 +251,8 @@ def _float32() -> torch.autocast:
 def _along_both(matrices: tuple[Tensor, ...], x: Tensor) -> Tensor:
     """Apply a matrix along each of the first two axes: (p, u), (q, v), (u, v, N) → (p, q, N)."""
     left, right = matrices
-    return right @ (left @ x.flatten(1)).unflatten(1, x.shape[1:])
+    rows: Tensor = (left @ x.flatten(1)).unflatten(1, x.shape[1:])
+    return right @ rows
 
 
 def _resized(x: Tensor, size: tuple[int, int]) -> Tensor:

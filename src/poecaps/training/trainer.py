@@ -12,6 +12,7 @@ from poecaps._devices import use_bfloat16
 from poecaps._files import ModelError
 from poecaps._graphs import Graphed, pays_off
 from poecaps.data import DataError
+from poecaps.kernels import winograd
 from poecaps.layer import CapsuleRouting
 from poecaps.network import CapsuleNetwork
 from poecaps.options import Architecture
@@ -121,9 +122,10 @@ class Trainer:
         if self.distributed.is_main:
             self.record = self._start_record(checkpoint)
         self._set_memory_format(torch.channels_last)  # convolutions are faster
-        for index in range(checkpoint.stage, len(self.stages)):
-            start = checkpoint if index == checkpoint.stage else Checkpoint(self.config, index)
-            self._fit_stage(index, start)
+        with winograd.in_training():
+            for index in range(checkpoint.stage, len(self.stages)):
+                start = checkpoint if index == checkpoint.stage else Checkpoint(self.config, index)
+                self._fit_stage(index, start)
         with self._save_on_error(len(self.stages)):
             self._fit_code_density()
             self._set_memory_format(torch.contiguous_format)
