@@ -48,7 +48,7 @@ def test_the_same_seed_gives_the_same_classifier(stripes: ImageSet) -> None:
 
 
 @pytest.mark.parametrize("labels", [None, np.zeros(160, int), np.arange(160) % 2 - 1])
-def test_classifiers_need_labels(stripes: ImageSet, labels: np.ndarray | None) -> None:  # type: ignore[type-arg]
+def test_classifiers_need_labels(stripes: ImageSet, labels: np.ndarray | None) -> None:
     with pytest.raises(ValueError, match="data must have labels from 0 on, of 2 classes or more"):
         train_classifier(replace(stripes, labels=labels))
 
