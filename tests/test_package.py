@@ -208,6 +208,7 @@ def test_the_guide_to_own_images_runs_from_end_to_end(
     text = (ROOT / "docs" / "own-images.md").read_text(encoding="utf-8")
     (program,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("poecaps.evaluation.judge.MAX_EPOCHS", 1)
     exec(program, {})
     few = "--batch-size 100 --model.features 8 --model.capsule-dim 4 --device cpu " + " ".join(
         f"--{stage}.epochs 1" for stage in ("autoencoder", "encoder", "decoder", "pixel-decoder")
