@@ -10,6 +10,7 @@ import torch
 
 from poecaps.data import ImageSet, load
 from poecaps.evaluation import RandomFeatures, frechet_distance, train_classifier
+from poecaps.evaluation.judge import fit
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +46,14 @@ def test_the_same_seed_gives_the_same_classifier(stripes: ImageSet) -> None:
     )
     assert torch.equal(first, second)
     assert not torch.equal(first, other)
+
+
+@pytest.mark.parametrize("steps", range(1, 12))
+def test_any_number_of_steps_is_taken(stripes: ImageSet, steps: int) -> None:
+    few = stripes.subset(slice(2 * steps))
+    labels = torch.from_numpy(few.labels)
+    classifier = fit(few, labels, epochs=1, batch_size=2, rate=1e-3, seed=0, device="cpu")
+    assert classifier.head.weight.isfinite().all()
 
 
 @pytest.mark.parametrize("labels", [None, np.zeros(160, int), np.arange(160) % 2 - 1])
