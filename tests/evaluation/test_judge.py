@@ -51,6 +51,7 @@ def test_the_same_seed_gives_the_same_classifier(stripes: ImageSet) -> None:
 @pytest.mark.parametrize("steps", range(1, 12))
 def test_any_number_of_steps_is_taken(stripes: ImageSet, steps: int) -> None:
     few = stripes.subset(slice(2 * steps))
+    assert few.labels is not None
     labels = torch.from_numpy(few.labels)
     classifier = fit(few, labels, epochs=1, batch_size=2, rate=1e-3, seed=0, device="cpu")
     assert classifier.head.weight.isfinite().all()
