@@ -10,6 +10,7 @@ import sys
 import types
 from importlib.metadata import metadata, version
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -139,7 +140,8 @@ def test_a_release_makes_the_links_of_the_readme_absolute(
     monkeypatch.setenv("POECAPS_SOURCE_URL", url)
     monkeypatch.setenv("POECAPS_SOURCE_REF", "v1")
     hook = build_metadata.SourceMetadata()
-    hook.root, found = ROOT, {}
+    found: dict[str, Any] = {}
+    hook.root = ROOT
     hook.update(found)
     assert found["urls"]["Paper"].startswith("https://arxiv.org/")
     text, own = found["readme"]["text"], (ROOT / "README.md").read_text(encoding="utf-8")
@@ -206,6 +208,7 @@ def test_the_guide_to_own_images_runs_from_end_to_end(
     text = (ROOT / "docs" / "own-images.md").read_text(encoding="utf-8")
     (program,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("poecaps.evaluation.judge.MAX_EPOCHS", 1)
     exec(program, {})
     few = "--batch-size 100 --model.features 8 --model.capsule-dim 4 --device cpu " + " ".join(
         f"--{stage}.epochs 1" for stage in ("autoencoder", "encoder", "decoder", "pixel-decoder")

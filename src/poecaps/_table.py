@@ -131,12 +131,14 @@ class TabularModel(nn.Module):
 
     def capsules(self, rows: Tensor) -> Tensor:
         """Compute the input capsules: (B, columns) → (B, I, K)."""
-        white = self._standardize(rows)
-        if self.whitening is not None:
-            white = white @ self.whitening
-        padded = nn.functional.pad(white, (0, -self.columns % self.capsule_dim))
+        padded = nn.functional.pad(self.whitened(rows), (0, -self.columns % self.capsule_dim))
         scaled = padded * (SCALE / self.capsule_dim**0.5)
         return F.squash(scaled.view(len(rows), -1, self.capsule_dim).to(self.dtype))
+
+    def whitened(self, rows: Tensor) -> Tensor:
+        """Standardize rows and remove their correlations in part: (B, columns) → (B, columns)."""
+        t = self._standardize(rows)
+        return t if self.whitening is None else t @ self.whitening
 
     def encode(self, rows: Tensor) -> Tensor:
         """Encode rows: (N, columns) → (N, J, D)."""
@@ -159,6 +161,14 @@ class TabularModel(nn.Module):
         return in_batches(
             lambda batch: self.experts.free_energy(self.capsules(batch)), rows, BATCH_SIZE
         )
+
+    def log_density(self, rows: Tensor) -> Tensor:
+        """Compute log N(v; 0, 1) − F(x) up to a constant, with v the whitened row: → (N,).
+
+        −F alone grows with the length of v, and with it the share of rows like no other.
+        """
+        white = in_batches(self.whitened, rows, BATCH_SIZE)
+        return -self.free_energy(rows) - white.square().sum(1) / 2
 
     def sample(self, count: int, generator: torch.Generator) -> Tensor:
         """Draw codes from their density and decode them: (count, columns), float64."""

@@ -308,8 +308,10 @@ class CapsuleExpertsTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixi
     def score_samples(self, X: Any) -> Array:
         """Compute the log-probability of each row, up to a constant of the model.
 
-        Without `density_experts` this is −F(x) of the experts. Scores of two rows under one model
-        can be compared, those of two models cannot.
+        For images without `density_experts` this is −F(x) of the experts. For a table it is
+        −F(x) − ‖v‖²/2, where v is the row as the experts read it before it is squashed:
+        standardized, and its correlations removed in part. Scores of two rows under one model can
+        be compared, those of two models cannot.
 
         With `density_experts` it is the log-density of an image relative to independent capsules,
         in nats: `poecaps.CapsuleNetwork.log_prob`. Scores of all models over the same features can
@@ -334,6 +336,8 @@ class CapsuleExpertsTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixi
         rows, model = self._validate_rows(X), self.model_
         if isinstance(model, CapsuleNetwork) and model.density is not None:
             scores = self._apply(model.log_prob, self._batch(rows))
+        elif isinstance(model, TabularModel):
+            scores = self._apply(model.log_density, self._batch(rows))
         else:
             scores = -self._apply(model.free_energy, self._batch(rows))
         return _as_array(scores, _float_of(rows))

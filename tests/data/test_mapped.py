@@ -28,7 +28,7 @@ def pixels(*shape: int, seed: int = 0) -> Any:
     return np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
 
 
-class Pairs:
+class Pairs(torch.utils.data.Dataset[Any]):
     """As the datasets of torchvision are: (image, label), and the names of the classes."""
 
     classes = ("even", "odd")
@@ -157,7 +157,11 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Part]]:
         "kind": Feature("ClassLabel", ("a", "b")),
         "id": Feature("Value"),
     }
-    columns = {"picture": images, "kind": [n % 2 for n in range(COUNT)], "id": list(range(COUNT))}
+    columns: dict[str, list[Any]] = {
+        "picture": images,
+        "kind": [n % 2 for n in range(COUNT)],
+        "id": list(range(COUNT)),
+    }
     part = Part(columns, features)
     words = Part({"text": ["a"]}, {"text": Feature("Value")})
     found = {

@@ -10,6 +10,7 @@ import torch
 
 from poecaps.data import ImageSet, load
 from poecaps.evaluation import RandomFeatures, frechet_distance, train_classifier
+from poecaps.evaluation.judge import fit
 
 
 @pytest.fixture(scope="module")
@@ -47,28 +48,32 @@ def test_the_same_seed_gives_the_same_classifier(stripes: ImageSet) -> None:
     assert not torch.equal(first, other)
 
 
+@pytest.mark.parametrize("steps", range(1, 12))
+def test_any_number_of_steps_is_taken(stripes: ImageSet, steps: int) -> None:
+    few = stripes.subset(slice(2 * steps))
+    assert few.labels is not None
+    labels = torch.from_numpy(few.labels)
+    classifier = fit(few, labels, epochs=1, batch_size=2, rate=1e-3, seed=0, device="cpu")
+    assert classifier.head.weight.isfinite().all()
+
+
 @pytest.mark.parametrize("labels", [None, np.zeros(160, int), np.arange(160) % 2 - 1])
-def test_classifiers_need_labels(stripes: ImageSet, labels: np.ndarray | None) -> None:  # type: ignore[type-arg]
+def test_classifiers_need_labels(stripes: ImageSet, labels: np.ndarray | None) -> None:
     with pytest.raises(ValueError, match="data must have labels from 0 on, of 2 classes or more"):
         train_classifier(replace(stripes, labels=labels))
 
 
-def test_random_features_order_images_by_their_likeness_to_the_data() -> None:
+def test_random_features_order_images_by_their_noise_and_by_their_blur() -> None:
     data = load("mnist-sample").subset(slice(2000))
     features = RandomFeatures(data.batches(500))
     images, reference = data.batch(range(1000)), features(data.batch(range(1000, 2000)))
     noise = torch.randn(images.shape, generator=torch.Generator().manual_seed(0))
-    distances = [
-        frechet_distance(features(each), reference).distance
-        for each in (
-            images,
-            (images + 0.2 * noise).clamp(0, 1),
-            torch.nn.functional.avg_pool2d(images, 3, 1, 1),
-            noise.sigmoid(),
-        )
-    ]
-    assert distances == sorted(distances)
-    assert distances[0] < 0.5 * distances[1]
+    noisy = [(images + level * noise).clamp(0, 1) for level in (0, 0.2, 0.5)]
+    blurred = [torch.nn.functional.avg_pool2d(images, side, 1, side // 2) for side in (1, 3, 5)]
+    for worse in (noisy, blurred):
+        distances = [frechet_distance(features(each), reference).distance for each in worse]
+        assert distances == sorted(distances)
+        assert distances[0] < 0.5 * distances[1]
     spread = features(data.batch(slice(None))).var(0)
     torch.testing.assert_close(spread, torch.ones(128), atol=0.1, rtol=0)
 

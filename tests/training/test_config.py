@@ -30,8 +30,11 @@ if TYPE_CHECKING:
         ({"seed": -1}, "seed must be a whole number from 0"),
         ({"checkpoint_every": -1.0}, "checkpoint_every must be"),
         ({"precision": "float16"}, "precision must be one of"),
-        ({"device": "meta"}, "device must be auto, cpu, or a GPU"),
-        ({"device": "cudda"}, "device must be auto, cpu, or a GPU such as cuda:0, but is 'cudda'"),
+        ({"device": "meta"}, "device must be auto, cpu, mps, or a GPU"),
+        (
+            {"device": "cudda"},
+            "device must be auto, cpu, mps, or a GPU such as cuda:0, but is 'cudda'",
+        ),
         ({"autoencoder": Stage(epochs=-1)}, r"autoencoder.epochs must be"),
         (
             {"encoder": EncoderStage(learning_rate=float("nan"))},

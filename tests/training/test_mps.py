@@ -88,6 +88,6 @@ def test_a_density_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.delattr(type(network.density), "weight", raising=False)
     network.density._parameters.pop("weight")  # type: ignore[union-attr]
-    network.density.weight = Weight()  # type: ignore[union-attr, assignment]
+    network.density.weight = Weight()  # type: ignore[union-attr]
     with pytest.raises(ValueError, match="a density needs float64, which mps does not have"):
         network.require_density()

@@ -11,6 +11,7 @@ import signal
 import socket
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -387,7 +388,12 @@ def test_larger_colour_images_are_learned_with_all_options(tmp_path: Path) -> No
     images = np.random.default_rng(0).integers(100, 200, (32, 40, 40, 3), np.uint8)
     np.save(tmp_path / "x.npy", images)
     config = config_for(tmp_path / "x.npy", multi_scale=1.0)
-    options = {"halvings": 1, "margin": 2, "colour_whitening": True, "experts": ((3, 4),)}
+    options: dict[str, Any] = {
+        "halvings": 1,
+        "margin": 2,
+        "colour_whitening": True,
+        "experts": ((3, 4),),
+    }
     config = replace(config, model=replace(config.model, **options))
     stages = ("autoencoder", "encoder", "decoder", "pixel_decoder")
     config = replace(config, **{name: replace(getattr(config, name), epochs=1) for name in stages})

@@ -165,7 +165,8 @@ def _read(
     if count == 0:
         raise DataError(f"{source} is empty; give a dataset with images")
     decoded = channels or 3
-    images, labels = np.empty(0, np.uint8), []
+    images: Array = np.empty(0, np.uint8)
+    labels = []
     for number in range(count):
         if report is not None:
             report(number, count)

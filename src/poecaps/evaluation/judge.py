@@ -113,8 +113,11 @@ def fit(
     )
     batch_size = min(batch_size, len(data))
     steps = len(data) // batch_size
+    total = epochs * steps
+    # The schedule divides by the steps of its first phase minus one, which must not be 0.
+    warm_up = 0.1 if total > 10 else 0.3
     schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, rate, total_steps=epochs * steps, pct_start=0.1
+        optimizer, rate, total_steps=total, pct_start=warm_up
     )
     classifier.train()
     seen = 0
@@ -134,7 +137,7 @@ def fit(
                 schedule.step()
                 seen += batch_size
                 if report is not None:
-                    report(seen, epochs * steps * batch_size)
+                    report(seen, total * batch_size)
     return classifier.eval()
 
 
