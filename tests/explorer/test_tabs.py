@@ -185,7 +185,7 @@ def test_sliders_are_sorted_and_say_what_they_change(opened: Callable[..., Page]
     order = "rows => rows.map((row) => Number(row.querySelector('input').id.split('-')[1]))"
     rows = page.locator("#sliders .slider")
     expect(page.locator("#ends-1")).to_have_text("thin to thick")
-    expect(page.locator("#ends-3")).to_have_text("leaning right to leaning left")
+    expect(page.locator("#ends-3")).to_have_text("leans right to leans left")
     expect(page.locator("#ends-0")).to_be_hidden()
     assert rows.evaluate_all(order) == [1, 3, 4, 2, 0]
     page.get_by_label("Strongest first").uncheck()

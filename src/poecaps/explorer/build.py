@@ -3,7 +3,7 @@
 The page is the same. In place of the HTTP interface, a worker of the browser computes with the
 weights of the models (`local/network.js`), which is a few matrix products: the routing of the
 capsules, and two convolutions and their transposes. A general runtime such as that of ONNX would be
-several times the size of all of it.
+megabytes of compiled code.
 
 For each model there are NAME.json (sizes, options, effects, and where to find each array) and
 NAME.bin (the arrays: weights, densities of codes, maps and some images), little-endian. Weights are

@@ -15,7 +15,7 @@ const ENDS = {
   width: ["narrow", "wide"],
   height: ["low", "tall"],
   size: ["small", "large"],
-  slant: ["leaning left", "leaning right"],
+  slant: ["leans left", "leans right"],
   brightness: ["faint", "bright"],
   horizontal: ["left", "right"],
   vertical: ["up", "down"],
