@@ -280,7 +280,7 @@ def test_watching_a_training(page: Page) -> None:
 
     page.route(re.compile("/api/training([?]|$)"), answer)
     page.get_by_role("tab", name="Train").click()
-    page.get_by_label("Experts", exact=True).select_option("5")
+    page.locator("#training-experts").select_option("5")
     page.get_by_role("button", name="Train", exact=True).click()
     status = page.locator("#training-status")
     expect(status).to_have_text("autoencoder, 50 %, about 13 s left")
