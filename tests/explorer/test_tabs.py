@@ -302,7 +302,7 @@ def test_the_tour_leads_through_the_page(page: Page) -> None:
     page.get_by_role("button", name="Tour").click()
     tour = page.get_by_role("dialog")
     expect(tour.get_by_role("button", name="Next")).to_be_focused()
-    titles = []
+    titles: list[str] = []
     while tour.is_visible() and len(titles) < 20:
         titles.append(page.locator("#tour-title").inner_text())
         expect(page.locator(".toured")).to_have_count(1)

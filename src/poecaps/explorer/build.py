@@ -153,8 +153,8 @@ def _describe(model: ExplorerModel, arrays: Arrays) -> dict[str, Any]:
     for name, tensor in () if pixel is None else pixel.named_parameters():
         scale = PIXEL_BIAS_SCALE if name == "pixel_bias" else 1
         arrays.add(f"pixel_decoder.{name}", scale * tensor)
-    for name, tensor in prep.named_buffers():
-        arrays.add(f"preprocessing.{name}", tensor)
+    for name, buffer in prep.named_buffers():
+        arrays.add(f"preprocessing.{name}", buffer)
     layers: dict[str, list[dict[str, Any]]] = {"encoders": [], "decoders": []}
     for kind, described in layers.items():
         for number, layer in enumerate(getattr(network, kind)):

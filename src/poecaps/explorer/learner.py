@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from poecaps import functional as F
 from poecaps.code_density import CodeDensity
 from poecaps.data import ImageSet, hold_out
 from poecaps.training import TrainingError
@@ -136,7 +137,8 @@ class Watcher:
         experts = self.trainer.network.architecture.experts[-1][0]
         total = torch.zeros(experts, *self.watched.shape[1:]).index_add_(0, winner, self.watched)
         count = torch.bincount(winner, minlength=experts).clamp(min=1)
-        return total / count.view(-1, 1, 1, 1)
+        mean: Tensor = total / count.view(-1, 1, 1, 1)
+        return mean
 
     def _draws(self) -> Tensor:
         """Draw a code of each expert, always with the same random numbers: (J, J, D)."""
@@ -149,9 +151,7 @@ class Watcher:
             self.density.fit(codes, torch.Generator().manual_seed(0))
         generator = torch.Generator().manual_seed(1)
         each = [self.density.sample(1, "learned", j, generator) for j in range(experts)]
-        z = torch.cat(each)
-        norm = z.norm(dim=-1, keepdim=True)
-        return z * norm / (1 + norm.square())
+        return F.squash(torch.cat(each))
 
     def _add(self, name: str, images: Tensor) -> None:
         self.pictures[name] = _encoded(images)
@@ -205,6 +205,8 @@ def main() -> None:
     except Exception:
         emit({"error": "internal error of the training; the terminal of the explorer has details"})
         emit({"log": traceback.format_exc()})
+    sys.stdout.flush()
+    os._exit(0)  # the thread that reads the standard input cannot be joined
 
 
 def _limit() -> None:
@@ -222,7 +224,8 @@ def _limit() -> None:
 
 def _end_with_input() -> None:
     """End this process when the explorer has ended."""
-    sys.stdin.read()
+    while os.read(sys.stdin.fileno(), 1024):
+        pass
     os._exit(1)
 
 

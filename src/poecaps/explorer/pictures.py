@@ -70,7 +70,7 @@ def read(
     image = _open(data, channels)
     if invert is None:
         own = plain_background(np.asarray(image.convert("L")))
-        invert = None not in (own, background) and is_opposite(own, background)
+        invert = own is not None and background is not None and is_opposite(own, background)
     if invert:
         image = _negative(image)
     image = (

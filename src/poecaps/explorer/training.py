@@ -156,6 +156,7 @@ class LiveTraining:
         """Stop the training, and delete its folder."""
         self.stop()
         if self.process is not None:
+            self.process.kill()
             self.process.wait()
         with self.lock:
             self._remove_folder()
