@@ -170,7 +170,7 @@ class ModelRegistry:
 
     def add_trained(self, folder: FilePath) -> str:
         """Add a model that was trained in the explorer in place of the previous one."""
-        names = (TRAINED, *(f"{TRAINED}-{count}" for count in itertools.count(2)))
+        names = (TRAINED + (f"-{count}" if count > 1 else "") for count in itertools.count(1))
         name = self.trained or next(each for each in names if each not in self.models)
         before = self.models.get(name)
         self.results = {key: each for key, each in self.results.items() if before not in key}

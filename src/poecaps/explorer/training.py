@@ -213,17 +213,24 @@ class LiveTraining:
         for pipe in (process.stdin, process.stdout):
             if pipe is not None:
                 pipe.close()
+        name = self._finish() if finished else None
         with self.lock:
             if self.state.run != run or self.state.status not in RUNNING:
                 return
-            if finished and self.folder is not None:
-                self.state.model = self.on_finish(Path(self.folder.name) / learner.MODEL)
-                self.state.status = "finished"
-            else:
-                self.state.status = "failed"
-                self.state.error = (
-                    "the training ended, perhaps for want of memory; use fewer images"
-                )
+            self.state.model = name
+            self.state.status = "failed" if name is None else "finished"
+            if name is None:
+                self.state.error = "the training ended early, perhaps for want of memory"
+
+    def _finish(self) -> str | None:
+        """Return the name under which the trained model can be explored, or None if it cannot."""
+        if self.folder is None:
+            return None
+        try:
+            return self.on_finish(Path(self.folder.name) / learner.MODEL)
+        except Exception:
+            LOGGER.exception("the trained model cannot be loaded")
+            return None
 
     def _update(self, seen: Mapping[str, Any]) -> None:
         """Add what there is to see; the lock is held."""
