@@ -4,11 +4,12 @@ import os
 import shutil
 import threading
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import httpx
 import pytest
 import torch
+from playwright.sync_api import expect, sync_playwright
 
 import poecaps
 from poecaps.data import ImageSet
@@ -19,10 +20,11 @@ from poecaps.options import Architecture, DensityOptions
 from tests.networks import untrained
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from fastapi import FastAPI
+    from playwright.sync_api import Browser, Page
 
 TOKEN = "the-token-of-the-tests"
 BEARER = {"authorization": f"Bearer {TOKEN}"}
@@ -78,7 +80,8 @@ def with_density(name: str, options: DensityOptions) -> ExplorerModel:
         network.whitening.fit([activations])
         network.density.base.fit([network.whiten(activations)])
     network.density.reset_parameters(std=0.3, generator=generator)
-    return ExplorerModel(name, f"runs/{name}", network, ImageSet(test.images[:30]))
+    images_shown = ImageSet(test.images[:30])
+    return ExplorerModel(name, f"runs/{name}", network, images_shown, part="training")
 
 
 @pytest.fixture(scope="session")
@@ -140,3 +143,78 @@ def picture_file(tmp_path: Path, digits: ExplorerModel) -> Path:
     path = tmp_path / "digit.png"
     path.write_bytes(pictures.write(digits.images.images[3]))
     return path
+
+
+# --------------------------------------------------------------------------------------------------
+# The page in a real browser
+
+FLAGS = (
+    *(
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-quic",
+        "--no-proxy-server",
+        "--no-first-run",
+        "--disable-sync",
+    ),
+    *("--disable-background-networking", "--disable-component-update"),
+)
+
+
+class Screen(NamedTuple):
+    width: int
+    height: int
+    touch: bool
+    colours: Any
+
+
+SCREENS = {"phone": Screen(390, 844, True, "dark"), "desktop": Screen(1440, 900, False, "light")}
+
+
+@pytest.fixture(scope="session")
+def browser(chromium: str) -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=list(FLAGS))
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def problems() -> list[str]:
+    """The errors in the consoles of the browsers."""
+    return []
+
+
+@pytest.fixture
+def opened(browser: Browser, address: str, problems: list[str]) -> Iterator[Callable[..., Page]]:
+    """Open the page on a screen; in the end there may be no problems."""
+    contexts = []
+
+    def open_page(screen: str = "desktop", fragment: str = "") -> Page:
+        size = SCREENS[screen]
+        context = browser.new_context(
+            viewport={"width": size.width, "height": size.height},
+            has_touch=size.touch,
+            color_scheme=size.colours,
+        )
+        context.grant_permissions(["clipboard-read", "clipboard-write"], origin=address)
+        contexts.append(context)
+        page = context.new_page()
+        page.on(
+            "console",
+            lambda message: problems.append(message.text) if message.type == "error" else None,
+        )
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.goto(f"{address}/?token={TOKEN}{fragment}")
+        expect(page.locator("#image[data-number]")).to_be_visible()
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert problems == []
+
+
+@pytest.fixture(params=SCREENS)
+def page(request: pytest.FixtureRequest, opened: Callable[..., Page]) -> Page:
+    return opened(request.param)

@@ -5,154 +5,27 @@ from __future__ import annotations
 import io
 import re
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 from PIL import Image
-from playwright.sync_api import expect, sync_playwright
+from playwright.sync_api import expect
 
 from poecaps.code_density import DOMAINS
 from poecaps.explorer import chains
 from poecaps.explorer.render import Setting
 from poecaps.explorer.server import create_app
-from tests.explorer.conftest import TOKEN, serving
+from tests.explorer.conftest import SCREENS, TOKEN, serving
+from tests.explorer.pages import after, drawn, pixels, shows, sketch, wait_until_still
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
     from playwright.sync_api import Browser, Page
 
     from poecaps.explorer.render import ExplorerModel
-
-FLAGS = (
-    *(
-        "--no-sandbox",
-        "--disable-gpu",
-        "--disable-quic",
-        "--no-proxy-server",
-        "--no-first-run",
-        "--disable-sync",
-    ),
-    *("--disable-background-networking", "--disable-component-update"),
-)
-
-
-class Screen(NamedTuple):
-    width: int
-    height: int
-    touch: bool
-    colours: Any
-
-
-SCREENS = {"phone": Screen(390, 844, True, "dark"), "desktop": Screen(1440, 900, False, "light")}
-
-
-@pytest.fixture(scope="module")
-def browser(chromium: str) -> Iterator[Browser]:
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=list(FLAGS))
-        yield browser
-        browser.close()
-
-
-@pytest.fixture
-def problems() -> list[str]:
-    """The errors in the consoles of the browsers."""
-    return []
-
-
-@pytest.fixture
-def opened(browser: Browser, address: str, problems: list[str]) -> Iterator[Callable[..., Page]]:
-    """Open the page on a screen; in the end there may be no problems."""
-    contexts = []
-
-    def open_page(screen: str = "desktop", fragment: str = "") -> Page:
-        size = SCREENS[screen]
-        context = browser.new_context(
-            viewport={"width": size.width, "height": size.height},
-            has_touch=size.touch,
-            color_scheme=size.colours,
-        )
-        context.grant_permissions(["clipboard-read", "clipboard-write"], origin=address)
-        contexts.append(context)
-        page = context.new_page()
-        page.on(
-            "console",
-            lambda message: problems.append(message.text) if message.type == "error" else None,
-        )
-        page.on("pageerror", lambda error: problems.append(str(error)))
-        page.goto(f"{address}/?token={TOKEN}{fragment}")
-        expect(page.locator("#image[data-number]")).to_be_visible()
-        return page
-
-    yield open_page
-    for context in contexts:
-        context.close()
-    assert problems == []
-
-
-@pytest.fixture(params=SCREENS)
-def page(request: pytest.FixtureRequest, opened: Callable[..., Page]) -> Page:
-    return opened(request.param)
-
-
-def pixels(page: Page, canvas: str = "#image") -> Any:
-    """Pixels of a canvas of the page: (H, W)."""
-    read = """canvas => {
-        const context = canvas.getContext('2d');
-        const data = context.getImageData(0, 0, canvas.width, canvas.height).data;
-        return [canvas.height, canvas.width, Array.from(data).filter((_, i) => i % 4 === 0)]; }"""
-    height, width, values = page.locator(canvas).evaluate(read)
-    return np.array(values, np.uint8).reshape(height, width)
-
-
-def shows(page: Page, expected: Any, canvas: str = "#image") -> None:
-    """Wait until a canvas shows these pixels."""
-    for _ in range(400):
-        if np.array_equal(pixels(page, canvas), expected):
-            return
-        page.wait_for_timeout(20)
-    pytest.fail(f"{canvas} does not show what it should; it has {pixels(page, canvas)}")
-
-
-def after(page: Page, action: Callable[[], Any], canvas: str = "#image") -> Any:
-    """Pixels of a canvas after an action that changes them once."""
-    before = pixels(page, canvas)
-    action()
-    for _ in range(400):
-        if not np.array_equal(now := pixels(page, canvas), before):
-            return now
-        page.wait_for_timeout(20)
-    pytest.fail(f"{canvas} has not changed")
-
-
-def sketch(page: Page, *points: tuple[float, float]) -> None:
-    """Draw a line through points, relative to the sketch, with a finger on a touch screen."""
-    page.locator("#sketch").scroll_into_view_if_needed()
-    box = page.locator("#sketch").bounding_box()
-    assert box is not None
-    at = [(box["x"] + x * box["width"], box["y"] + y * box["height"]) for x, y in points]
-    if page.evaluate("navigator.maxTouchPoints"):
-        finger = page.context.new_cdp_session(page)
-        for number, (x, y) in enumerate(at):
-            touch = {
-                "type": "touchMove" if number else "touchStart",
-                "touchPoints": [{"x": x, "y": y}],
-            }
-            finger.send("Input.dispatchTouchEvent", touch)
-        finger.send("Input.dispatchTouchEvent", {"type": "touchEnd", "touchPoints": []})
-    else:
-        page.mouse.move(*at[0])
-        page.mouse.down()
-        for x, y in at[1:]:
-            page.mouse.move(x, y, steps=5)
-        page.mouse.up()
-
-
-def drawn(model: ExplorerModel, *settings: Setting) -> Any:
-    return model.decode(settings)[..., 0]
 
 
 def test_moving_a_slider_changes_the_image(page: Page, digits: ExplorerModel) -> None:
@@ -212,12 +85,12 @@ def test_drawing_at_random(page: Page, digits: ExplorerModel) -> None:
 
 def test_a_drawn_digit_is_seen_and_loaded(page: Page) -> None:
     sketch(page, (0.2, 0.1), (0.4, 0.1), (0.3, 0.5))
-    page.wait_for_timeout(300)  # every piece of the line is seen
+    wait_until_still(page)
     expect(page.locator("#firing button")).to_have_count(4)
     seen = pixels(page, "#reconstruction")
     assert pixels(page, "#seen").max() > 200
     expect(page.locator("#free-energy")).to_have_text(re.compile(r"free energy [−\d.]+"))
-    expect(page.locator("#heat-caption")).to_contain_text("Routing to expert")
+    expect(page.locator("#heat-caption")).to_contain_text(re.compile(r"expert \d looks"))
     loaded = after(page, page.get_by_role("button", name="Load into the sliders").click)
     assert np.abs(loaded.astype(int) - seen).mean() < 3  # offsets are rounded
     expect(page.locator("#mix-text")).to_have_text("All experts are mixed.")
@@ -239,7 +112,7 @@ def test_a_test_image_and_where_each_expert_listens(page: Page, digits: Explorer
     heat = page.locator("#heat").screenshot()
     page.locator("#firing button").nth(3).click()
     expect(page.locator("#sliders-title")).to_have_text("Expert 3")
-    expect(page.locator("#heat-caption")).to_contain_text("Routing to expert 3")
+    expect(page.locator("#heat-caption")).to_contain_text(re.compile("xpert 3 looks"))
     assert page.locator("#heat").screenshot() != heat
     assert page.locator("#heat").evaluate("canvas => [canvas.width, canvas.height]") == [6, 6]
 
@@ -282,7 +155,7 @@ def test_a_copied_link_brings_everything_back(
     page.get_by_label("Magnitude").fill("1.7")
     page.get_by_role("button", name="Flip sign").click()
     sketch(page, (0.3, 0.2), (0.6, 0.8))
-    page.wait_for_timeout(300)
+    wait_until_still(page)
     expect(page.locator("#firing button")).to_have_count(4)
     page.get_by_role("button", name="Copy link").click()
     expect(page.get_by_role("status")).to_have_text("Link copied.")
@@ -338,7 +211,7 @@ def test_python_and_picture_can_be_taken_along(page: Page, digits: ExplorerModel
 
 
 def test_the_traversal_sheet_is_drawn_and_leads_on(page: Page, digits: ExplorerModel) -> None:
-    page.locator("#sheet-panel").scroll_into_view_if_needed()
+    page.get_by_role("tab", name="Traversal").click()
     expect(page.locator("#sheet.stale")).to_have_count(0)
     sheet = digits.traverse([Setting(0)], 0)
     assert np.array_equal(
@@ -374,7 +247,7 @@ def test_all_can_be_done_by_keyboard(opened: Callable[..., Page], digits: Explor
         "parameter-4",
     ):
         assert wanted in reached
-    for wanted in ("download", "copy-python", "choose-file", "test-index", "sheet-download"):
+    for wanted in ("download", "copy-python", "encode-tab", "sketch", "choose-file", "test-index"):
         assert wanted in reached
     page.locator("#parameter-0").focus()
     for key in ("PageUp", "PageUp", "ArrowRight", "ArrowLeft", "PageUp"):
@@ -388,6 +261,10 @@ def test_all_can_be_done_by_keyboard(opened: Callable[..., Page], digits: Explor
         page.locator("#shelf button").nth(2).evaluate("e => getComputedStyle(e).outlineStyle")
         == "solid"
     )
+    page.locator("#encode-tab").focus()
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("Tab")
+    expect(page.locator("#sheet-download")).to_be_focused()
     page.locator("#sheet button[tabindex='0']").focus()
     expect(page.locator("#sheet.stale")).to_have_count(0)
     page.keyboard.press("ArrowDown")  # on a wide screen steps go down
@@ -409,8 +286,9 @@ def test_everything_has_a_name_for_screen_readers(page: Page) -> None:
 
 
 def test_nothing_sticks_out_sideways(page: Page) -> None:
-    page.locator("#sheet-panel").scroll_into_view_if_needed()
-    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    for tab in page.get_by_role("tab").all():
+        tab.click()
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     tall = page.evaluate("document.getElementById('new-draw').getBoundingClientRect().height")
     assert tall >= 32  # room for a finger
 
@@ -512,8 +390,7 @@ def walking(page: Page) -> Page:
 
 def show_chains(page: Page) -> None:
     page.get_by_role("combobox", name="Model").select_option("walks")
-    panel = page.get_by_role("region", name="Chains")
-    panel.scroll_into_view_if_needed()
+    page.get_by_role("tab", name="Chains").click()
     expect(page.locator("#chains-grid canvas[data-step='0']")).to_have_count(chains.MAX_CHAINS)
     page.get_by_label("Steps at a time").select_option("1")
 
@@ -614,20 +491,23 @@ def test_chains_start_again_from_the_same_or_another_seed(
 def test_chains_start_from_a_drawn_digit(walking: Page, walks: ExplorerModel) -> None:
     option = walking.locator("#chains-start option[value=image]")
     expect(option).to_be_disabled()
+    walking.get_by_role("tab", name="Encode").click()
     sketch(walking, (0.3, 0.2), (0.6, 0.8))
-    walking.wait_for_timeout(300)  # every piece of the line is seen
+    wait_until_still(walking)
+    walking.get_by_role("tab", name="Chains").click()
     expect(option).to_be_enabled()
     walking.get_by_label("Start from").select_option("image")
     drawing = pixels(walking, "#seen")[..., np.newaxis]
-    walking.locator("#chains-panel").scroll_into_view_if_needed()
     begin = chains.start(walks, chains.MAX_CHAINS, 0, image=drawing)
     chain_shows(walking, begin)
     walking.get_by_role("button", name="Step", exact=True).click()
     chain_shows(walking, chains.advance(walks, begin.state, 1))
     expect(walking.locator("#chains-t")).to_have_text("t = 1.00")
+    walking.get_by_role("tab", name="Encode").click()
     sketch(walking, (0.7, 0.2), (0.3, 0.8))  # another drawing, and all chains start there
     expect(walking.locator("#chains-count")).to_have_text("step 0")
     walking.get_by_role("button", name="Clear").click()
+    walking.get_by_role("tab", name="Chains").click()
     expect(walking.get_by_label("Start from")).to_have_value("noise")
 
 
@@ -677,7 +557,6 @@ def test_without_a_density_there_are_no_chains(opened: Callable[..., Page]) -> N
     expect(page.locator("#chains-panel")).to_be_hidden()
     sent: list[str] = []
     page.on("request", lambda request: sent.append(request.url))
-    page.locator("#sheet-panel").scroll_into_view_if_needed()
     page.wait_for_timeout(200)
     assert not any("chains" in url for url in sent)
     show_chains(page)

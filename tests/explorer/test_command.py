@@ -51,7 +51,7 @@ def test_it_prints_its_address_serves_and_ends_with_ctrl_c(digits: ExplorerModel
         finally:
             process.kill()
     assert process.returncode == 0
-    assert "without test images" in said
+    assert "without images of its data" in said
     assert "Traceback" not in said
 
 

@@ -28,7 +28,9 @@ def png(array: np.ndarray) -> bytes:
 def test_what_is_written_is_read_back(shape: tuple[int, int, int]) -> None:
     pixels = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
     height, width, channels = shape
-    assert np.array_equal(pictures.read(pictures.write(pixels), (channels, height, width)), pixels)
+    assert np.array_equal(
+        pictures.read(pictures.write(pixels), (channels, height, width)).pixels, pixels
+    )
 
 
 def test_enlarging_repeats_pixels() -> None:
@@ -41,7 +43,7 @@ def test_enlarging_repeats_pixels() -> None:
 def test_a_drawing_in_a_corner_comes_to_the_middle() -> None:
     page = np.zeros((280, 280), np.uint8)
     page[10:60, 10:40] = 255
-    seen = pictures.read(png(page), GREY, centre=True)[..., 0].astype(float)
+    seen = pictures.read(png(page), GREY, centre=True).pixels[..., 0].astype(float)
     rows, columns = np.nonzero(seen > 127)
     assert np.ptp(rows) + 1 == 20
     assert np.ptp(columns) + 1 == 12
@@ -55,20 +57,38 @@ def test_a_drawing_in_a_corner_comes_to_the_middle() -> None:
 def test_any_drawing_can_be_centred(drawn: tuple[slice, slice]) -> None:
     page = np.zeros((280, 280), np.uint8)
     page[drawn] = 255
-    assert (pictures.read(png(page), GREY, centre=True).max() > 0) == bool(page.any())
+    assert (pictures.read(png(page), GREY, centre=True).pixels.max() > 0) == bool(page.any())
 
 
 def test_ink_on_paper_can_be_inverted() -> None:
     page = np.full((28, 28), 255, np.uint8)
     page[10:18, 10:18] = 0
-    assert np.array_equal(pictures.read(png(page), GREY, invert=True)[..., 0], 255 - page)
+    seen = pictures.read(png(page), GREY, invert=True)
+    assert np.array_equal(seen.pixels[..., 0], 255 - page)
+    assert seen.inverted
+
+
+def test_dark_on_light_is_detected_where_a_model_knows_light_on_dark() -> None:
+    shade = np.linspace(150, 200, 280)  # a photo of grey paper, lit from one side
+    page = np.tile(shade, (280, 1)).astype(np.uint8)
+    page[60:220, 120:150] = 40
+    seen = pictures.read(png(page), GREY, centre=True, invert=None, background=0.0)
+    assert seen.inverted
+    assert seen.pixels[0].max() < 30
+    assert seen.pixels[14, 13:15].min() > 200
+    for background in (1.0, None):  # the model's images are dark on light, or photos
+        assert not pictures.read(png(page), GREY, invert=None, background=background).inverted
+    noise = np.random.default_rng(0).integers(0, 256, (28, 28), dtype=np.uint8)
+    assert not pictures.read(png(noise), GREY, invert=None, background=0.0).inverted
+    light_on_dark = pictures.read(png(255 - page), GREY, invert=None, background=0.0)
+    assert not light_on_dark.inverted
 
 
 def test_large_and_transparent_pictures_in_colour_become_what_the_model_sees() -> None:
     page = np.zeros((300, 500, 4), np.uint8)
     page[..., :3] = 255
     page[:, 250:, 3] = 255  # the left half is transparent
-    seen = pictures.read(png(page), GREY)[..., 0]
+    seen = pictures.read(png(page), GREY).pixels[..., 0]
     assert seen[:, :12].max() < 30
     assert seen[:, 16:].min() > 225
 
@@ -119,6 +139,6 @@ def test_damage_is_either_read_or_refused(data: bytes, start: int, other: bytes)
 
 def seen_or_refused(data: bytes) -> bool:
     try:
-        return pictures.read(data, GREY).shape == (28, 28, 1)
+        return pictures.read(data, GREY).pixels.shape == (28, 28, 1)
     except PictureError:
         return True

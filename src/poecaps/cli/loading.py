@@ -26,6 +26,7 @@ from poecaps.training.checkpoint import newest_checkpoint
 
 if TYPE_CHECKING:
     from poecaps.data import ImageSet
+    from poecaps.explorer.render import Part
 
 SPLITS: tuple[Split, Split] = ("train", "test")
 
@@ -135,6 +136,40 @@ def load_parts(network: CapsuleNetwork, run: str, source: str, path: str | None)
         source, path = training_source(run, None)
         return _with_same_labels(load_images(network, run, source, path, "train"), images)
     return Parts(images, test)
+
+
+def load_unseen(
+    network: CapsuleNetwork, run: str, source: str, path: str | None
+) -> tuple[ImageSet, Part]:
+    """Load images to show with a model, if possible those from which it has not learned.
+
+    These are the test images of the data, or the images of its training data that were held out,
+    or else all images of `source`.
+
+    Parameters
+    ----------
+    network, run
+        The model, and its name or folder.
+    source, path
+        The data as in `poecaps.data.load`.
+
+    Raises
+    ------
+    DataError
+        If the images do not have the shape that the model expects.
+    """
+    try:
+        return load_images(network, run, source, path, "test"), "test"
+    except MissingSplitError:
+        images, folder = load_images(network, run, source, path, "train"), models.find(run)
+    if not (folder / record.RECORD).is_file() or not _is_training_data(source, folder):
+        return images, "other"
+    about = record.read(folder)
+    if about["data"].get("held_out"):
+        unseen = data.hold_out(images, record.options_of(folder, about).held_out)[1]
+        if unseen is not None:
+            return unseen, "held-out"
+    return images, "training"
 
 
 def _is_training_data(source: str, folder: Path) -> bool:

@@ -4,28 +4,45 @@ from __future__ import annotations
 
 import io
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image, ImageOps
 
 from poecaps.data.folder import FORMATS, to_grey_or_rgb
 
-if TYPE_CHECKING:
-    Array = np.ndarray[Any, Any]
+Array = np.ndarray[Any, Any]
 
 MAX_PIXELS = 40_000_000  # of a picture that is read; phone cameras make 12 to 50 million, mostly 12
 DIGIT_BOX = 20 / 28  # share of the side that the digits of MNIST fill
 BACKGROUND = 0.15  # pixels up to this share of the brightest are background when centring
+FRAME_SIDE, FRAME_WIDTH = 64, 3  # the frame of a picture, in a copy of 64×64 pixels
+# A background is plain if this share of the frame is within so many of 255 levels of its median.
+PLAIN_SHARE, PLAIN_LEVELS = 0.7, 48
+INK, PAPER = 0.5, 10.0  # percentiles of the brightness of a picture, and of its frame
 
 
 class PictureError(ValueError):
     """A file is not a picture that can be read."""
 
 
+class Picture(NamedTuple):
+    """A picture as the input of a model."""
+
+    pixels: Array
+    """(H, W, C), uint8."""
+    inverted: bool
+    """Whether its brightness was inverted."""
+
+
 def read(
-    data: bytes, shape: tuple[int, int, int], *, centre: bool = False, invert: bool = False
-) -> Array:
+    data: bytes,
+    shape: tuple[int, int, int],
+    *,
+    centre: bool = False,
+    invert: bool | None = False,
+    background: float | None = None,
+) -> Picture:
     """Read a PNG, JPEG or WebP file, scale it to cover the size of the model's input and crop it.
 
     Parameters
@@ -38,12 +55,11 @@ def read(
         Whether to preprocess the picture like the digits of MNIST instead: scale its bright part to
         20/28 of the size, and move the centre of mass to the centre.
     invert
-        Whether to invert the brightness, for dark strokes on light paper.
-
-    Returns
-    -------
-    (H, W, C)
-        uint8.
+        Whether to invert the brightness, for dark strokes on light paper. In a grey picture, the
+        paper becomes black and the ink white, even if they are not white and black in a photo.
+        None: if the background of the picture is plain and the opposite of `background`.
+    background
+        Brightness of the background of the model's images, from 0 to 1, or None if they have none.
 
     Raises
     ------
@@ -52,14 +68,64 @@ def read(
     """
     channels, height, width = shape
     image = _open(data, channels)
+    if invert is None:
+        own = plain_background(np.asarray(image.convert("L")))
+        invert = own is not None and background is not None and is_opposite(own, background)
     if invert:
-        image = ImageOps.invert(image)
+        image = _negative(image)
     image = (
         _centred(image, (width, height))
         if centre
         else ImageOps.fit(image, (width, height), Image.Resampling.LANCZOS)
     )
-    return np.asarray(image).reshape(height, width, channels)
+    return Picture(np.asarray(image).reshape(height, width, channels), invert)
+
+
+def plain_background(grey: Array) -> float | None:
+    """Return the brightness of the background, from 0 to 1, or None if there is no plain one.
+
+    Parameters
+    ----------
+    grey : (..., H, W)
+        Pictures of any size, uint8; their background is the median along their four sides.
+    """
+    small = [
+        np.asarray(
+            Image.fromarray(each).resize((FRAME_SIDE, FRAME_SIDE), Image.Resampling.BOX), np.float64
+        )
+        for each in grey.reshape(-1, *grey.shape[-2:])
+    ]
+    frame = _frame(np.stack(small))
+    median = float(np.median(frame))
+    is_plain = (np.abs(frame - median) <= PLAIN_LEVELS).mean() >= PLAIN_SHARE
+    return median / 255 if is_plain else None
+
+
+def is_opposite(background: float, other: float) -> bool:
+    """Return whether a background is clearly nearer to another one once it is inverted."""
+    return abs(background - other) > abs(1 - background - other) + 0.1
+
+
+def _frame(pixels: Array) -> Array:
+    """Return the pixels along the four sides: (..., H, W) → (P,)."""
+    inner = np.s_[..., FRAME_WIDTH:-FRAME_WIDTH, FRAME_WIDTH:-FRAME_WIDTH]
+    is_frame = np.ones(pixels.shape, bool)
+    is_frame[inner] = False
+    return pixels[is_frame]
+
+
+def _negative(image: Image.Image) -> Image.Image:
+    """Invert the brightness; of a grey picture, from that of the paper to that of the ink."""
+    if image.mode != "L":
+        return ImageOps.invert(image)
+    size = (min(image.width, 512), min(image.height, 512))
+    grey = np.asarray(image.resize(size, Image.Resampling.BOX), np.float64)
+    enough = min(grey.shape) > 2 * FRAME_WIDTH
+    paper = float(np.percentile(_frame(grey) if enough else grey, PAPER))
+    ink = float(np.percentile(grey, INK))
+    if paper - ink < PLAIN_LEVELS:  # hardly any ink, or no paper
+        return ImageOps.invert(image)
+    return image.point(lambda level: round(255 * min(max((paper - level) / (paper - ink), 0), 1)))
 
 
 def _open(data: bytes, channels: int) -> Image.Image:

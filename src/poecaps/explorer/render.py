@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ import torch
 from poecaps import functional as F
 from poecaps._modules import in_batches
 from poecaps.code_density import DOMAIN_INFO
+from poecaps.explorer import pictures
 from poecaps.sampling import DensityTarget
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, Any]
 
+Part = Literal["test", "held-out", "training", "other"]
 STRIDE = 2  # of the second convolution; that of the first is 1
 STEPS = (-3.0, -2.0, -1.0, 0.0, 1.0, 2.0, 3.0)  # of a traversal, in standard deviations
 DECIMALS = 2  # of offsets and magnitudes, so that all of them fit into a link
@@ -90,13 +92,17 @@ class ExplorerModel:
     network
         The model.
     images
-        Test images, if available.
+        Images to encode, if available.
+    part
+        Which part of its data they are: the test images, images held out of the training data, the
+        training images, or others.
     """
 
     name: str
     source: str
     network: CapsuleNetwork
     images: ImageSet | None = None
+    part: Part = "test"
 
     @property
     def experts(self) -> int:
@@ -128,6 +134,18 @@ class ExplorerModel:
     def deviation(self) -> Tensor:
         """Change of the preactivation when a slider moves by 1: (J, D)."""
         return self.network.code_density.std.clamp(min=MIN_DEVIATION)
+
+    @cached_property
+    def background(self) -> float | None:
+        """Brightness of the plain background of grey images, or None if they have none."""
+        if self.network.architecture.image_shape[0] != 1:
+            return None
+        if self.images is None:
+            images = self.typical_images
+        else:
+            spread = np.linspace(0, len(self.images) - 1, min(len(self.images), 100)).astype(int)
+            images = np.stack([self.images.images[index] for index in spread])
+        return pictures.plain_background(images[..., 0])
 
     @cached_property
     def chain_target(self) -> DensityTarget:
@@ -167,7 +185,7 @@ class ExplorerModel:
 
     def decode(self, settings: Sequence[Setting]) -> Array:
         """Return the image of one code: (H, W, C), uint8."""
-        image: Array = self._decode(self.preactivation(settings).unsqueeze(0))[0]
+        image: Array = self.decode_many(self.preactivation(settings).unsqueeze(0))[0]
         return image
 
     def draw(self, domain: Domain, expert: int | None, seed: int) -> tuple[Setting, ...]:
@@ -183,7 +201,7 @@ class ExplorerModel:
     def typical_images(self) -> Array:
         """Image of each expert when all of its sliders are 0: (J, H, W, C), uint8."""
         per_expert = [self.preactivation([Setting(j)]) for j in range(self.experts)]
-        return self._decode(torch.stack(per_expert))
+        return self.decode_many(torch.stack(per_expert))
 
     def traverse(self, settings: Sequence[Setting], expert: int) -> Array:
         """Vary each slider of an expert while all others are fixed: (D, steps, H, W, C), uint8.
@@ -203,8 +221,31 @@ class ExplorerModel:
             for d in range(self.parameters)
             for step in STEPS
         ]
-        images = self._decode(torch.stack(varied))
+        images = self.decode_many(torch.stack(varied))
         return images.reshape(self.parameters, len(STEPS), *images.shape[1:])
+
+    def interpolate(
+        self, start: Sequence[Setting], end: Sequence[Setting], steps: int
+    ) -> tuple[tuple[tuple[Setting, ...], ...], Array]:
+        """Interpolate linearly between two codes, before squashing.
+
+        Parameters
+        ----------
+        start, end
+            The codes.
+        steps
+            Number of codes, including both ends; at least 2.
+
+        Returns
+        -------
+        codes
+            As slider positions.
+        images : (steps, H, W, C)
+            uint8.
+        """
+        position = torch.linspace(0, 1, steps).view(-1, 1, 1)
+        z = torch.lerp(self.preactivation(start), self.preactivation(end), position)
+        return tuple(self.settings(each) for each in z), self.decode_many(z)
 
     @torch.inference_mode()
     def encode(self, pixels: Array) -> EncodedImage:
@@ -246,7 +287,7 @@ class ExplorerModel:
         )
 
     @torch.inference_mode()
-    def _decode(self, z: Tensor) -> Array:
+    def decode_many(self, z: Tensor) -> Array:
         """Return the images of preactivations: (B, J, D) → (B, H, W, C), uint8."""
         return as_pixels(
             in_batches(lambda part: self.network.decode(F.squash(part)), z, DECODE_BATCH)

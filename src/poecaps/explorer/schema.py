@@ -22,7 +22,15 @@ from poecaps.explorer.chains import (
     ChainError,
     ChainState,
 )
-from poecaps.explorer.render import MAX_MAGNITUDE, MAX_OFFSET, Setting
+from poecaps.explorer.effects import Measure  # noqa: TC001 (pydantic reads the annotations)
+from poecaps.explorer.render import MAX_MAGNITUDE, MAX_OFFSET, Part, Setting
+from poecaps.explorer.training import (
+    MAX_EXPERTS,
+    MAX_IMAGES,
+    MIN_EXPERTS,
+    MIN_IMAGES,
+    Status,
+)
 
 MAX_SETTINGS, MAX_PARAMETERS = 1024, 1024
 MAX_SEED = 2**53 - 1  # the largest integer that JavaScript represents exactly
@@ -281,7 +289,8 @@ class ModelInfo(BaseModel):
     stride: Annotated[
         int, Field(description="Distance in pixels of the receptive fields of neighbours.")
     ]
-    test_images: Annotated[int, Field(description="Number of test images.")]
+    images: Annotated[int, Field(description="Number of images that can be encoded by index.")]
+    part: Annotated[Part, Field(description="Which images they are.")]
     chains: Annotated[
         int, Field(description="Most chains of a request; 0 if the model has no density.")
     ]
@@ -297,6 +306,7 @@ class ModelInfo(BaseModel):
 class Encoding(BaseModel):
     """The encoding of an image by a model."""
 
+    inverted: Annotated[bool, Field(description="Whether the brightness was inverted.")]
     firing: Annotated[list[float], Field(description="Firing probability of each expert: (J,).")]
     free_energy: Annotated[
         float, Field(description="Free energy of the input capsules under the first layer.")
@@ -315,6 +325,132 @@ class Encoding(BaseModel):
             "(J, rows, columns)."
         ),
     ]
+
+
+class ParameterEffect(BaseModel):
+    """What a parameter of an expert changes."""
+
+    size: Annotated[
+        float,
+        Field(description="Mean change of a pixel per standard deviation, from 0 to 1."),
+    ]
+    measure: Annotated[
+        Measure | None,
+        Field(description="What it changes above all, if one measure of the images dominates."),
+    ]
+    rises: Annotated[bool, Field(description="Whether this measure rises with the parameter.")]
+
+
+class CodeMap(BaseModel):
+    """A map of codes, with thumbnails."""
+
+    explained: Annotated[
+        list[float] | None,
+        Field(
+            description="Shares of the variance of the codes along both axes of the map of an "
+            "expert. The map of all experts has no such axes."
+        ),
+    ]
+    columns: Annotated[int, Field(description="Thumbnails in a row, and in a column.")]
+    filled: Annotated[
+        list[bool], Field(description="Whether there are codes near each thumbnail, row by row.")
+    ]
+    images: Annotated[
+        str, Field(description="Thumbnails, row by row: H·W·C bytes of each, as base64.")
+    ]
+
+
+class Ends(BaseModel):
+    """Two codes to interpolate between."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    start: Code
+    end: Code
+    steps: Annotated[
+        int,
+        Field(ge=2, le=33, description="Number of codes, including both ends."),
+        BeforeValidator(_as_integer),
+    ] = 9
+
+
+class Interpolation(BaseModel):
+    """Codes between two codes, and their images."""
+
+    codes: list[Code]
+    images: Annotated[str, Field(description="H·W·C bytes of each image, as base64.")]
+
+
+class TrainingSource(BaseModel):
+    """Images that a model can learn from."""
+
+    name: str
+    label: str
+
+
+class TrainingStart(BaseModel):
+    """A training to start."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    source: Annotated[str, Field(max_length=1000, description="Name of the images to learn from.")]
+    images: Annotated[
+        int,
+        Field(ge=MIN_IMAGES, le=MAX_IMAGES, description="Number of images."),
+        BeforeValidator(_as_integer),
+    ] = 2000
+    experts: Annotated[
+        int,
+        Field(ge=MIN_EXPERTS, le=MAX_EXPERTS, description="Number of experts."),
+        BeforeValidator(_as_integer),
+    ] = 10
+    seed: Annotated[
+        int,
+        Field(ge=0, le=MAX_SEED, description="The same seed gives the same model."),
+        BeforeValidator(_as_integer),
+    ] = 0
+
+
+class TrainingPoint(BaseModel):
+    """A point of the curves of a training."""
+
+    stage: str
+    share: Annotated[float, Field(description="Share of the stage that is done.")]
+    error: Annotated[
+        float | None, Field(description="What is lost of the input of the stage, as a share.")
+    ]
+    held_out: Annotated[
+        float | None, Field(description="The same for images that are not learned from.")
+    ]
+
+
+class Pictures(BaseModel):
+    """Some images."""
+
+    shape: Annotated[list[int], Field(min_length=3, max_length=3, description="C, H, W.")]
+    count: int
+    pixels: Annotated[str, Field(description="H·W·C bytes of each image, as base64.")]
+
+
+class Training(BaseModel):
+    """A training that is running or has ended."""
+
+    run: Annotated[int, Field(description="Number of the training; 0 before the first one.")]
+    status: Status
+    stages: Annotated[list[str], Field(description="Names of all stages.")]
+    stage: Annotated[str | None, Field(description="Name of the stage that learns.")]
+    done: Annotated[float, Field(description="Share of this stage that is done.")]
+    seconds_left: Annotated[float | None, Field(description="Estimated time to the end.")]
+    first: Annotated[int, Field(description="Number of the first of the points.")]
+    points: list[TrainingPoint]
+    pictures: Annotated[
+        dict[str, Pictures],
+        Field(description="images, their reconstructions, what experts have won, and draws."),
+    ]
+    model: Annotated[
+        str | None, Field(description="Name of the trained model, once it can be explored.")
+    ]
+    error: Annotated[str | None, Field(description="Why the training ended, if it failed.")]
 
 
 class PythonCode(BaseModel):

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import itertools
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from dataclasses import asdict
 from pathlib import Path as FilePath
 from typing import TYPE_CHECKING, Annotated, Any, Literal, ParamSpec, TypeVar
 
@@ -17,19 +20,26 @@ from starlette.exceptions import HTTPException as StarletteError
 
 from poecaps._version import __version__
 from poecaps.code_density import Domain  # noqa: TC001 (FastAPI reads the annotations)
-from poecaps.explorer import chains, pictures
+from poecaps.explorer import chains, effects, maps, pictures
 from poecaps.explorer.connections import BACKLOG, LimitedServer, bounded_log
-from poecaps.explorer.render import STRIDE
+from poecaps.explorer.render import STRIDE, ExplorerModel
 from poecaps.explorer.schema import (
     MAX_SEED,
     Chain,
     ChainStart,
     ChainSteps,
     Code,
+    CodeMap,
     Encoding,
+    Ends,
     Error,
+    Interpolation,
     ModelInfo,
+    ParameterEffect,
     PythonCode,
+    Training,
+    TrainingSource,
+    TrainingStart,
     Walk,
 )
 from poecaps.explorer.security import (
@@ -38,11 +48,13 @@ from poecaps.explorer.security import (
     is_loopback,
     require_token,
 )
+from poecaps.explorer.training import LiveTraining, TrainingError, UnknownSourceError
+from poecaps.network import CapsuleNetwork
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
 
-    from poecaps.explorer.render import ExplorerModel, Setting
+    from poecaps.explorer.render import Setting
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -54,6 +66,7 @@ MEDIA_TYPES = {
     ".css": "text/css",
     ".svg": "image/svg+xml",
 }
+TRAINED = "trained-here"  # name of a model that was trained in the explorer
 THREADS = 2  # each computes on one core, so that a long request does not delay a short one
 ALL_ADDRESSES = ("0.0.0.0", "::")  # noqa: S104 (recognized, not used as a default)
 MAX_SCALE = 20
@@ -63,6 +76,10 @@ IMAGE_TYPES = ("image/png", "image/jpeg", "image/webp")
 
 Name = Annotated[str, Path(description="Name of a model.")]
 Number = Annotated[int, Path(ge=0, le=MAX_INT, description="Counted from 0.")]
+MapOf = Annotated[
+    int | None,
+    Query(ge=0, le=MAX_INT, description="The expert; by default all of them together."),
+]
 Format = Annotated[
     Literal["png", "pixels"],
     Query(alias="as", description="PNG, or the H·W·C bytes of the pixels, row by row."),
@@ -97,7 +114,8 @@ def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
         403: "The request comes from another site.",
         404: "There is no such model, expert, parameter, image or density.",
         408: "The request took too long to arrive.",
-        409: "The chain or its image does not belong to the model, or the chain has ended.",
+        409: "The chain or its image does not belong to the model, or the chain has ended; or a "
+        "model is being trained already.",
         413: "The request is too large.",
         415: "The content type of the body is not that of a picture.",
         422: "The request is not valid.",
@@ -120,6 +138,10 @@ class ModelRegistry:
                 f"{[each.name for each in models]}"
             )
         self.threads = ThreadPoolExecutor(THREADS, "explorer")
+        self.slow_thread = ThreadPoolExecutor(1, "explorer-slow")
+        self.results: dict[tuple[Any, ...], Any] = {}  # of `compute_once`
+        self.trained: str | None = None  # name of the model that was trained here
+        self.training = LiveTraining(models, self.add_trained)
 
     def find(self, name: str) -> ExplorerModel:
         """Return the model with this name, or raise a 404 error."""
@@ -134,6 +156,34 @@ class ModelRegistry:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self.threads, lambda: function(*args, **kwargs))
 
+    async def compute_once(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Call a function that takes seconds once for each of its arguments, in a thread for it."""
+
+        def result() -> R:
+            key = (function, *args, *kwargs.items())
+            if key not in self.results:
+                self.results[key] = function(*args, **kwargs)
+            found: R = self.results[key]
+            return found
+
+        return await asyncio.get_running_loop().run_in_executor(self.slow_thread, result)
+
+    def add_trained(self, folder: FilePath) -> str:
+        """Add a model that was trained in the explorer in place of the previous one."""
+        names = (TRAINED + (f"-{count}" if count > 1 else "") for count in itertools.count(1))
+        name = self.trained or next(each for each in names if each not in self.models)
+        before = self.models.get(name)
+        self.results = {key: each for key, each in self.results.items() if before not in key}
+        self.models[name] = ExplorerModel(name, str(folder), CapsuleNetwork.load(folder))
+        self.trained = name
+        return name
+
+    def close(self) -> None:
+        """Stop the threads and a training."""
+        self.training.close()
+        for each in (self.threads, self.slow_thread):
+            each.shutdown(wait=False, cancel_futures=True)
+
 
 def create_app(models: Sequence[ExplorerModel], *, token: str | None, **options: Any) -> FastAPI:
     """Create the web application; `token` and `options` are those of `SecurityMiddleware`."""
@@ -142,7 +192,7 @@ def create_app(models: Sequence[ExplorerModel], *, token: str | None, **options:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         yield
-        registry.threads.shutdown(wait=False, cancel_futures=True)
+        registry.close()
 
     app = FastAPI(
         title="poecaps explorer",
@@ -160,7 +210,9 @@ def create_app(models: Sequence[ExplorerModel], *, token: str | None, **options:
     app.add_exception_handler(StarletteError, _http_error)
     _add_models(app, registry)
     _add_codes(app, registry)
+    _add_maps(app, registry)
     _add_chains(app, registry)
+    _add_training(app, registry)
     _add_page(app)
     return app
 
@@ -187,7 +239,8 @@ def _add_models(app: FastAPI, registry: ModelRegistry) -> None:
             grid=list(found.grid),
             field=found.receptive_field,
             stride=STRIDE,
-            test_images=0 if found.images is None else len(found.images),
+            images=0 if found.images is None else len(found.images),
+            part=found.part,
             chains=chains.max_chains(found),
             mean=found.mean.tolist(),
             deviation=found.deviation.tolist(),
@@ -213,12 +266,11 @@ def _add_models(app: FastAPI, registry: ModelRegistry) -> None:
         responses={**_errors(), 200: IMAGE_RESPONSE},
     )
     async def image(model: Name, index: Number, as_: Format = "png", scale: Scale = 1) -> Response:
-        """Return a test image."""
+        """Return an image of the model's data."""
         found = registry.find(model)
         if found.images is None or index >= len(found.images):
-            raise HTTPException(
-                404, f"there are {0 if found.images is None else len(found.images):,} test images"
-            )
+            count = 0 if found.images is None else len(found.images)
+            raise HTTPException(404, f"there are {count:,} images")
         pixels = (
             (found.images.batch([index])[0] * 255).round().to(torch.uint8).permute(1, 2, 0).numpy()
         )
@@ -307,8 +359,12 @@ def _add_codes(app: FastAPI, registry: ModelRegistry) -> None:
             bool, Query(description="Whether to centre and scale the bright part as in MNIST.")
         ] = False,
         invert: Annotated[
-            bool, Query(description="Whether to invert the brightness, for dark on light.")
-        ] = False,
+            Literal["true", "false", "auto"],
+            Query(
+                description="Whether to invert the brightness, for dark on light; auto: if the "
+                "background is the opposite of that of the model's images."
+            ),
+        ] = "false",
     ) -> JSONResponse:
         """Encode an image: a PNG, JPEG or WebP of any size, as the body of the request."""
         found = registry.find(model)
@@ -319,18 +375,24 @@ def _add_codes(app: FastAPI, registry: ModelRegistry) -> None:
             raise HTTPException(
                 415, "send a picture with content type image/png, image/jpeg or image/webp"
             )
-        return await registry.compute(_encode, found, await request.body(), centre, invert)
+        inverts = {"true": True, "false": False, "auto": None}[invert]
+        return await registry.compute(_encode, found, await request.body(), centre, inverts)
 
 
-def _encode(model: ExplorerModel, data: bytes, centre: bool, invert: bool) -> JSONResponse:
+def _encode(model: ExplorerModel, data: bytes, centre: bool, invert: bool | None) -> JSONResponse:
     try:
-        pixels = pictures.read(
-            data, model.network.architecture.image_shape, centre=centre, invert=invert
+        picture = pictures.read(
+            data,
+            model.network.architecture.image_shape,
+            centre=centre,
+            invert=invert,
+            background=model.background,
         )
     except pictures.PictureError as error:
         raise HTTPException(422, str(error)) from error
-    encoded = model.encode(pixels)
+    encoded = model.encode(picture.pixels)
     content = {
+        "inverted": picture.inverted,
         "firing": encoded.firing,
         "free_energy": encoded.free_energy,
         "picture": Code.from_settings(encoded.settings).model_dump(),
@@ -339,6 +401,60 @@ def _encode(model: ExplorerModel, data: bytes, centre: bool, invert: bool) -> JS
         "routing": encoded.routing.tolist(),
     }
     return JSONResponse(content, headers=NO_STORE)
+
+
+def _add_maps(app: FastAPI, registry: ModelRegistry) -> None:
+    @app.get("/api/models/{model}/experts/{expert}/effects", responses=_errors())
+    async def parameter_effects(model: Name, expert: Number) -> list[ParameterEffect]:
+        """Measure what each parameter of an expert changes, one after the other."""
+        found = registry.find(model)
+        _require_expert(found, expert)
+        measured = await registry.compute_once(effects.effects, found, expert)
+        return [ParameterEffect(**asdict(each)) for each in measured]
+
+    @app.get("/api/models/{model}/map", responses=_errors())
+    async def map_(model: Name, expert: MapOf = None) -> CodeMap:
+        """Return a map of the codes of an expert, or of all experts."""
+        found = await _find_map(model, expert)
+        return CodeMap(
+            explained=None if found.explained is None else list(found.explained),
+            columns=found.columns,
+            filled=found.filled.tolist(),
+            images=_base64(found.images),
+        )
+
+    @app.get("/api/models/{model}/map/code", responses=_errors())
+    async def map_code(
+        model: Name,
+        x: Annotated[float, Query(ge=0, le=1, description="From left to right.")],
+        y: Annotated[float, Query(ge=0, le=1, description="From top to bottom.")],
+        expert: MapOf = None,
+    ) -> Code:
+        """Return the code at a position of a map."""
+        found = await _find_map(model, expert)
+        return Code.from_settings(registry.find(model).settings(found.at(x, y)))
+
+    async def _find_map(model: str, expert: int | None) -> maps.CodeMap:
+        found = registry.find(model)
+        if expert is not None:
+            _require_expert(found, expert)
+        return await registry.compute_once(maps.make_map, found, expert)
+
+    @app.post("/api/models/{model}/interpolation", responses=_errors())
+    async def interpolate(
+        model: Name, ends: Annotated[Ends, Body(description="The codes at both ends.")]
+    ) -> Interpolation:
+        """Interpolate linearly between two codes, before squashing."""
+        found, start = _find_and_check(registry, model, ends.start)
+        _, end = _find_and_check(registry, model, ends.end)
+        codes, images = await registry.compute(found.interpolate, start, end, ends.steps)
+        return Interpolation(
+            codes=[Code.from_settings(each) for each in codes], images=_base64(images)
+        )
+
+
+def _base64(pixels: Any) -> str:
+    return base64.b64encode(pixels.tobytes()).decode()
 
 
 def _add_chains(app: FastAPI, registry: ModelRegistry) -> None:
@@ -395,6 +511,46 @@ def _find_with_density(registry: ModelRegistry, name: str) -> ExplorerModel:
             404, f"{name} has no density to run chains on; train a model with the preset energy"
         )
     return model
+
+
+def _add_training(app: FastAPI, registry: ModelRegistry) -> None:
+    training = registry.training
+
+    def state(since: int = 0) -> JSONResponse:
+        return JSONResponse(training.snapshot(since), headers=NO_STORE)
+
+    @app.get("/api/training/sources", responses=_errors())
+    async def sources() -> list[TrainingSource]:
+        """Return the names of images that a model can learn from."""
+        return [TrainingSource(name=n, label=label) for n, label in training.sources().items()]
+
+    @app.get("/api/training", response_model=Training, responses=_errors())
+    async def show(
+        since: Annotated[
+            int, Query(ge=0, le=MAX_INT, description="Number of the first point of the curves.")
+        ] = 0,
+    ) -> JSONResponse:
+        """Return what there is to see of the training."""
+        return state(since)
+
+    @app.post("/api/training", response_model=Training, responses=_errors(409))
+    async def start(
+        options: Annotated[TrainingStart, Body(description="What to learn from.")],
+    ) -> JSONResponse:
+        """Train a small model, in a process of its own; one at a time."""
+        try:
+            await registry.compute(training.start, **options.model_dump())
+        except UnknownSourceError as error:
+            raise HTTPException(404, str(error)) from error
+        except TrainingError as error:
+            raise HTTPException(409, str(error)) from error
+        return state()
+
+    @app.delete("/api/training", response_model=Training, responses=_errors())
+    async def stop() -> JSONResponse:
+        """Stop the training, if one is running."""
+        training.stop()
+        return state()
 
 
 def _image_response(pixels: Any, as_: str, scale: int) -> Response:

@@ -141,16 +141,11 @@ def decode(
     if strided is None:
         strided = Strided.of(parameters.conv2_weight, (features.shape[2], features.shape[3]))
     hidden = strided.conv_transpose2d(features, _hidden_size(parameters, size))
-<<<<<<< HEAD
-    hidden = _bias_and_leaky_relu(hidden, parameters.deconv2_bias, negative_slope)
+    hidden = strided.bias_and_leaky_relu(hidden, parameters.deconv2_bias, negative_slope)
     if parameters.conv1_weight.shape[1] > FEW_CHANNELS:
         images = nn.functional.conv_transpose2d(hidden, parameters.conv1_weight)
     else:
         images = _conv_transpose2d_by_matmul(hidden, parameters.conv1_weight)
-=======
-    hidden = strided.bias_and_leaky_relu(hidden, parameters.deconv2_bias, negative_slope)
-    images = _conv_transpose2d_by_matmul(hidden, parameters.conv1_weight)
->>>>>>> ops
     bias = parameters.deconv1_bias
     return images if bias is None else images + bias.view(-1, 1, 1)
 

@@ -1,16 +1,21 @@
-// Requests to the server, and the order in which responses are used.
+// Requests to the server. A static build has the same functions without a server, in local.js.
+
+import { fromBase64 } from "./state.js";
 
 const TIMEOUT = 20_000; // milliseconds
+const MAP_TIMEOUT = 55_000; // of a map, for which many images are encoded
 const MAX_ATTEMPTS = 6; // of a request that a busy server rejects
+
+export const hasServer = true;
 
 export class RequestError extends Error {}
 
 const pause = (milliseconds) => new Promise((done) => setTimeout(done, milliseconds));
 
 /** Send a request. A busy server (status 429) is asked again, after a longer pause each time. */
-async function request(url, { signal, ...options } = {}) {
+async function request(url, { signal, timeout = TIMEOUT, ...options } = {}) {
   for (let attempt = 1; ; attempt += 1) {
-    const ended = AbortSignal.any([AbortSignal.timeout(TIMEOUT), ...(signal ? [signal] : [])]);
+    const ended = AbortSignal.any([AbortSignal.timeout(timeout), ...(signal ? [signal] : [])]);
     let response;
     try {
       response = await fetch(url, { ...options, signal: ended });
@@ -35,10 +40,10 @@ const post = (body, signal) => ({
   headers: { "content-type": "application/json" },
   signal,
 });
-const modelUrl = (model, path) => `/api/models/${encodeURIComponent(model)}${path}`;
+const modelUrl = (model, path) => `api/models/${encodeURIComponent(model)}${path}`;
 const bytes = async (response) => new Uint8Array(await response.arrayBuffer());
 
-export const models = async () => (await request("/api/models")).json();
+export const models = async () => (await request("api/models")).json();
 export const model = async (name) => (await request(modelUrl(name, ""))).json();
 export const typicalImageUrl = (name, expert) => modelUrl(name, `/experts/${expert}/typical`);
 export const decode = async (name, code, signal) =>
@@ -73,79 +78,37 @@ export async function encode(name, blob, { centre, invert }, signal) {
   return (await request(modelUrl(name, `/encode?${query}`), options)).json();
 }
 
+export const effects = async (name, expert, signal) =>
+  (await request(modelUrl(name, `/experts/${expert}/effects`), { signal })).json();
+
+const mapQuery = (expert, values = {}) =>
+  new URLSearchParams({ ...values, ...(expert === null ? {} : { expert }) });
+
+/** Return the map of an expert or, with null, of all experts. */
+export async function map(name, expert, signal) {
+  const url = modelUrl(name, `/map?${mapQuery(expert)}`);
+  const found = await (await request(url, { signal, timeout: MAP_TIMEOUT })).json();
+  return { ...found, images: fromBase64(found.images) };
+}
+
+export async function mapCode(name, expert, x, y, signal) {
+  return (await request(modelUrl(name, `/map/code?${mapQuery(expert, { x, y })}`), { signal })).json();
+}
+
+export async function interpolate(name, start, end, steps, signal) {
+  const url = modelUrl(name, "/interpolation");
+  const found = await (await request(url, post({ start, end, steps }, signal))).json();
+  return { ...found, images: fromBase64(found.images) };
+}
+
+export const trainingSources = async () => (await request("api/training/sources")).json();
+export const startTraining = async (body) => (await request("api/training", post(body))).json();
+export const training = async (since, signal) =>
+  (await request(`api/training?since=${since}`, { signal })).json();
+export const stopTraining = async () =>
+  (await request("api/training", { method: "DELETE" })).json();
+
 const walk = async (name, path, body, signal) =>
   (await request(modelUrl(name, path), post(body, signal))).json();
 export const startChains = (name, body, signal) => walk(name, "/chains", body, signal);
 export const stepChains = (name, body, signal) => walk(name, "/chains/steps", body, signal);
-
-/** Requests of which only the latest matters: a new one cancels the previous one. */
-export class LatestRequest {
-  #controller = new AbortController();
-
-  /** Send a request, and use its result unless a newer one was sent meanwhile. */
-  async run(send, onResult, onError) {
-    this.cancel();
-    const { signal } = this.#controller;
-    try {
-      const result = await send(signal);
-      if (!signal.aborted) onResult(result);
-    } catch (error) {
-      if (!signal.aborted) onError(error);
-    }
-  }
-
-  cancel() {
-    this.#controller.abort();
-    this.#controller = new AbortController();
-  }
-}
-
-/**
- * Requests that are made faster than they are answered, as by dragging a slider. A few are in
- * progress at a time, a newer request replaces the waiting one, and a result is used only if no
- * newer one was.
- */
-export class RequestStream {
-  #requested = 0;
-  #shown = 0;
-  #inProgress = 0;
-  #waiting = null;
-  #controller = new AbortController();
-
-  constructor(maxInProgress = 2) {
-    this.maxInProgress = maxInProgress;
-  }
-
-  run(send, onResult, onError) {
-    this.#waiting = { number: ++this.#requested, send, onResult, onError };
-    this.#next();
-  }
-
-  /** Discard all requests, for example when another model is opened. */
-  cancel() {
-    this.#controller.abort();
-    this.#controller = new AbortController();
-    this.#waiting = null;
-    this.#shown = this.#requested;
-  }
-
-  async #next() {
-    if (!this.#waiting || this.#inProgress >= this.maxInProgress) return;
-    const { number, send, onResult, onError } = this.#waiting;
-    const { signal } = this.#controller;
-    this.#waiting = null;
-    this.#inProgress += 1;
-    try {
-      const result = await send(signal);
-      if (!signal.aborted && number > this.#shown) {
-        this.#shown = number;
-        onResult(result, number);
-      }
-    } catch (error) {
-      if (!signal.aborted && number > this.#shown) onError(error);
-    } finally {
-      this.#inProgress -= 1;
-      this.#next();
-    }
-  }
-}

@@ -1,14 +1,19 @@
 // The page: what is selected, and the updates that follow a change.
 
 import * as api from "./api.js";
+import { Between } from "./between.js";
 import { drawPixels } from "./canvas.js";
 import { Chains } from "./chains.js";
 import { byId, clearError, copyText, create, debounce, download, showError } from "./dom.js";
 import { Encoder } from "./encoder.js";
+import { CodeMap } from "./map.js";
+import { LatestRequest, RequestStream } from "./requests.js";
 import { Sliders } from "./sliders.js";
-import {
-  applyCode, defaultSetting, fromFragment, initialState, toCode, toFragment,
-} from "./state.js";
+import { applyCode, defaultSetting, fromFragment, initialState, toCode } from "./state.js";
+import { Tabs } from "./tabs.js";
+import { Timeline } from "./timeline.js";
+import { Tour } from "./tour.js";
+import { Training } from "./training.js";
 import { Traversal } from "./traversal.js";
 
 const HINTS = {
@@ -20,16 +25,17 @@ const HINTS = {
 const DOWNLOAD_SCALE = 10; // each pixel of a downloaded image is a square of 10×10
 
 const page = { model: null, state: initialState("") };
-const images = new api.RequestStream();
-const draws = new api.LatestRequest();
-const traversals = new api.LatestRequest();
-const pythonLines = new api.LatestRequest();
+const images = new RequestStream();
+const draws = new LatestRequest();
+const traversals = new LatestRequest();
+const pythonLines = new LatestRequest();
+const effects = new LatestRequest();
+const knownEffects = new Map(); // by model and expert
 
 const selectedSetting = () => page.state.experts.get(page.state.chosen) ?? defaultSetting();
 
 // Updates after a change ------------------------------------------------------------------------
 
-const updateLink = debounce(150, () => history.replaceState(null, "", toFragment(page.state)));
 const updatePython = debounce(200, () => pythonLines.run(
   (signal) => api.python(page.model.name, toCode(page.state), signal),
   (text) => byId("python").replaceChildren(text),
@@ -64,18 +70,35 @@ function update() {
   traversals.cancel();
   showTitles();
   markExperts();
-  encoder.showChosen();
+  showEffects();
+  map.update();
   images.run(
     (signal) => api.decode(model.name, toCode(state), signal),
     (pixels, number) => {
-      for (const id of ["image", "small-image"]) drawPixels(byId(id), pixels, model.image_shape);
+      for (const canvas of document.querySelectorAll(".mirror")) {
+        drawPixels(canvas, pixels, model.image_shape);
+      }
       byId("image").dataset.number = number;
     },
     showError,
   );
-  updateLink();
+  timeline.add();
   updatePython();
   updateTraversal();
+}
+
+/** Say what the sliders of the selected expert change, once it is measured. */
+function showEffects() {
+  const { model, state: { chosen } } = page;
+  const key = `${model.name}/${chosen}`;
+  if (sliders.effectsOf === key) return;
+  sliders.effectsOf = key;
+  sliders.setEffects(knownEffects.get(key) ?? null);
+  if (knownEffects.has(key)) return;
+  effects.run((signal) => api.effects(model.name, chosen, signal), (found) => {
+    knownEffects.set(key, found);
+    sliders.setEffects(found);
+  }, showError);
 }
 
 function showTitles() {
@@ -134,6 +157,18 @@ function clickExpert(expert, isMixing) {
 
 function selectExpert(expert) {
   page.state.chosen = expert;
+  encoder.follow(expert);
+  update();
+}
+
+/** Show a code of the HTTP interface, and select its strongest expert. */
+function showCode(code, strongest) {
+  applyCode(page.state, code);
+  byId("several").checked = page.state.experts.size > 1;
+  if (strongest !== undefined) page.state.chosen = strongest;
+  else if (!page.state.experts.has(page.state.chosen)) {
+    [page.state.chosen] = page.state.experts.keys();
+  }
   update();
 }
 
@@ -157,9 +192,21 @@ const traversal = new Traversal((parameter, offset) => changeSetting((setting) =
 const chains = new Chains();
 
 const encoder = new Encoder(page, () => {
-  updateLink();
+  timeline.add();
   chains.setImage(page.state.pixels);
 }, selectExpert);
+
+const map = new CodeMap(page, (code) => showCode(code));
+const between = new Between(page, () => encoder.encoding?.picture ?? null, (code) =>
+  showCode(code));
+const training = new Training((name) => refreshModels(name).catch(showError));
+const tabs = new Tabs((view) => {
+  page.state.view = view;
+  if (page.model) timeline.replace();
+});
+const timeline = new Timeline(page, (state) => start(state).catch(showError));
+new Tour((view) => tabs.open(view), api.hasServer);
+document.body.classList.add(api.hasServer ? "served" : "local");
 
 new IntersectionObserver(([entry]) => {
   isTraversalVisible = entry.isIntersecting;
@@ -167,7 +214,7 @@ new IntersectionObserver(([entry]) => {
 }).observe(byId("sheet-panel"));
 
 // A small copy of the image stays visible when the large one is scrolled out of view, except in the
-// middle of the chains, which have images of their own.
+// middle of panels that have images of their own.
 const inView = new Set();
 function watch(element, options) {
   new IntersectionObserver(([entry]) => {
@@ -177,7 +224,9 @@ function watch(element, options) {
   }, options).observe(element);
 }
 watch(byId("image"), { threshold: 0.3 });
-watch(byId("chains-panel"), { rootMargin: "-45% 0px" });
+for (const id of ["chains-panel", "map-panel", "between-panel", "training-panel"]) {
+  watch(byId(id), { rootMargin: "-45% 0px" });
+}
 
 function draw() {
   const { model, state } = page;
@@ -223,9 +272,7 @@ function keepOnlySelected() {
 
 byId("load").addEventListener("click", () => {
   const { picture: code, firing } = encoder.encoding;
-  applyCode(page.state, code);
-  byId("several").checked = page.state.experts.size > 1;
-  selectExpert(firing.indexOf(Math.max(...firing)));
+  showCode(code, firing.indexOf(Math.max(...firing)));
   byId("stage").scrollIntoView({ block: "nearest" });
   byId("image").closest("section").focus({ preventScroll: true });
 });
@@ -248,57 +295,88 @@ onClick("copy-python", async ({ model, state }) => {
   await copyText(text, "Three lines of Python", byId("python"));
 });
 byId("copy-link").addEventListener("click", () => {
-  updateLink.now();
+  timeline.addNow();
   copyText(location.href, "Link");
 });
 
 // Opening a model -------------------------------------------------------------------------------
 
-/** Open a model, with the state of a link if there is one. */
-async function open(name, linked) {
+/** Open a model, with a state if there is one, else with the image that is encoded now. */
+async function open(name, state) {
   images.cancel();
-  for (const each of [draws, traversals, pythonLines]) each.cancel();
-  if (page.model?.name !== name) {
-    page.model = await api.model(name);
-    buildExperts();
-    sliders.build(page.model.parameters);
-    traversal.build(page.model.parameters);
-    chains.build(page.model);
-  }
-  byId("model").value = name;
-  page.state = linked ?? initialState(name);
-  const restored = { test: page.state.test, pixels: page.state.pixels };
+  for (const each of [draws, traversals, pythonLines, effects]) each.cancel();
+  const isNew = page.model?.name !== name;
+  const model = isNew ? await api.model(name) : page.model;
+  const next = state ?? {
+    ...initialState(name), view: page.state.view,
+    source: isNew && page.model ? encoder.sourceFor(model.image_shape) : null,
+  };
+  page.model = model;
+  page.state = next;
   page.state.model = name;
+  byId("model").value = name;
+  if (isNew) build();
   page.state.chosen = Math.min(page.state.chosen, page.model.experts - 1);
   for (const [expert, setting] of page.state.experts) {
     if (expert >= page.model.experts) page.state.experts.delete(expert);
     setting.offsets.splice(page.model.parameters);
   }
-  if (!linked) page.state.experts.set(0, defaultSetting());
+  if (!state) page.state.experts.set(0, defaultSetting());
   byId("several").checked = page.state.experts.size > 1;
-  encoder.build(page.model);
+  encoder.follow(page.state.chosen);
   update();
-  encoder.restore(restored);
+  encoder.restore();
 }
 
-async function start() {
+/** Build what depends on the model. */
+function build() {
+  const { model } = page;
+  buildExperts();
+  sliders.build(model.parameters);
+  sliders.effectsOf = null;
+  traversal.build(model.parameters);
+  chains.build(model);
+  encoder.build(model);
+  between.build();
+  tabs.setHidden("chains", !model.chains);
+}
+
+/** Show the names of the models in the menu. */
+async function showModels() {
   const names = await api.models();
-  const linked = fromFragment(location.hash);
   byId("model").replaceChildren(...names.map((name) => create("option", { value: name }, name)));
   byId("model").closest("label").classList.toggle("single", names.length === 1);
   byId("model-name").textContent = names[0]; // instead of the menu if there is only one model
   byId("model-name").closest("p").hidden = names.length !== 1;
-  const isOpen = linked && names.includes(linked.model);
-  await open(isOpen ? linked.model : names[0], isOpen ? linked : null);
-  if (linked && !isOpen) {
-    showError(new Error(`The link refers to the model ${linked.model}, which is not open here.`));
+  return names;
+}
+
+/** Open a model that was not there when the page was opened. */
+async function refreshModels(name) {
+  await showModels();
+  knownEffects.clear(); // a model of the same name may have been there before
+  page.model = null;
+  await open(name, null);
+  scrollTo(0, 0);
+}
+
+/** Open the page at a state, at first that of the link. */
+async function start(state = fromFragment(location.hash)) {
+  const names = await showModels();
+  const isThere = state && names.includes(state.model);
+  await open(isThere ? state.model : names[0], isThere ? state : null);
+  tabs.open(page.state.view);
+  if (state && !isThere) {
+    showError(new Error(`The link refers to the model ${state.model}, which is not open here.`));
   }
 }
 
 byId("model").addEventListener("change", () =>
   open(byId("model").value, null).then(clearError, showError));
-addEventListener("hashchange", () => start().catch(showError));
 addEventListener("keydown", (event) => {
   if (event.key === "Escape") clearError();
 });
-start().catch(showError);
+start().then(() => {
+  timeline.start();
+  if (api.hasServer) training.build().catch(showError);
+}, showError);

@@ -26,7 +26,10 @@ export function toPng(pixels, shape) {
   return canvasToPng(canvas);
 }
 
-/** Convert any picture that the browser can read to a PNG of limited size, on black. */
+/**
+ * Convert any picture that the browser can read to a PNG of limited size. What is transparent
+ * becomes white if the rest is dark, and black otherwise.
+ */
 export async function readPicture(file, maxSide = 1024) {
   const picture = await createImageBitmap(file).catch(() => {
     throw new Error(`Cannot read ${file.name}: not a valid image.`);
@@ -37,15 +40,28 @@ export async function readPicture(file, maxSide = 1024) {
     width: Math.ceil(picture.width * scale),
     height: Math.ceil(picture.height * scale),
   });
-  const context = canvas.getContext("2d");
-  context.fillRect(0, 0, canvas.width, canvas.height);
+  const context = canvas.getContext("2d", { willReadFrequently: true });
   context.imageSmoothingQuality = "high";
   context.drawImage(picture, 0, 0, canvas.width, canvas.height);
   picture.close();
+  context.globalCompositeOperation = "destination-over"; // behind the picture
+  context.fillStyle = isDark(context) ? "#fff" : "#000";
+  context.fillRect(0, 0, canvas.width, canvas.height);
   return canvasToPng(canvas);
 }
 
-/** Draw rows of numbers as a transparent heat map, and return the least and the greatest. */
+/** Return whether the opaque part of a picture is dark. */
+function isDark(context) {
+  const { data } = context.getImageData(0, 0, context.canvas.width, context.canvas.height);
+  let [light, opaque] = [0, 0];
+  for (let i = 0; i < data.length; i += 4) {
+    light += data[i + 3] * (data[i] + data[i + 1] + data[i + 2]) / 3;
+    opaque += data[i + 3];
+  }
+  return light < 127 * opaque;
+}
+
+/** Draw rows of numbers as a transparent heat map. */
 export function drawHeatMap(canvas, rows) {
   const [height, width] = [rows.length, rows[0].length];
   Object.assign(canvas, { width, height });
@@ -56,20 +72,31 @@ export function drawHeatMap(canvas, rows) {
     data.data.set([255, 150 - 70 * share, 20, 225 * share ** 1.5], 4 * i);
   });
   canvas.getContext("2d").putImageData(data, 0, 0);
-  return [least, greatest];
 }
 
 export function clear(canvas) {
   canvas.getContext("2d").clearRect(0, 0, canvas.width, canvas.height);
 }
 
-/** A canvas to draw on with mouse, pen or finger; `onChange` is called during every stroke. */
+const PEN_STEP = 10; // of the canvas's 280 pixels
+const FINE_PEN_STEP = 3; // with Shift
+const PEN_KEYS = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
+
+/**
+ * A canvas to draw on with mouse, pen, finger or keys; `onChange` is called during every stroke,
+ * `onClear` when the Delete key is pressed, and `onPen(isDown)` when keys move the pen up or down.
+ */
 export class Sketch {
   #drawing = false;
+  #at; // of the pen that keys move
+  #isPenDown = false;
 
-  constructor(canvas, onChange) {
+  constructor(canvas, { onChange, onClear, onPen }) {
     this.canvas = canvas;
+    this.pen = canvas.parentElement.querySelector("#pen");
     this.context = canvas.getContext("2d");
+    this.#at = [canvas.width / 2, canvas.height / 4];
+    this.onPen = onPen;
     this.clear();
     const position = (event) => {
       const box = canvas.getBoundingClientRect();
@@ -83,9 +110,7 @@ export class Sketch {
       event.preventDefault();
       canvas.setPointerCapture(event.pointerId);
       this.#drawing = true;
-      this.context.beginPath();
-      this.context.moveTo(...position(event));
-      this.#lineTo(position(event));
+      this.#start(position(event));
       onChange();
     });
     canvas.addEventListener("pointermove", (event) => {
@@ -98,6 +123,48 @@ export class Sketch {
         this.#drawing = false;
       });
     }
+    canvas.addEventListener("keydown", (event) => {
+      if (event.ctrlKey || event.metaKey || event.altKey) return;
+      if (event.key in PEN_KEYS) this.#move(event, onChange);
+      else if (event.key === " ") {
+        this.#setPen(!this.#isPenDown);
+        if (this.#isPenDown) this.#start(this.#at);
+        if (this.#isPenDown) onChange();
+      } else if (event.key === "Delete" || event.key === "Backspace") onClear();
+      else return;
+      event.preventDefault();
+    });
+    canvas.addEventListener("blur", () => this.#isPenDown && this.#setPen(false));
+    this.#showPen();
+  }
+
+  #move(event, onChange) {
+    const step = event.shiftKey ? FINE_PEN_STEP : PEN_STEP;
+    const size = [this.canvas.width, this.canvas.height];
+    this.#at = this.#at.map((value, axis) =>
+      Math.min(Math.max(value + step * PEN_KEYS[event.key][axis], 0), size[axis]));
+    this.#showPen();
+    if (!this.#isPenDown) return;
+    this.#lineTo(this.#at);
+    onChange();
+  }
+
+  #setPen(isDown) {
+    this.#isPenDown = isDown;
+    this.#showPen();
+    this.onPen(isDown);
+  }
+
+  #showPen() {
+    this.pen.style.left = `${100 * this.#at[0] / this.canvas.width}%`;
+    this.pen.style.top = `${100 * this.#at[1] / this.canvas.height}%`;
+    this.pen.classList.toggle("down", this.#isPenDown);
+  }
+
+  #start(at) {
+    this.context.beginPath();
+    this.context.moveTo(...at);
+    this.#lineTo(at);
   }
 
   #lineTo([x, y]) {

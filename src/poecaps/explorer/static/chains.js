@@ -4,7 +4,8 @@
 
 import * as api from "./api.js";
 import { clear, drawPixels } from "./canvas.js";
-import { byId, clearError, create, showError } from "./dom.js";
+import { byId, clearError, create, createSvg, showError } from "./dom.js";
+import { LatestRequest } from "./requests.js";
 import { toBase64 } from "./state.js";
 
 const COUNT = 8; // chains, unless the server accepts only fewer
@@ -20,11 +21,6 @@ const REDUCED_MOTION = matchMedia("(prefers-reduced-motion: reduce)");
 
 const temperatureAt = (position) => Math.round(100 * 10 ** position) / 100;
 const format = (value, digits) => value.toFixed(digits).replace("-", "−");
-const svg = (name, attributes = {}) => {
-  const element = document.createElementNS(byId("chains-plot").namespaceURI, name);
-  for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
-  return element;
-};
 
 /** The past of all chains: free energies, and a few pictures at equal intervals. */
 class History {
@@ -63,7 +59,7 @@ class History {
 }
 
 export class Chains {
-  #latest = new api.LatestRequest();
+  #latest = new LatestRequest();
   #model = null;
   #image = null; // its H·W·C bytes, where chains can start
   #chain = null; // the state, as the server sent it
@@ -104,12 +100,11 @@ export class Chains {
     this.#showTemperature();
   }
 
-  /** Start with another model; the panel is hidden if it has no density. */
+  /** Start with another model; nothing happens if it has no density. */
   build(model) {
     this.#stop();
     this.setImage(null); // that of another model
     this.#model = model.chains > 0 ? model : null;
-    byId("chains-panel").hidden = !this.#model;
     if (!this.#model) return;
     this.#followed = 0;
     const count = Math.min(COUNT, model.chains);
@@ -132,7 +127,7 @@ export class Chains {
     const start = byId("chains-start");
     const option = start.querySelector("[value=image]");
     option.disabled = !image;
-    option.textContent = image ? "the image above" : "the image above (none yet)";
+    option.textContent = image ? "the encoded image" : "the encoded image (none yet)";
     if (start.value !== "image") return;
     if (!image) start.value = "noise"; // the chains that run go on
     else if (this.#model) this.#restart();
@@ -287,11 +282,11 @@ export class Chains {
       + (height - 2 * margin) * (greatest - energy) / Math.max(greatest - least, 1e-9);
     const grid = Array.from({ length: COLUMNS - 1 }, (_, i) => {
       const at = width * (i + 1) / COLUMNS;
-      return svg("line", { class: "grid", x1: at, x2: at, y1: 0, y2: height });
+      return createSvg("line", { class: "grid", x1: at, x2: at, y1: 0, y2: height });
     });
     const annealed = x(Math.min(this.#chain.anneal, span));
-    const shade = svg("rect", { class: "annealed", width: annealed, height });
-    const lines = this.#energies.map((_, chain) => svg("polyline", {
+    const shade = createSvg("rect", { class: "annealed", width: annealed, height });
+    const lines = this.#energies.map((_, chain) => createSvg("polyline", {
       class: chain === this.#followed ? "followed" : "other",
       points: points.map(({ step, energies }) =>
         `${x(step).toFixed(1)},${y(energies[chain]).toFixed(1)}`).join(" "),

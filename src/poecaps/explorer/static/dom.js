@@ -13,6 +13,13 @@ export function create(tag, { aria = {}, data = {}, ...properties } = {}, ...chi
   return element;
 }
 
+/** Create an element of a vector graphic. */
+export function createSvg(tag, attributes = {}) {
+  const element = document.createElementNS(document.querySelector("svg").namespaceURI, tag);
+  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+  return element;
+}
+
 /** Return a function that calls `action` once it was not called again for a while. */
 export function debounce(milliseconds, action) {
   let timer = 0;

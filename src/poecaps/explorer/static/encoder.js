@@ -1,15 +1,27 @@
-// The panel that encodes an image: a drawing, a file or a test image.
+// The panel that encodes an image: a drawing, a file or an image of the data.
+//
+// A source of an image is { test, blob, load, isInput, isDrawing, invert }: the number of an image
+// of the data or null; the picture, or a function that loads it; whether it is already an input of
+// the model; whether it was drawn here; and whether to invert its brightness, or null to detect it.
 
 import * as api from "./api.js";
 import { clear, drawHeatMap, drawPixels, readPicture, Sketch, toPng } from "./canvas.js";
-import { byId, clearError, create, debounce, showError } from "./dom.js";
+import { byId, clearError, create, debounce, notify, showError } from "./dom.js";
+import { LatestRequest } from "./requests.js";
+
+const PART_LABELS = {
+  test: "Test image", "held-out": "Held-out image", training: "Training image", other: "Image",
+};
+const UNIFORM = 1.05; // times the average: an expert that looks at all parts alike
 
 const clamp = (value, least, greatest) => Math.min(Math.max(value, least), greatest);
+const size = (shape) => shape.reduce((a, b) => a * b);
 
 export class Encoder {
-  #latest = new api.LatestRequest();
-  #source = null; // of the current image, so that it can be encoded again with other options
+  #latest = new LatestRequest();
+  #sketched = null; // the picture on the sketch
   encoding = null;
+  expert = 0; // of the heat map
 
   /**
    * `page` has the model and the state. `onChange()` is called when the state has changed,
@@ -19,17 +31,20 @@ export class Encoder {
     this.page = page;
     this.onChange = onChange;
     this.onSelect = onSelect;
-    const sketch = { test: null, read: () => this.sketch.toPng(), isDrawing: true };
-    this.sketch = new Sketch(byId("sketch"), debounce(60, () => this.#encode(sketch)));
+    this.sketch = new Sketch(byId("sketch"), {
+      onChange: debounce(60, () => this.#encodeDrawing()),
+      onClear: () => this.reset(),
+      onPen: (isDown) => notify(isDown ? "The pen is down." : "The pen is up."),
+    });
     byId("clear").addEventListener("click", () => this.reset());
     byId("choose-file").addEventListener("click", () => byId("file").click());
     byId("file").addEventListener("change", () => {
       this.open(byId("file").files[0]);
       byId("file").value = "";
     });
-    for (const id of ["centre", "invert"]) {
-      byId(id).addEventListener("change", () => this.#source && this.#encode(this.#source));
-    }
+    byId("centre").addEventListener("change", () => this.#encodeAgain({}));
+    byId("invert").addEventListener("change", () =>
+      this.#encodeAgain({ invert: byId("invert").checked }));
     byId("show-heat").addEventListener("change", () => this.showHeatMap());
     byId("test").addEventListener("submit", (event) => {
       event.preventDefault();
@@ -37,68 +52,103 @@ export class Encoder {
       if (index.reportValidity()) this.openTestImage(index.valueAsNumber);
     });
     byId("test-random").addEventListener("click", () =>
-      this.openTestImage(Math.floor(Math.random() * page.model.test_images)));
+      this.openTestImage(Math.floor(Math.random() * page.model.images)));
     this.#acceptDrops();
     this.#frameReceptiveFields();
   }
 
   /** Start with another model. */
   build(model) {
-    byId("test").hidden = model.test_images === 0;
-    byId("test-index").max = model.test_images - 1;
+    byId("test").hidden = model.images === 0;
+    byId("test-label").textContent = PART_LABELS[model.part];
+    byId("test-index").max = model.images - 1;
     byId("centre").checked = model.image_shape[0] === 1;
-    this.reset();
+    this.#empty();
   }
 
   reset() {
+    Object.assign(this.page.state, { test: null, pixels: null, source: null });
+    this.#empty();
+    clearError();
+    this.onChange();
+  }
+
+  #empty() {
     this.#latest.cancel();
-    this.#source = this.encoding = null;
-    Object.assign(this.page.state, { test: null, pixels: null });
+    this.encoding = null;
     this.sketch.clear();
+    this.#sketched = null;
     for (const id of ["seen", "heat", "reconstruction"]) clear(byId(id));
     byId("firing").replaceChildren(create("p", { className: "hint" }, "No image yet."));
     byId("load").disabled = true;
     byId("free-energy").hidden = true;
     byId("heat-caption").textContent = "Input of the model";
-    clearError();
-    this.onChange();
+    Object.assign(byId("invert"), { checked: false, disabled: true });
+    byId("inverted").replaceChildren();
   }
 
   open(file) {
-    if (file) this.#encode({ test: null, read: () => readPicture(file) });
+    if (file) this.#encode({ test: null, load: () => readPicture(file), invert: null });
   }
 
   openTestImage(index) {
     byId("test-index").value = index;
-    const read = (signal) => api.testImage(this.page.model.name, index, signal);
-    this.#encode({ test: index, read, isInput: true });
+    const load = (signal) => api.testImage(this.page.model.name, index, signal);
+    this.#encode({ test: index, load, isInput: true });
   }
 
-  /** Open the image of a link. */
-  restore({ test, pixels }) {
+  /** Show the image of the state, which may be that of a link. */
+  restore() {
+    const { test, pixels, source } = this.page.state;
     const shape = this.page.model.image_shape;
-    if (test !== null && test < this.page.model.test_images) this.openTestImage(test);
-    else if (pixels?.length === shape.reduce((a, b) => a * b)) {
-      this.#encode({ test: null, read: () => toPng(pixels, shape), isInput: true });
-    }
+    if (source) {
+      if (source !== this.encoding?.source) this.#encode(source);
+    } else if (test !== null && test < this.page.model.images) this.openTestImage(test);
+    else if (pixels?.length === size(shape)) {
+      this.#encode({ test: null, load: () => toPng(pixels, shape), isInput: true });
+    } else this.reset();
+  }
+
+  /** Return the source of the current image for another model, or null. */
+  sourceFor(shape) {
+    const { source } = this.page.state;
+    if (!source?.blob) return null;
+    const isSame = `${shape}` === `${this.page.model.image_shape}`;
+    return { ...source, test: null, load: null, isInput: source.isInput && isSame };
+  }
+
+  async #encodeDrawing() {
+    const blob = this.#sketched = await this.sketch.toPng();
+    this.#encode({ test: null, blob, isDrawing: true });
+  }
+
+  #encodeAgain(changes) {
+    const { source } = this.page.state;
+    if (source && !source.isInput) this.#encode({ ...source, ...changes });
   }
 
   /** Encode the image of a source; one that is already an input of the model is not changed. */
   #encode(source) {
+    const canChange = !source.isInput && !source.isDrawing;
     const options = {
       centre: byId("centre").checked && !source.isInput,
-      invert: byId("invert").checked && !source.isInput && !source.isDrawing,
+      invert: canChange ? source.invert ?? "auto" : false,
     };
     this.#latest.run(async (signal) => {
-      const blob = await source.read(signal);
+      const blob = source.blob ?? await source.load(signal);
       const encoding = await api.encode(this.page.model.name, blob, options, signal);
-      if (!source.isDrawing && !signal.aborted) await this.sketch.show(blob);
-      return encoding;
+      if (blob !== this.#sketched && !signal.aborted) {
+        await this.sketch.show(blob);
+        this.#sketched = blob;
+      }
+      return { ...encoding, source: Object.assign(source, { blob }) };
     }, (encoding) => {
-      this.#source = source;
       this.encoding = encoding;
       const pixels = Uint8Array.from(encoding.image.flat(2));
-      Object.assign(this.page.state, { test: source.test, pixels });
+      Object.assign(this.page.state, { test: source.test, pixels, source });
+      Object.assign(byId("invert"), { checked: encoding.inverted, disabled: !canChange });
+      byId("inverted").textContent = encoding.inverted && source.invert === null
+        ? "Dark on light, unlike the images of this model: inverted." : "";
       clearError();
       this.#show();
     }, showError);
@@ -115,7 +165,7 @@ export class Encoder {
     byId("free-energy").hidden = false;
     byId("load").disabled = false;
     byId("firing").replaceChildren(...firing.map((value, expert) => this.#bar(expert, value)));
-    this.showChosen();
+    this.follow(strongest);
     this.onChange();
   }
 
@@ -128,26 +178,32 @@ export class Encoder {
     return create("button", properties, bar, create("span", {}, `${expert}`));
   }
 
-  /** Mark the selected expert, and show its routing coefficients. */
-  showChosen() {
-    [...byId("firing").children].forEach((bar, expert) => {
-      if (bar.tagName === "BUTTON") {
-        bar.setAttribute("aria-pressed", expert === this.page.state.chosen);
-      }
-    });
+  /** Mark an expert, and show where it looks. */
+  follow(expert) {
+    this.expert = expert;
+    [...byId("firing").querySelectorAll("button")].forEach((bar, each) =>
+      bar.setAttribute("aria-pressed", each === expert));
     this.showHeatMap();
   }
 
   showHeatMap() {
-    const { encoding, page: { state: { chosen } } } = this;
     byId("field").hidden = true;
-    if (!encoding) return;
+    if (!this.encoding) return;
     const isShown = byId("show-heat").checked;
     byId("heat").hidden = !isShown;
-    const [least, greatest] = drawHeatMap(byId("heat"), encoding.routing[chosen]);
-    byId("heat-caption").textContent = isShown
-      ? `Routing to expert ${chosen}: ${least.toFixed(2)} to ${greatest.toFixed(2)}`
-      : "Input of the model";
+    const routing = this.encoding.routing[this.expert];
+    drawHeatMap(byId("heat"), routing);
+    const most = Math.max(...routing.flat().map((value) => this.#relative(value)));
+    const text = most < UNIFORM ? `Expert ${this.expert} looks at all parts alike.`
+      : `Where expert ${this.expert} looks: orange parts count up to ${most.toFixed(1)} times the `
+        + "average.";
+    byId("heat-caption").textContent = isShown ? text : "Input of the model";
+  }
+
+  /** Return how much a routing coefficient of the shown expert is above the average of all. */
+  #relative(value) {
+    const all = this.encoding.routing[this.expert].flat();
+    return value * all.length / Math.max(all.reduce((a, b) => a + b), 1e-12);
   }
 
   /** Frame the receptive field of the position of the heat map under the pointer. */
@@ -168,8 +224,9 @@ export class Encoder {
       square.style.left = `${100 * stride * column / width}%`;
       square.style.height = `${100 * field / height}%`;
       square.style.width = `${100 * field / width}%`;
-      const value = this.encoding.routing[this.page.state.chosen][row][column].toFixed(2);
-      byId("heat-caption").textContent = `Row ${row}, column ${column}: ${value} (field framed)`;
+      const share = this.#relative(this.encoding.routing[this.expert][row][column]);
+      byId("heat-caption").textContent =
+        `For expert ${this.expert}, the framed part counts ${share.toFixed(1)} times the average.`;
     });
     frame.addEventListener("pointerleave", () => this.showHeatMap());
   }

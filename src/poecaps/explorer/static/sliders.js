@@ -9,6 +9,18 @@ const KEY_STEPS = {
   ArrowLeft: -0.1, ArrowDown: -0.1, ArrowRight: 0.1, ArrowUp: 0.1, PageDown: -1, PageUp: 1,
 };
 
+// What a measure is called at its lower and its upper end.
+const ENDS = {
+  thickness: ["thin", "thick"],
+  width: ["narrow", "wide"],
+  height: ["low", "tall"],
+  size: ["small", "large"],
+  slant: ["leans left", "leans right"],
+  brightness: ["faint", "bright"],
+  horizontal: ["left", "right"],
+  vertical: ["up", "down"],
+};
+
 const signed = (value) => `${value < 0 ? "−" : "+"}${Math.abs(value).toFixed(2)}`;
 
 export class Sliders {
@@ -16,6 +28,12 @@ export class Sliders {
   constructor(change) {
     this.change = change;
     this.rows = [];
+    this.effects = null; // of the selected expert, once they are measured
+    byId("sort").addEventListener("change", () => this.#arrange());
+    // A slider that moves away while it is used would be a nuisance.
+    byId("sliders").addEventListener("focusout", ({ relatedTarget }) => {
+      if (!byId("sliders").contains(relatedTarget)) this.#arrange();
+    });
     this.magnitude = this.#row(byId("magnitude"), (setting, value) => {
       setting.magnitude = value;
     }, (value) => `×${value.toFixed(2)}`);
@@ -34,13 +52,45 @@ export class Sliders {
       const spoken = create("span", { className: "spoken" }, "Parameter ");
       const label = create("label", { htmlFor: input.id }, spoken, `${d}`);
       const value = create("span", { className: "value", aria: { hidden: true } });
-      create("div", { className: "slider" }, label, input, value);
+      const ends = create("span", { className: "ends", id: `ends-${d}`, hidden: true });
+      create("div", { className: "slider" }, label, input, value, ends);
       return this.#row(input, (setting, offset) => {
         while (setting.offsets.length <= d) setting.offsets.push(0);
         setting.offsets[d] = offset;
       }, signed);
     });
+    this.effects = null;
     byId("sliders").replaceChildren(...this.rows.map((row) => row.input.parentElement));
+  }
+
+  /** Set the measured effects of the parameters, or null until they are known. */
+  setEffects(effects) {
+    this.effects = effects;
+    this.rows.forEach(({ input }, d) => {
+      const ends = byId(`ends-${d}`);
+      const words = ENDS[effects?.[d].measure];
+      ends.hidden = !words;
+      if (!words) {
+        input.removeAttribute("aria-describedby");
+        return;
+      }
+      const [low, high] = effects[d].rises ? words : words.toReversed();
+      const spoken = create("span", { className: "spoken" }, " to ");
+      ends.replaceChildren(create("span", {}, low), spoken, create("span", {}, high));
+      input.setAttribute("aria-describedby", ends.id);
+    });
+    if (!byId("sliders").contains(document.activeElement)) this.#arrange();
+  }
+
+  /** Put the sliders in the order of their effects, or of their numbers. */
+  #arrange() {
+    const order = [...this.rows.keys()];
+    if (byId("sort").checked && this.effects) {
+      order.sort((a, b) => this.effects[b].size - this.effects[a].size);
+    }
+    const wanted = order.map((d) => this.rows[d].input.parentElement);
+    const isSame = wanted.every((row, i) => row === byId("sliders").children[i]);
+    if (!isSame) byId("sliders").replaceChildren(...wanted);
   }
 
   show(setting, mean, deviation, isOn) {
@@ -50,6 +100,7 @@ export class Sliders {
     const greatest = Math.max(MAX_MAGNITUDE, Math.ceil(setting.magnitude));
     this.magnitude.show(setting.magnitude, 0, greatest);
     byId("flip").setAttribute("aria-pressed", setting.negative);
+    byId("sliders").classList.toggle("negative", setting.negative); // where the words do not hold
     const vector = mean.map((m, d) => m + deviation[d] * offset(d));
     const norm = Math.hypot(...vector) * setting.magnitude;
     const firing = norm ** 2 / (1 + norm ** 2);

@@ -3,16 +3,36 @@
 // #m=mnist&x=3&d=learned&s=7&e=3:1:0.5,-1;8:-0.7:
 //
 // are the model, the selected expert, the domain, the seed and the experts that are on, each as
-// number:magnitude:offsets. A minus sign before the magnitude stands for the flipped sign. A test
-// image is &t=17, the pixels of a picture that was drawn or opened are &i=pixels.
+// number:magnitude:offsets. A minus sign before the magnitude stands for the flipped sign. An image
+// of the data is &t=17, the pixels of a picture that was drawn or opened are &i=pixels, and an open
+// tab is &v=map.
 
 const MAX_LINK_BYTES = 4096; // larger pictures are left out of a link
+const VIEWS = ["encode", "sheet", "map", "between", "chains", "training"];
+const DEFAULT_VIEW = "encode";
 const DOMAINS = ["learned", "restricted", "complete", "joint"];
+
+export const fitsInLink = (pixels) => pixels.length <= MAX_LINK_BYTES;
 
 export const round = (value) => Math.round(value * 100) / 100 || 0; // turns −0 into 0
 
 export const initialState = (model) => ({
-  model, chosen: 0, domain: "learned", seed: 0, experts: new Map(), test: null, pixels: null,
+  model,
+  chosen: 0,
+  domain: "learned",
+  seed: 0,
+  experts: new Map(),
+  test: null,
+  pixels: null,
+  source: null, // of the pixels, see encoder.js; not part of a link
+  view: DEFAULT_VIEW,
+});
+
+/** Copy the state, so that the page can return to it. */
+export const copyState = (state) => ({
+  ...state,
+  experts: new Map([...state.experts].map(([expert, { offsets, ...setting }]) =>
+    [expert, { offsets: [...offsets], ...setting }])),
 });
 
 export const defaultSetting = () => ({ offsets: [], magnitude: 1, negative: false });
@@ -44,9 +64,10 @@ export function toFragment(state) {
     `e=${experts.join(";")}`,
   ];
   if (state.test !== null) parts.push(`t=${state.test}`);
-  else if (state.pixels && state.pixels.length <= MAX_LINK_BYTES) {
+  else if (state.pixels && fitsInLink(state.pixels)) {
     parts.push(`i=${toUrlBase64(state.pixels)}`);
   }
+  if (state.view !== DEFAULT_VIEW) parts.push(`v=${state.view}`);
   return `#${parts.join("&")}`;
 }
 
@@ -81,7 +102,8 @@ export function fromFragment(fragment) {
     state.experts.set(expert, { offsets, magnitude: size, negative });
   }
   state.test = parseWhole(values.get("t"));
-  if (values.has("i")) state.pixels = fromBase64(values.get("i"));
+  if (VIEWS.includes(values.get("v"))) state.view = values.get("v");
+  if (values.has("i")) state.pixels = fromUrlBase64(values.get("i"));
   return state;
 }
 
@@ -101,10 +123,13 @@ function toUrlBase64(pixels) {
   return toBase64(pixels).replaceAll("+", "-").replaceAll("/", "_").replaceAll("=", "");
 }
 
-function fromBase64(text) {
+/** Convert base64 to bytes; the form for links has - and _ for + and /. */
+export const fromBase64 = (text) =>
+  Uint8Array.from(atob(text.replaceAll("-", "+").replaceAll("_", "/")), (c) => c.charCodeAt(0));
+
+function fromUrlBase64(text) {
   try {
-    const bytes = atob(text.replaceAll("-", "+").replaceAll("_", "/"));
-    return Uint8Array.from(bytes, (letter) => letter.charCodeAt(0));
+    return fromBase64(text);
   } catch {
     return null;
   }
