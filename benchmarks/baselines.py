@@ -48,11 +48,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from benchmarks import machine
+from benchmarks import machine, variants
 from poecaps import Architecture, CapsuleNetwork, ConvAutoencoder
 from poecaps._modules import in_batches
 from poecaps.code_density import PCAMixture
-from poecaps.data import ImageSet, load
+from poecaps.data import ImageSet
 from poecaps.evaluation import (
     CLASSIFIERS,
     NetworkEncoder,
@@ -779,6 +779,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--limit", type=int, help="maximum number of training images, and of test images"
     )
     parser.add_argument("--seeds", default="0", help="seeds, comma-separated (default: 0)")
+    variants.add_protocol(parser)
     parser.add_argument("--json", type=Path, help="file to write the numbers to")
     options = parser.parse_args(arguments)
 
@@ -787,10 +788,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(
             f"--only must be a list of {', '.join(BASELINES)}, but contains {', '.join(unknown)}"
         )
-    train, test = (
-        limit(load(options.data, split=split, path=options.path), options.limit)
-        for split in ("train", "test")
-    )
+    variants.check_protocol(parser, options)
+    train, test = (limit(images, options.limit) for images in variants.load_images(options))
     has_classifier = options.data.removesuffix("-sample") in CLASSIFIERS
     classifier = load_classifier(options.data, options.device) if has_classifier else None
     epochs = options.epochs if options.epochs is not None else default_epochs()

@@ -6,7 +6,9 @@ each; `--jobs` sets the number of networks trained at the same time. `--only def
 trains the preset three times. Variants that FILE already contains are skipped. `--table FILE`
 prints FILE as a table.
 
-`--held-out 10000` leaves the last 10,000 training images out of the training and evaluates on them.
+`--held-out 10000` leaves the last 10,000 training images out of the training and evaluates on them;
+with `--on test` as well, it evaluates on the test images. Options are chosen by the former, and
+measured once by the latter.
 
 `--classes` does the same for a second list: what views, routing, equalized components and
 competition each contribute to experts that stand for classes, with 10 and with 20 experts. Its
@@ -224,7 +226,7 @@ def run(job: Job) -> dict[str, Any]:
     training, test = variants.load_images(o)
     with job.folder() as folder:
         network, trained = variants.train_and_time(config, folder, training)
-        row = job.row(config) | trained | ({"held_out": o.held_out} if o.held_out else {})
+        row = job.row(config) | trained | variants.protocol_of(o)
         if network is None:
             return row
         if selection := variants.read_selections(folder):
@@ -258,7 +260,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--classes", action="store_true", help="what makes experts into classes (see above)"
     )
-    variants.add_held_out(parser)
+    variants.add_protocol(parser)
     if parser.parse_args(arguments).classes:
         variants.run_study(parser, arguments, CLASSES, run, class_table)
     else:

@@ -40,7 +40,15 @@ EVERY_MEASURE = (
     "reconstruction error",
     "samples from the whole code (all experts together), domain joint",
     "samples from a random expert, domain complete",
+    "reconstructions of training images in place of samples",
     "Fréchet distance",
+    "Fréchet distance, contrast matched",
+    "Fréchet distance, random features",
+    "precision",
+    "recall",
+    "density",
+    "coverage",
+    "nearer to training images than test images",
     "recognisable",
     "diversity",
     "negatives",
@@ -425,7 +433,9 @@ def test_a_note_reports_a_probe_that_did_not_converge(
     digits: tuple[ImageSet, ImageSet], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert evaluate(Pixels(), *digits, samples=20).notes == (
-        "no classifier for this dataset: negatives are the only sample metric",
+        "no classifier for this dataset: samples are measured in random features only",
+        "Fréchet distances of 20 samples, fewer than 2,000, are too large; "
+        "compare them only with distances of the same number of samples",
     )
     monkeypatch.setattr("poecaps.evaluation.probe.MAX_STEPS", 2)
     cut_short = evaluate(Pixels(), *digits, samples=20)
