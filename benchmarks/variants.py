@@ -10,6 +10,7 @@ import json
 import multiprocessing
 import os
 import re
+import shlex
 import statistics
 import tempfile
 import time
@@ -145,6 +146,15 @@ def check_protocol(parser: argparse.ArgumentParser, options: argparse.Namespace)
     """End the program with an error if there are no images to measure on."""
     if options.held_out < 0 or (options.on == "held-out" and not options.held_out):
         parser.error("--on held-out needs a number of images above 0 in --held-out")
+
+
+def row_command(module: str, job: Job) -> str:
+    """Return the command that makes the row of a job again."""
+    o = job.options
+    words = ["python", "-m", f"benchmarks.{module}", "--data", o.data, "--only", job.name]
+    words += ["--seeds", str(job.seed), "--held-out", str(o.held_out), "--on", measured_part(o)]
+    words += ["--samples", str(o.samples)]
+    return shlex.join(words)
 
 
 def train_and_time(
