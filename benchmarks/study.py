@@ -39,6 +39,24 @@ paper_with = partial(preset_with, "paper")
 _SCALED = {"model__centre": True, "model__scale": 0.4, "decoder__learning_rate": 1.0}
 _WHITENED = {**_SCALED, "model__whiten": True, "model__normalize": "outputs"}
 
+_VARIANCE = {"encoder__init_std": 0.1, "decoder__init_std": 0.1}
+_READINGS: dict[str, dict[str, Any]] = {
+    "": {},
+    ", initial variance 0.01": _VARIANCE,
+    ", decoder of reconstructions": {"decoder__target": "reconstruction"},
+    ", initial variance 0.01, decoder of reconstructions": {
+        **_VARIANCE,
+        "decoder__target": "reconstruction",
+    },
+}
+_LONG = {"encoder__epochs": 50, "decoder__epochs": 50}
+PAPER_READINGS = {
+    f"paper{reading}{length}": paper_with(**options, **epochs)
+    for reading, options in _READINGS.items()
+    for length, epochs in (("", {}), (", 50 epochs", _LONG))
+    if reading or length
+}
+
 STUDY: dict[str, Variant] = {
     "default": Variant(),
     # Preprocessing of the capsules
@@ -97,6 +115,9 @@ STUDY: dict[str, Variant] = {
     "10 experts of 32": default_with(model__experts=((10, 32),)),
     # The recipe of the paper, and options that the paper does not specify
     "paper": paper_with(),
+    # What the paper leaves open: whether 0.01 is the standard deviation or the variance of the
+    # initial weights, what the data of the decoder's rule are, and the number of epochs
+    **PAPER_READINGS,
     "paper, decoder learning rate 0.01": paper_with(decoder__learning_rate=0.01),
     "paper, decoder learning rate 1": paper_with(decoder__learning_rate=1.0),
     "paper, decoder learning rate 1, encoder learning rate 10": paper_with(
