@@ -25,7 +25,7 @@ from poecaps.evaluation.fidelity import Z_95
 
 @pytest.fixture(scope="module")
 def digits() -> torch.Tensor:
-    return load("mnist-sample").batch(slice(800))
+    return load("mnist-sample").batch(slice(500))
 
 
 def on_a_line(*positions: float) -> torch.Tensor:
@@ -51,7 +51,7 @@ class TestContrast:
 
     @pytest.mark.parametrize("gain", [0.25, 2.0, 4.0])
     def test_a_change_of_contrast_is_undone(self, gain: float, digits: torch.Tensor) -> None:
-        levels, images = pixel_levels([digits[:400]]), 0.01 + 0.98 * digits[400:]
+        levels, images = pixel_levels([digits[:250]]), 0.01 + 0.98 * digits[250:]
         changed = change_contrast(images, gain)
         assert (changed - images).abs().max() > 0.1
         torch.testing.assert_close(match_contrast(changed, levels), match_contrast(images, levels))
@@ -65,7 +65,7 @@ class TestContrast:
 
         This fails if a measure changes by more than its interval under a change of contrast.
         """
-        reference, faint = digits[:400], 0.4 * digits[400:] + 0.01
+        reference, faint = digits[:250], 0.4 * digits[250:] + 0.01
         sharp, levels = change_contrast(faint, 4.0), pixel_levels([reference])
         classifier, network = load_classifier("mnist"), RandomFeatures()
         for extract in (lambda x: classifier.predict(x).features, network.extract):
@@ -108,7 +108,7 @@ class TestRandomFeatures:
         self, digits: torch.Tensor, generator: torch.Generator
     ) -> None:
         network = RandomFeatures()
-        first, second = digits[:400], digits[400:]
+        first, second = digits[:250], digits[250:]
         test = network.extract(first)
 
         def distance(images: torch.Tensor) -> float:
@@ -119,7 +119,7 @@ class TestRandomFeatures:
         noisy = (second + 0.5 * torch.randn(second.shape, generator=generator)).clamp(0, 1)
         shuffled = second.flatten(1)[:, torch.randperm(784, generator=generator)].view_as(second)
         good = distance(second)
-        for worse in (blurred, noisy, shuffled, second[:40].repeat(10, 1, 1, 1)):
+        for worse in (blurred, noisy, shuffled, second[:25].repeat(10, 1, 1, 1)):
             assert distance(worse) > 1.5 * good
 
     def test_images_with_other_channels_raise_an_error(self) -> None:
