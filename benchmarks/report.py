@@ -58,7 +58,6 @@ TARGETS = {  # row: (path in an evaluation, format, target on MNIST, target on F
         "≥ 0.45 (0.65)",
         "≥ 0.45 (0.65)",
     ),
-    "effective rank of the code": ("effective_rank", ".1f", "≥ 15 (30)", "≥ 15 (30)"),
     "negatives, restricted domain": ("domains.restricted.negatives.share", ".1%", "0 %", "0 %"),
 }
 CODE_COLUMNS = {
