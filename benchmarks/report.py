@@ -23,6 +23,7 @@ from benchmarks.pixels import table as pixels_table
 from benchmarks.routing import COPY_RATES, ORDERS, PLAIN_TORCH, PRODUCT_RATES, SIZE_NAMES, share
 from benchmarks.study import table as study_table
 from benchmarks.variants import cell, lookup
+from benchmarks.zoo import routed_table
 from poecaps.code_density import DOMAINS
 from poecaps.training.config import EncoderStage
 
@@ -266,6 +267,11 @@ def paper_claims(data: str) -> str:
         for run in numbers(data, "claims")
     ]
     return markdown_table(["variant", *columns], rows)
+
+
+def routed_zoo() -> str:
+    """List what learning does to the exact likelihood of models with three routing iterations."""
+    return routed_table(json.loads((NUMBERS / "zoo-routed.json").read_text(encoding="utf-8")))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -852,6 +858,7 @@ TABLES: dict[str, Callable[..., str]] = {  # name in the comment of a page: tabl
     "clusterings": clusterings,
     "views": view_costs,
     "claims": paper_claims,
+    "zoo-routed": routed_zoo,
     "pace": speed_target_table,
     "machine": machine_description,
     "speed": encoder_steps,

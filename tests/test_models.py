@@ -401,6 +401,12 @@ def test_mean_directions_are_fitted_again_to_the_training_images(
 
 
 @pytest.mark.parametrize("name", PRESENT)
+def test_the_restricted_domain_of_a_model_is_the_half_of_its_own_images(name: str) -> None:
+    density = poecaps.load(name).code_density
+    assert bool(((density.mean_direction * density.mean).sum(1) > 0).all())
+
+
+@pytest.mark.parametrize("name", PRESENT)
 def test_every_model_of_the_package_draws(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
