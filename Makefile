@@ -1,5 +1,5 @@
 # make install   create a virtual environment in .venv with the exact versions of constraints.txt
-# make test      install missing packages and run the tests; those of the explorer need Chromium
+# make test      install missing packages and run the tests, in TEST_PROCESSES=2 processes; those of the explorer need Chromium
 # make test-neon install a cross compiler and QEMU (Debian) and test the C code on an emulated ARM CPU
 # make faults    let a small training fail at every call to the file system: about 5 minutes
 # make fuzz      alter valid files and use them, for SECONDS=600, from a random SEED that it prints

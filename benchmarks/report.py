@@ -821,26 +821,6 @@ def clusterings() -> str:
     return markdown_table(head, rows)
 
 
-def view_costs(device: str) -> str:
-    """List the speed of the encoder's steps with several views and several encoders."""
-    report = measured("encoder", device)
-    if report is None:
-        return ""
-    rows = [
-        [
-            str(row["views"]),
-            str(row["restarts"]),
-            _three_digits(1e3 * row["median_s"]),
-            _range(row, 1e3),
-            f"{row['images_per_s']:,.0f}",
-            f"{row['relative']:.2f}",
-        ]
-        for row in report["steps"]
-    ]
-    head = ["views", "encoders", "median ms", "min–max", "images/s", "× one view, one encoder"]
-    return markdown_table(head, rows, 2)
-
-
 TABLES: dict[str, Callable[..., str]] = {  # name in the comment of a page: table
     "short": short_comparison,
     "targets": targets,
@@ -856,7 +836,6 @@ TABLES: dict[str, Callable[..., str]] = {  # name in the comment of a page: tabl
     "class-effects": class_effects,
     "class-criteria": class_criteria,
     "clusterings": clusterings,
-    "views": view_costs,
     "claims": paper_claims,
     "zoo-routed": routed_zoo,
     "pace": speed_target_table,

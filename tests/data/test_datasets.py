@@ -375,6 +375,7 @@ def test_a_failing_mirror_is_tried_again(mirror: Mirror) -> None:
         (b"<html>", "the response is not a gzip file"),
         (gzip.compress(bytes(1000))[:-9], "IncompleteRead"),
     ],
+    ids=["another", "a page", "cut"],  # gzip files have a time
 )
 def test_a_wrong_file_is_never_kept(
     mirror: Mirror, body: bytes, message: str, tmp_path: Path
