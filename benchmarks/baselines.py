@@ -48,11 +48,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from benchmarks import machine
+from benchmarks import machine, variants
 from poecaps import Architecture, CapsuleNetwork, ConvAutoencoder
 from poecaps._modules import in_batches
 from poecaps.code_density import PCAMixture
-from poecaps.data import ImageSet, load
+from poecaps.data import ImageSet
 from poecaps.evaluation import (
     CLASSIFIERS,
     NetworkEncoder,
@@ -381,7 +381,7 @@ class GaussianRBM(RBM):
 
         parameters = [self.weight, self.visible, self.hidden, self.log_variance]
         chains = torch.bernoulli(self.offset.expand(self.CHAINS, -1), generator=generator)
-        optimizer, schedule = _optimizer(parameters, self.LEARNING_RATE, _steps(data, budget))
+        optimizer, schedule = make_optimizer(parameters, self.LEARNING_RATE, _steps(data, budget))
         for images in _shuffled(data, budget):
             v = images.flatten(1)
             h = self.hidden_probability(v)
@@ -461,12 +461,14 @@ class Autoencoder:
         self.size = data.shape[1:]
         torch.manual_seed(budget.seed)
         rate = PRESETS["default"]().autoencoder.learning_rate
-        optimizer, schedule = _optimizer(list(self.model.parameters()), rate, _steps(data, budget))
+        optimizer, schedule = make_optimizer(
+            list(self.model.parameters()), rate, _steps(data, budget)
+        )
         half = budget.device.type == "cuda"
         for images in _shuffled(data, budget):
             with torch.autocast(budget.device.type, torch.bfloat16, enabled=half):
                 loss = self.model.loss(images)
-            _step(loss, optimizer, schedule)
+            take_step(loss, optimizer, schedule)
         self.model.eval()
         self.seconds = time.perf_counter() - started
 
@@ -558,9 +560,11 @@ class VAE(nn.Module):
             last.bias[CODE_SIZE:].fill_(self.INITIAL_LOG_VARIANCE)
         self.to(budget.device)
         steps = _steps(data, budget, self.BATCH_SIZE)
-        optimizer, schedule = _optimizer(list(self.parameters()), self.LEARNING_RATE, steps)
+        optimizer, schedule = make_optimizer(list(self.parameters()), self.LEARNING_RATE, steps)
         for step, images in enumerate(_shuffled(data, budget, self.BATCH_SIZE)):
-            _step(self.loss(images, min(1.0, step / (self.WARM_UP * steps))), optimizer, schedule)
+            take_step(
+                self.loss(images, min(1.0, step / (self.WARM_UP * steps))), optimizer, schedule
+            )
         self.eval()
         with torch.no_grad():
             self.density = CodeMixture(in_batches(self.encode, _batches(data, budget)), budget.seed)
@@ -610,7 +614,7 @@ def _shuffled(data: ImageSet, budget: Budget, batch_size: int = BATCH_SIZE) -> I
             yield images.to(budget.device)
 
 
-def _optimizer(
+def make_optimizer(
     parameters: list[nn.Parameter], learning_rate: float, steps: int
 ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
     """Create Adam with a cosine schedule down to 1 % of the rate, as in training poecaps."""
@@ -623,9 +627,10 @@ def _steps(data: ImageSet, budget: Budget, batch_size: int = BATCH_SIZE) -> int:
     return budget.epochs * (len(data) // min(batch_size, len(data)))
 
 
-def _step(
+def take_step(
     loss: Tensor, optimizer: torch.optim.Optimizer, schedule: torch.optim.lr_scheduler.LRScheduler
 ) -> None:
+    """Take a step of the optimizer and of its schedule."""
     optimizer.zero_grad(set_to_none=True)
     loss.backward()
     optimizer.step()
@@ -779,6 +784,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--limit", type=int, help="maximum number of training images, and of test images"
     )
     parser.add_argument("--seeds", default="0", help="seeds, comma-separated (default: 0)")
+    variants.add_protocol(parser)
     parser.add_argument("--json", type=Path, help="file to write the numbers to")
     options = parser.parse_args(arguments)
 
@@ -787,10 +793,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(
             f"--only must be a list of {', '.join(BASELINES)}, but contains {', '.join(unknown)}"
         )
-    train, test = (
-        limit(load(options.data, split=split, path=options.path), options.limit)
-        for split in ("train", "test")
-    )
+    variants.check_protocol(parser, options)
+    train, test = (limit(images, options.limit) for images in variants.load_images(options))
     has_classifier = options.data.removesuffix("-sample") in CLASSIFIERS
     classifier = load_classifier(options.data, options.device) if has_classifier else None
     epochs = options.epochs if options.epochs is not None else default_epochs()

@@ -66,7 +66,7 @@ def run(job: Job) -> dict[str, Any]:
 
     with job.folder() as folder, starts_observed(observe):
         network, trained = variants.train_and_time(config, folder, training)
-        row = job.row(config) | {"held_out": job.options.held_out} | trained
+        row = job.row(config) | variants.protocol_of(job.options) | trained
         if network is None:
             return row
         (selection,) = variants.read_selections(folder).values()
@@ -230,7 +230,7 @@ def _gain(pairs: Sequence[tuple[float, float]]) -> list[str]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train and measure the requested variants, or print a file as a table."""
     parser = variants.make_parser(__doc__)
-    variants.add_held_out(parser, HELD_OUT)
+    variants.add_protocol(parser, HELD_OUT)
     variants.run_study(parser, arguments, STUDY, run, table)
 
 

@@ -27,7 +27,8 @@ measured density is that of the paper, e^(−F) on the product of unit balls. It
 uniform, and nats are relative to it.
 
 By default, the last 5,000 training images are left out of the training and measured on; options are
-chosen there. `--held-out 0` trains on all of them and measures on the test images.
+chosen there. `--on test` measures on the test images; `--held-out 0` trains on all training images
+and does the same.
 `--pictures FOLDER` writes eighty draws of each variant, not selected. `--table FILE` prints FILE as
 a table.
 """
@@ -201,7 +202,7 @@ def run(job: Job) -> dict[str, Any]:
     if network is None:
         return row
     model = measured(network)
-    row |= {"held_out": o.held_out, "steps": o.steps, "temperatures": o.temperatures}
+    row |= variants.protocol_of(o) | {"steps": o.steps, "temperatures": o.temperatures}
     row["nats"] = likelihood(model, images, temperatures=o.temperatures, seed=job.seed)
     classifier = load_classifier(o.data, device=model.device)
     measure = partial(measure_draws, model, images=images, classifier=classifier)
@@ -390,7 +391,7 @@ def table(rows: Sequence[Mapping[str, Any]], columns: variants.Columns | None = 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train and measure the requested variants, or print a file as a table."""
     parser = variants.make_parser(__doc__, samples=5000)
-    variants.add_held_out(parser, HELD_OUT)
+    variants.add_protocol(parser, HELD_OUT)
     parser.add_argument(
         "--steps", type=int, default=600, help="steps of a chain from noise (default: 600)"
     )

@@ -14,6 +14,8 @@ from poecaps.training import TrainingError
 from poecaps.training.optim import make_optimizer, set_learning_rate
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from torch import Tensor
 
     from poecaps.sampling import Target
@@ -89,6 +91,17 @@ class FactorAnalysers:
     def log_prob(self, points: Tensor) -> Tensor:
         """Compute log P(x): (B, S) → (B,)."""
         return torch.logsumexp(self._joint(points), 1)
+
+    def posterior(self, points: Tensor) -> Tensor:
+        """Compute P(m | x): (B, S) → (B, M)."""
+        return torch.softmax(self._joint(points), 1)
+
+    def sample_means(self, count: int, generator: torch.Generator) -> Tensor:
+        """Draw an analyser and its factors, and return E[x] given these: (count, S)."""
+        part = torch.multinomial(self.weights, count, replacement=True, generator=generator)
+        shape = (count, self.factors.shape[2], 1)
+        noise = torch.randn(shape, generator=generator, device=self.means.device)
+        return self.means[part] + (self.factors[part] @ noise).squeeze(-1)
 
     def _joint(self, points: Tensor) -> Tensor:
         """Compute log π_m + log N(x; …) of every analyser: (B, S) → (B, M)."""
@@ -189,10 +202,18 @@ class GaussianRBM(nn.Module):
         """Compute ½‖u‖² and its gradient: (B,), (B, N)."""
         return u.square().sum(1) / 2, u
 
+    def hidden_probability(self, u: Tensor) -> Tensor:
+        """Compute P(h = 1 | u): (B, N) → (B, 2N)."""
+        return torch.sigmoid(u @ self.weight.T + self.hidden)
+
+    def visible_mean(self, h: Tensor) -> Tensor:
+        """Compute E[u | h] = e^(−ρ) (a + Σ_j h_j w_j): (B, 2N) → (B, N)."""
+        return (-self.log_precision).exp() * (self.visible + h @ self.weight)
+
     @torch.no_grad()
     def energy(self, u: Tensor) -> tuple[Tensor, Tensor]:
         """Compute F and its gradient: (B,), (B, N)."""
-        on = torch.sigmoid(u @ self.weight.T + self.hidden)
+        on = self.hidden_probability(u)
         gradient = torch.expm1(self.log_precision) * u - self.visible - on @ self.weight
         return self.free_energy(u), gradient
 
@@ -206,7 +227,7 @@ def fit_rbm(
     rbm: GaussianRBM,
     u: Tensor,
     *,
-    steps: int,
+    schedule: Iterable[float],
     batch_size: int,
     options: DensityStage,
     generator: torch.Generator,
@@ -219,8 +240,10 @@ def fit_rbm(
         Trained in place; the result is a running average of its parameters.
     u : (N, S)
         Data.
-    steps, batch_size
-        Learning steps, and points in each.
+    schedule
+        The progress of the learning, from 0 to 1, at each of its steps.
+    batch_size
+        Points in a step.
     options
         Chains, sampler, optimizer and average. `strength_rate` is the factor of the learning rate
         of all parameters but the weights.
@@ -238,9 +261,9 @@ def fit_rbm(
     average = [each.detach().clone() for each in parameters]
     position = rbm.sample_base(options.chains, generator)
     size = StepSize(u.new_tensor(INITIAL_STEP_SIZE), options.target_acceptance)
-    for step in range(steps):
-        set_learning_rate(optimizer, options.learning_rate_at(step / steps))
-        position = _move(rbm, position, 1.0, size, options.leapfrog_steps, generator)
+    for step, progress in enumerate(schedule):
+        set_learning_rate(optimizer, options.learning_rate_at(progress))
+        position = move(rbm, position, 1.0, size, options.leapfrog_steps, generator)
         chosen = torch.randint(len(u), (batch_size,), generator=generator, device=u.device)
         optimizer.zero_grad()
         (rbm.free_energy(u[chosen]).mean() - rbm.free_energy(position).mean()).backward()
@@ -255,8 +278,13 @@ def fit_rbm(
         raise TrainingError("the RBM diverged; lower the learning rate")
 
 
+def even_schedule(steps: int) -> Iterable[float]:
+    """Return the progress at each of so many steps."""
+    return (step / steps for step in range(steps))
+
+
 @torch.no_grad()
-def _move(
+def move(
     target: Target,
     position: Tensor,
     t: float,

@@ -46,7 +46,7 @@ from torch import nn
 
 from benchmarks import machine
 from benchmarks.baselines import limit
-from benchmarks.density_baselines import FactorAnalysers, GaussianRBM, fit_rbm
+from benchmarks.density_baselines import FactorAnalysers, GaussianRBM, even_schedule, fit_rbm
 from benchmarks.variants import cell
 from poecaps._devices import find_device
 from poecaps._modules import MappedBatches, in_batches
@@ -343,7 +343,7 @@ def gaussian_rbm(problem: Problem) -> Fitted:
     fit_rbm(
         rbm,
         base.to_white(problem.training.x),
-        steps=size.steps,
+        schedule=even_schedule(size.steps),
         batch_size=size.batch_size,
         options=options,
         generator=generator,

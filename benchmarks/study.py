@@ -6,11 +6,16 @@ each; `--jobs` sets the number of networks trained at the same time. `--only def
 trains the preset three times. Variants that FILE already contains are skipped. `--table FILE`
 prints FILE as a table.
 
-`--held-out 10000` leaves the last 10,000 training images out of the training and evaluates on them.
+`--held-out 10000` leaves the last 10,000 training images out of the training and evaluates on them;
+with `--on test` as well, it evaluates on the test images. Options are chosen by the former, and
+measured once by the latter.
 
 `--classes` does the same for a second list: what views, routing, equalized components and
 competition each contribute to experts that stand for classes, with 10 and with 20 experts. Its
 table has the measures of clusterings, and its rows belong into a file of their own.
+
+`--readings` does the same for a third list: both readings of the paper's initial weights and of its
+rule for the decoder, with 10 and 50 epochs.
 
 A variant is a preset with some options changed; its row contains the equivalent `poecaps train`
 command.
@@ -36,6 +41,25 @@ paper_with = partial(preset_with, "paper")
 
 _SCALED = {"model__centre": True, "model__scale": 0.4, "decoder__learning_rate": 1.0}
 _WHITENED = {**_SCALED, "model__whiten": True, "model__normalize": "outputs"}
+
+# What the paper leaves open: whether 0.01 is the standard deviation or the variance of the initial
+# weights, what the data of the decoder's rule are, and the number of epochs.
+_VARIANCE = {"encoder__init_std": 0.1, "decoder__init_std": 0.1}
+_READINGS: dict[str, dict[str, Any]] = {
+    "": {},
+    ", initial variance 0.01": _VARIANCE,
+    ", decoder of reconstructions": {"decoder__target": "reconstruction"},
+    ", initial variance 0.01, decoder of reconstructions": {
+        **_VARIANCE,
+        "decoder__target": "reconstruction",
+    },
+}
+_LONG = {"encoder__epochs": 50, "decoder__epochs": 50}
+READINGS: dict[str, Variant] = {
+    f"paper{reading}{length}": paper_with(**options, **epochs)
+    for reading, options in _READINGS.items()
+    for length, epochs in (("", {}), (", 50 epochs", _LONG))
+}
 
 STUDY: dict[str, Variant] = {
     "default": Variant(),
@@ -190,11 +214,11 @@ ROW_NAMES = {  # the rows of unchanged presets; any other row has the name of it
 
 def run(job: Job) -> dict[str, Any]:
     """Train and evaluate, and return the row."""
-    config, o = job.config({**STUDY, **CLASSES}), job.options
+    config, o = job.config({**STUDY, **CLASSES, **READINGS}), job.options
     training, test = variants.load_images(o)
     with job.folder() as folder:
         network, trained = variants.train_and_time(config, folder, training)
-        row = job.row(config) | trained | ({"held_out": o.held_out} if o.held_out else {})
+        row = job.row(config) | trained | variants.protocol_of(o)
         if network is None:
             return row
         if selection := variants.read_selections(folder):
@@ -222,15 +246,26 @@ def class_table(rows: Sequence[Mapping[str, Any]]) -> str:
     return variants.table(rows, {name: name for name in CLASSES}, CLASS_COLUMNS, "experts")
 
 
+def reading_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Format rows of `READINGS` as a Markdown table; see `benchmarks.variants.table`."""
+    return variants.table(rows, {name: name for name in READINGS}, COLUMNS, "reading of the paper")
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train and evaluate the requested variants, or print a file as a table."""
     parser = variants.make_parser(__doc__, samples=10_000)
     parser.add_argument(
         "--classes", action="store_true", help="what makes experts into classes (see above)"
     )
-    variants.add_held_out(parser)
-    if parser.parse_args(arguments).classes:
+    parser.add_argument(
+        "--readings", action="store_true", help="readings of the paper's recipe (see above)"
+    )
+    variants.add_protocol(parser)
+    options = parser.parse_args(arguments)
+    if options.classes:
         variants.run_study(parser, arguments, CLASSES, run, class_table)
+    elif options.readings:
+        variants.run_study(parser, arguments, READINGS, run, reading_table)
     else:
         variants.run_study(parser, arguments, STUDY, run, table)
 

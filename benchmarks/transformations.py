@@ -44,7 +44,6 @@ from benchmarks.baselines import BASELINES, Budget, default_epochs, limit
 from benchmarks.internals import command_for, find_device
 from benchmarks.variants import Job, Variant, preset_with
 from poecaps._modules import in_batches
-from poecaps.data import ImageSet, load
 from poecaps.evaluation import NetworkEncoder, SupportsFiring, clustering, linear_probe
 
 if TYPE_CHECKING:
@@ -52,6 +51,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from poecaps.data import ImageSet
     from poecaps.evaluation import Encoder
 
 FILE = "affine-digits.npz"  # the training images, as `benchmarks.affine_digits` writes them
@@ -101,11 +101,8 @@ class Digits:
     """Their transformations: (N, len(NAMES))."""
 
 
-def make_digits(data: str, path: str | None, *, most: int | None, copies: int) -> Digits:
-    """Make the images, of at most so many digits; they do not depend on the seed of a model."""
-    training, test = (
-        limit(load(data, split=split, path=path), most) for split in ("train", "test")
-    )
+def make_digits(training: ImageSet, test: ImageSet, *, copies: int) -> Digits:
+    """Make the images from digits; they do not depend on the seed of a model."""
     before, after, change = make_pairs(test)
     placed, affine = placed_digits(test, seed=1), affine_digits(test, seed=2)
     return Digits(placed_digits(training, copies=copies), placed, affine, before, after, change)
@@ -223,11 +220,17 @@ def train_model(job: Job, digits: Digits) -> tuple[Encoder | None, dict[str, Any
 def run(job: Job) -> dict[str, Any]:
     """Train and measure, and return the row."""
     o = job.options
-    digits = make_digits(o.data, o.path, most=o.limit, copies=o.copies)
+    training, test = (limit(images, o.limit) for images in variants.load_images(o))
+    digits = make_digits(training, test, copies=o.copies)
     model, row = train_model(job, digits)
     if model is None:
         return row
-    return row | {"copies": o.copies} | measure(model, digits, find_device(o.device), job.seed)
+    return (
+        row
+        | variants.protocol_of(o)
+        | {"copies": o.copies}
+        | measure(model, digits, find_device(o.device), job.seed)
+    )
 
 
 @torch.no_grad()
@@ -306,6 +309,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--copies", type=int, default=1, help="places of each training digit (default: 1)"
     )
     parser.add_argument("--limit", type=int, help="maximum number of training, and of test images")
+    variants.add_protocol(parser)
     variants.run_study(parser, arguments, STUDY, run, table)
 
 

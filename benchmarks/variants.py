@@ -10,6 +10,7 @@ import json
 import multiprocessing
 import os
 import re
+import shlex
 import statistics
 import tempfile
 import time
@@ -144,16 +145,28 @@ class Job:
 
 
 def load_images(options: argparse.Namespace) -> tuple[ImageSet, ImageSet]:
-    """Return the images to train on and those to measure on.
+    """Return the images to train on and those to measure on, by the options of `add_protocol`.
 
     With ``--held-out N``, the last N training images (at most half of them) are left out of the
-    training and measured on: options are chosen there, and not on test images.
+    training and measured on: options are chosen there, and not on test images. With ``--on test``
+    as well, the test images are measured on: once, with the options that were chosen.
     """
     training = load(options.data, path=options.path)
-    if not options.held_out:
-        return training, load(options.data, split="test", path=options.path)
     held_out = min(options.held_out, len(training) // 2)
-    return _part(training, slice(None, -held_out)), _part(training, slice(-held_out, None))
+    learned = _part(training, slice(None, len(training) - held_out))
+    if measured_part(options) == "test":
+        return learned, load(options.data, split="test", path=options.path)
+    return learned, _part(training, slice(len(training) - held_out, None))
+
+
+def measured_part(options: argparse.Namespace) -> str:
+    """Return which images are measured on: ``"held-out"`` or ``"test"``."""
+    return options.on or ("held-out" if options.held_out else "test")
+
+
+def protocol_of(options: argparse.Namespace) -> Row:
+    """Return the number of held-out images and which images are measured on, for a row."""
+    return {"held_out": options.held_out, "on": measured_part(options)}
 
 
 def _part(data: ImageSet, part: slice) -> ImageSet:
@@ -161,15 +174,34 @@ def _part(data: ImageSet, part: slice) -> ImageSet:
     return replace(data, images=data.images[part], labels=labels)
 
 
-def add_held_out(parser: argparse.ArgumentParser, default: int = 0) -> None:
-    """Add the option of `load_images`."""
+def add_protocol(parser: argparse.ArgumentParser, default: int = 0) -> None:
+    """Add the options of `load_images`."""
     parser.add_argument(
         "--held-out",
         type=int,
         default=default,
-        help="last training images, to measure on instead of test images; 0: none "
-        f"(default: {default})",
+        help=f"last training images, which are not learned from; 0: none (default: {default})",
     )
+    parser.add_argument(
+        "--on",
+        choices=("held-out", "test"),
+        help="images to measure on (default: the held-out ones if there are any, else test)",
+    )
+
+
+def check_protocol(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """End the program with an error if there are no images to measure on."""
+    if options.held_out < 0 or (options.on == "held-out" and not options.held_out):
+        parser.error("--on held-out needs a number of images above 0 in --held-out")
+
+
+def row_command(module: str, job: Job) -> str:
+    """Return the command that makes the row of a job again."""
+    o = job.options
+    words = ["python", "-m", f"benchmarks.{module}", "--data", o.data, "--only", job.name]
+    words += ["--seeds", str(job.seed), "--held-out", str(o.held_out), "--on", measured_part(o)]
+    words += ["--samples", str(o.samples)]
+    return shlex.join(words)
 
 
 def train_and_time(
@@ -339,6 +371,8 @@ def run_study(
         parser.error(
             f"--only must be a list of {'; '.join(study)}; but contains {'; '.join(unknown)}"
         )
+    if hasattr(options, "held_out"):
+        check_protocol(parser, options)
     rows: list[Row] = []
     if options.json is not None and options.json.is_file():
         rows = json.loads(options.json.read_text())

@@ -54,6 +54,21 @@ def test_densities_have_the_moments_of_the_codes(generator: torch.Generator) -> 
     torch.testing.assert_close(density.std[1], own.std(0), rtol=1e-2, atol=1e-3)
 
 
+def test_the_restricted_domain_is_the_half_that_the_experts_own_images_visit(
+    generator: torch.Generator,
+) -> None:
+    """Each expert wins few images, and its weaker codes of the others point the opposite way."""
+    density = CodeDensity(5, 3, joint_components=1, expert_components=1)
+    z = -0.5 + 0.1 * torch.randn(500, 5, 3, generator=generator)
+    winner = torch.arange(500) % 5
+    z[torch.arange(500), winner] = 3 + 0.1 * torch.randn(500, 3, generator=generator)
+    density.fit(squash(z), generator)
+    for expert in range(5):
+        own = z[winner == expert, expert]
+        drawn = density.sample(200, "restricted", expert, generator)[:, expert]
+        assert (drawn @ own.mean(0) > 0).float().mean().item() > 0.95
+
+
 def test_the_density_of_one_expert_may_have_several_components(generator: torch.Generator) -> None:
     density = CodeDensity(1, 2, joint_components=1, expert_components=2)
     z = torch.randn(1000, 1, 2, generator=generator) * 0.1 + 1

@@ -22,6 +22,7 @@ from poecaps.code_density import DOMAINS
 from poecaps.data import datasets
 from poecaps.training import PRESETS, record, train
 from tests.samples import some_of_the_bundled
+from tools.refit_directions import main as refit_directions
 from tools.ship_model import main as ship_model
 from tools.ship_model import ship
 
@@ -379,7 +380,30 @@ def test_a_run_that_cannot_be_shipped_raises_an_error(
     assert not (tmp_path / "package").exists()
 
 
+def test_mean_directions_are_fitted_again_to_the_training_images(
+    shipped: Path, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    network = CapsuleNetwork.load(shipped / "mnist")
+    usual = network.code_density.mean_direction.clone()
+    network.code_density.mean_direction.neg_()
+    network.save(shipped / "mnist", half=True)
+    images = str(run.parent / "few.npy")
+    assert refit_directions(["mnist", "--data", images]) == 0
+    assert "3 of the mean directions point to the other side" in capsys.readouterr().out
+    refitted = CapsuleNetwork.load(shipped / "mnist")
+    torch.testing.assert_close(refitted.code_density.mean_direction, usual, rtol=0.01, atol=0.01)
+    assert torch.equal(refitted.code_density.mean, network.code_density.mean)
+    assert refit_directions(["mnist", "--data", "fashion-mnist-sample"]) == 1
+    assert "are not those that mnist was trained on" in capsys.readouterr().err
+
+
 # The real ones
+
+
+@pytest.mark.parametrize("name", PRESENT)
+def test_the_restricted_domain_of_a_model_is_the_half_of_its_own_images(name: str) -> None:
+    density = poecaps.load(name).code_density
+    assert bool(((density.mean_direction * density.mean).sum(1) > 0).all())
 
 
 @pytest.mark.parametrize("name", PRESENT)

@@ -183,13 +183,14 @@ class CodeDensity(nn.Module):
 
     Attributes
     ----------
-    mean_direction : (J, D)
-        Mean direction of each expert's codes over all training images.
     mean, std : (J, D)
-        Mean and standard deviation of each expert's codes over the images for which it is the
-        strongest expert.
+        Mean and standard deviation of each expert's codes over its own images: those for which it
+        is the strongest expert.
+    mean_direction : (J, D)
+        Mean direction of each expert's codes over its own images. The images that an expert loses
+        to others are many more, and may lie on the other side of its sphere.
     per_expert
-        For each expert, a mixture of Gaussians fitted to its codes of the same images.
+        For each expert, a mixture of Gaussians fitted to its codes of its own images.
     joint
         A mixture of Gaussians fitted to whole codes.
     """
@@ -212,7 +213,6 @@ class CodeDensity(nn.Module):
     def fit(self, codes: Tensor, generator: torch.Generator | None = None) -> None:
         """Fit to squashed codes (P, J, D); `generator` draws the initial cluster centres."""
         z = F.unsquash(codes.float())
-        self.mean_direction.copy_(F.direction(z).mean(0))
         norm = z.norm(dim=-1)
         strongest = norm.argmax(1)
         for j in range(z.shape[1]):
@@ -222,6 +222,7 @@ class CodeDensity(nn.Module):
             if len(own) <= z.shape[2]:
                 own = z[norm[:, j] > 0, j] if norm[:, j].any() else z[:, j]
             self.mean[j], self.std[j] = own.mean(0), own.std(0, correction=0)
+            self.mean_direction[j] = F.direction(own).mean(0)
             self.per_expert.fit(j, own, generator)
         self.joint.fit(z.flatten(1), generator)
 

@@ -374,7 +374,7 @@ class CapsuleNetwork(nn.Module):
             expert on and all others 0:
             ``"complete"``, N(0, 1) in every dimension (the paper);
             ``"restricted"``, the same, but negated if it disagrees with the expert's mean direction
-            over the training images (the paper);
+            over the training images for which the expert is the strongest (the paper);
             ``"learned"``, a mixture of Gaussians fitted to the codes of the training images for
             which the expert is the strongest.
             With all experts together: ``"joint"``, a mixture of Gaussians fitted to whole codes.

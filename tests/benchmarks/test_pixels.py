@@ -14,7 +14,7 @@ import torch
 from torch.distributions import Categorical, LowRankMultivariateNormal, MixtureSameFamily
 
 from benchmarks import pixels
-from benchmarks.density_baselines import FactorAnalysers, GaussianRBM, fit_rbm
+from benchmarks.density_baselines import FactorAnalysers, GaussianRBM, even_schedule, fit_rbm
 from benchmarks.pixels import LAMBDA, PatchMap, bits_per_dim, dequantize, make_problem
 from poecaps.data import ImageSet
 from poecaps.energy import GaussianBase
@@ -229,7 +229,9 @@ def test_the_rbm_learns_a_skewed_density(generator: torch.Generator) -> None:
         return -rbm.free_energy(u).mean().item() - exact_log_partition(rbm)
 
     assert gain() < 0
-    fit_rbm(rbm, u, steps=300, batch_size=128, options=options, generator=generator)
+    fit_rbm(
+        rbm, u, schedule=even_schedule(300), batch_size=128, options=options, generator=generator
+    )
     assert gain() > 0.05
 
 
@@ -239,7 +241,7 @@ def test_an_rbm_that_diverges_is_an_error(generator: torch.Generator) -> None:
         fit_rbm(
             GaussianRBM(2, scale=1.0, bias=0.0),
             torch.randn(20, 2, generator=generator),
-            steps=5,
+            schedule=even_schedule(5),
             batch_size=4,
             options=options,
             generator=generator,

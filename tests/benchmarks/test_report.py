@@ -90,7 +90,6 @@ def test_the_targets_are_met(data: str) -> None:
     assert mean("domains.joint.recognisability.share") >= (0.8 if mnist else 0.65)
     assert mean("experts.recognisability.share") >= (0.8 if mnist else 0.6)
     assert mean("specialisation.normalised") >= 0.45
-    assert mean("effective_rank") >= 15
     assert mean("domains.restricted.negatives.share") == 0
     for name in ("bernoulli-rbm", "gaussian-rbm", "vae"):
         for domain in BASELINES[name][1]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from argparse import Namespace
@@ -12,7 +13,7 @@ import torch
 
 from benchmarks import study, variants
 from benchmarks.internals import changed_options, command_for
-from benchmarks.study import CLASSES, STUDY, default_with, main, table
+from benchmarks.study import CLASSES, READINGS, STUDY, default_with, main, table
 from benchmarks.variants import Job, Variant
 from poecaps.training import PRESETS, TrainingError
 
@@ -20,9 +21,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-@pytest.mark.parametrize("name", [*STUDY, *CLASSES])
+@pytest.mark.parametrize("name", [*STUDY, *CLASSES, *READINGS])
 def test_a_variant_is_valid_and_changes_only_its_options(name: str) -> None:
-    variant = {**STUDY, **CLASSES}[name]
+    variant = {**STUDY, **CLASSES, **READINGS}[name]
     config = variant.config(data="mnist", seed=3)
     config.validate()
     assert changed_options(config, variant.preset) == {
@@ -32,7 +33,7 @@ def test_a_variant_is_valid_and_changes_only_its_options(name: str) -> None:
     }
 
 
-@pytest.mark.parametrize("variants_of", [STUDY, CLASSES])
+@pytest.mark.parametrize("variants_of", [STUDY, CLASSES, READINGS])
 def test_no_two_variants_are_the_same(variants_of: dict[str, Variant]) -> None:
     commands = [command_for(variant.config()) for variant in variants_of.values()]
     assert len(set(commands)) == len(commands)
@@ -40,8 +41,9 @@ def test_no_two_variants_are_the_same(variants_of: dict[str, Variant]) -> None:
 
 def test_no_two_lists_have_a_name_in_common() -> None:
     """Except for a variant that is the same in both."""
-    for name in STUDY.keys() & CLASSES.keys():
-        assert STUDY[name] == CLASSES[name]
+    for first, second in itertools.combinations((STUDY, CLASSES, READINGS), 2):
+        for name in first.keys() & second.keys():
+            assert first[name] == second[name]
 
 
 def small_with(**changes: Any) -> Variant:
@@ -92,7 +94,9 @@ def test_a_variant_is_trained_and_evaluated_once(
 
 
 def job(bars: Path) -> Job:
-    options = Namespace(data=str(bars), path=None, device="cpu", samples=20, keep=None, held_out=0)
+    options = Namespace(
+        data=str(bars), path=None, device="cpu", samples=20, keep=None, held_out=0, on=None
+    )
     return Job("small", 0, options)
 
 

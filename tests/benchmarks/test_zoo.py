@@ -9,9 +9,14 @@ import pytest
 import torch
 
 from benchmarks.zoo import (
+    ROUTED,
     ZOO,
     Species,
     ball_rule,
+    dropped_share,
+    exact_ascent,
+    full_divergence,
+    held_ascent,
     log_likelihood,
     log_partition,
     measure,
@@ -114,6 +119,66 @@ def test_exact_ascent_raises_the_exact_likelihood(
             layer.weight.add_(0.3 * gradient)
     assert all(after > before - 1e-12 for before, after in itertools.pairwise(history))
     assert history[-1] - history[0] > 0.6 * (best - history[0])
+
+
+def test_without_routing_nothing_is_dropped(generator: torch.Generator) -> None:
+    """With one iteration the coefficients are constant, so holding them changes no gradient."""
+    species = ZOO[4]
+    data = sample(species.layer(generator, std=3.0), 50, generator)
+    layer, rule = species.layer(generator, std=1.0), quadrature(species)
+    assert dropped_share(layer, data) == pytest.approx(0, abs=1e-12)
+    for whole, held in (
+        (exact_ascent(layer, data, rule), held_ascent(layer, data, rule)),
+        (full_divergence(layer, data), layer.contrastive_divergence(data)),
+    ):
+        gradients = [torch.autograd.grad(loss, layer.weight)[0] for loss in (whole, held)]
+        torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("species", ROUTED[:3], ids=str)
+def test_routed_models_are_integrated_and_sampled(
+    species: Species, generator: torch.Generator
+) -> None:
+    """Finer rules agree, and samples have the activity that the rule expects."""
+    layer = species.layer(generator, std=3.0)
+    rules = [quadrature(species, fineness=fineness) for fineness in range(3)]
+    with torch.no_grad():
+        coarse, fine, finest = (log_partition(layer, rule).item() for rule in rules)
+        assert fine == pytest.approx(finest, abs=2e-3)
+        assert coarse == pytest.approx(finest, abs=2e-2)
+
+        def activity(x: torch.Tensor) -> torch.Tensor:
+            return layer.route(x).preactivation.square().sum((1, 2))
+
+        drawn = activity(sample(layer, 2000, generator))
+        x, log_weights = rules[1].points, rules[1].log_weights
+        expected = torch.softmax(log_weights - layer.free_energy(x), 0) @ activity(x)
+        uniform = torch.softmax(log_weights, 0) @ activity(x)
+    error = drawn.std() / math.sqrt(len(drawn))
+    assert abs(drawn.mean() - expected) < 5 * error
+    assert abs(drawn.mean() - uniform) > 5 * error
+
+
+def test_the_whole_gradient_of_a_routed_model(generator: torch.Generator) -> None:
+    """It is that of finite differences, and the one for held coefficients is not."""
+    species = ROUTED[0]
+    data = sample(species.layer(generator, std=3.0), 40, generator)
+    layer, rule = species.layer(generator, std=1.0), quadrature(species)
+    whole, held = (
+        torch.autograd.grad(loss(layer, data, rule), layer.weight)[0].flatten()
+        for loss in (exact_ascent, held_ascent)
+    )
+    weight, step = layer.weight.detach().view(-1), 1e-6
+    differences = []
+    for index in range(len(weight)):
+        values = []
+        for sign in (1, -1):
+            weight[index] += sign * step
+            values.append(-log_likelihood(layer, data, rule).item())
+            weight[index] -= sign * step
+        differences.append((values[0] - values[1]) / (2 * step))
+    torch.testing.assert_close(torch.tensor(differences).to(whole), whole, rtol=1e-4, atol=1e-6)
+    assert (held - whole).norm() > 0.05 * whole.norm()
 
 
 def test_the_measurement_compares_all_learning_methods() -> None:

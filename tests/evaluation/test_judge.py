@@ -1,4 +1,4 @@
-"""Judges of samples for images without a classifier of the package."""
+"""Classifiers that are trained on the labels of the images."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from poecaps.data import ImageSet, load
-from poecaps.evaluation import RandomFeatures, frechet_distance, train_classifier
+from poecaps.data import ImageSet
+from poecaps.evaluation import train_classifier
 from poecaps.evaluation.judge import fit
 
 
@@ -61,26 +61,3 @@ def test_any_number_of_steps_is_taken(stripes: ImageSet, steps: int) -> None:
 def test_classifiers_need_labels(stripes: ImageSet, labels: np.ndarray | None) -> None:
     with pytest.raises(ValueError, match="data must have labels from 0 on, of 2 classes or more"):
         train_classifier(replace(stripes, labels=labels))
-
-
-def test_random_features_order_images_by_their_noise_and_by_their_blur() -> None:
-    data = load("mnist-sample").subset(slice(2000))
-    features = RandomFeatures(data.batches(500))
-    images, reference = data.batch(range(1000)), features(data.batch(range(1000, 2000)))
-    noise = torch.randn(images.shape, generator=torch.Generator().manual_seed(0))
-    noisy = [(images + level * noise).clamp(0, 1) for level in (0, 0.2, 0.5)]
-    blurred = [torch.nn.functional.avg_pool2d(images, side, 1, side // 2) for side in (1, 3, 5)]
-    for worse in (noisy, blurred):
-        distances = [frechet_distance(features(each), reference).distance for each in worse]
-        assert distances == sorted(distances)
-        assert distances[0] < 0.5 * distances[1]
-    spread = features(data.batch(slice(None))).var(0)
-    torch.testing.assert_close(spread, torch.ones(128), atol=0.1, rtol=0)
-
-
-def test_random_features_depend_on_the_images_alone(stripes: ImageSet) -> None:
-    batches = list(stripes.batches(80))
-    torch.manual_seed(1)
-    first = RandomFeatures(batches)(batches[0])
-    torch.manual_seed(2)
-    assert torch.equal(first, RandomFeatures(batches)(batches[0]))

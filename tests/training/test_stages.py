@@ -149,6 +149,25 @@ def test_some_images_are_decoded_from_their_strongest_expert_alone(
     torch.testing.assert_close(loss, network.decoders[0].contrastive_divergence(y, x))  # type: ignore[operator]
 
 
+def test_a_decoder_may_learn_what_the_encoder_reconstructs(generator: torch.Generator) -> None:
+    """The second reading of the data of the decoder's rule: z_i = Σ_j c_ij W_ijᵀ y_j."""
+    network: Any = CapsuleNetwork(
+        Architecture(image_shape=(1, 20, 19), features=8, experts=((3, 5),)), generator=generator
+    )
+    x = squash(torch.randn(4, 4, 8, generator=generator))
+    y = network.encoders[0](x).detach()
+    cache: Any = SimpleNamespace(
+        network=network, codes=lambda layer, indices: y, inputs=lambda layer, indices: x
+    )
+    stage = DecoderTrainer(0, DecoderStage(target="reconstruction"), cache)
+    c = network.encoders[0].route(x).coefficients
+    target = squash(torch.einsum("bij,ijdk,bjd->bik", c, network.encoders[0].weight, y)).detach()
+    expected = network.decoders[0].contrastive_divergence(y, target)
+    random: Any = SimpleNamespace(uniform=lambda *shape: torch.ones(shape))
+    torch.testing.assert_close(stage.loss(torch.arange(4), random), expected)
+    assert not torch.allclose(expected, network.decoders[0].contrastive_divergence(y, x))
+
+
 def test_the_pixel_decoder_and_the_lowest_decoder_learn_sharp_images(
     data: Path, tmp_path: Path
 ) -> None:

@@ -45,7 +45,8 @@ def evaluate(
     With --data, a folder or file of test images can be given.
 
     Samples of mnist and fashion-mnist are judged by a classifier of the package. For other data
-    with labels, a classifier is trained on the training images first.
+    with labels, a classifier is trained on the training images first. Measures in random features
+    need no classifier.
 
     Parameters
     ----------

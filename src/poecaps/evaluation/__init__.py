@@ -1,11 +1,17 @@
 """One fixed protocol that measures the codes and samples of a network, and of its baselines."""
 
-from poecaps.evaluation.classifier import (
-    CLASSIFIERS,
-    Classifier,
-    Predictions,
+from poecaps.evaluation.classifier import CLASSIFIERS, Classifier, Predictions, load_classifier
+from poecaps.evaluation.fidelity import (
+    NearestImages,
+    Neighbourhoods,
     RandomFeatures,
-    load_classifier,
+    change_contrast,
+    distances_to_nearest,
+    frechet_error,
+    match_contrast,
+    nearest_images,
+    neighbourhoods,
+    pixel_levels,
 )
 from poecaps.evaluation.judge import train_classifier
 from poecaps.evaluation.measures import (
@@ -59,7 +65,9 @@ __all__ = [
     "ExpertMetrics",
     "FrechetDistance",
     "LinearProbe",
+    "NearestImages",
     "Negatives",
+    "Neighbourhoods",
     "NetworkEncoder",
     "Predictions",
     "Purity",
@@ -75,15 +83,22 @@ __all__ = [
     "Variation",
     "Variety",
     "background",
+    "change_contrast",
     "clustering",
     "comparison_table",
+    "distances_to_nearest",
     "diversity",
     "effective_rank",
     "evaluate",
     "frechet_distance",
+    "frechet_error",
     "linear_probe",
     "load_classifier",
+    "match_contrast",
+    "nearest_images",
     "negatives",
+    "neighbourhoods",
+    "pixel_levels",
     "purity",
     "recognisability",
     "reconstruction",

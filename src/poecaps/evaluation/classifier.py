@@ -17,7 +17,6 @@ from poecaps.serialization import CLASSIFIER_VERSION, read_tensors, write_tensor
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterable
 
     from torch import Tensor
 
@@ -119,51 +118,6 @@ class Classifier(nn.Module):
             {"classifier": sizes} | metadata,
             version=CLASSIFIER_VERSION,
         )
-
-
-class RandomFeatures(nn.Module):
-    """Features without labels for the Fréchet distance: a `Classifier` with random weights.
-
-    Random convolutions respond to edges, textures and their arrangement. The weights depend on the
-    number of channels only, and the normalisation on the images that are given, so that models of
-    the same images are measured in the same features.
-
-    Parameters
-    ----------
-    batches
-        The images (B, C, H, W) for which each feature has mean 0 and variance 1.
-    """
-
-    def __init__(self, batches: Iterable[Tensor]) -> None:
-        super().__init__()
-        first, *others = batches
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            classifier = Classifier(classes=1, channels=first.shape[1])
-        self.layers = nn.Sequential(
-            classifier.trunk, nn.Linear(classifier.hidden.in_features, 128, bias=False)
-        )
-        nn.init.normal_(
-            self.layers[1].weight,  # type: ignore[arg-type]
-            std=classifier.hidden.in_features**-0.5,
-            generator=torch.Generator().manual_seed(0),
-        )
-        self.layers.append(nn.BatchNorm1d(128, affine=False))
-        for module in self.modules():
-            if isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d)):
-                module.momentum = None  # the mean over all batches
-        self.to(first.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
-        self.train()
-        with torch.no_grad():
-            for batch in (first, *others):
-                if len(batch) > 1:
-                    self.layers(batch)
-        self.eval().requires_grad_(False)
-
-    @torch.no_grad()
-    def forward(self, images: Tensor, *, report: Report | None = None) -> Tensor:
-        """Compute features: (N, C, H, W) → (N, 128), in batches; `report` as in `predict`."""
-        return in_batches(self.layers, counted(images.split(BATCH_SIZE), len(images), report))
 
 
 def _convolution(in_channels: int, out_channels: int) -> tuple[nn.Module, ...]:

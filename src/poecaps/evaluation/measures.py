@@ -60,19 +60,26 @@ def frechet_distance(first: Tensor, second: Tensor) -> FrechetDistance:
             raise ValueError(
                 f"{name} must have at least 2 rows to have a covariance, but has {len(features)}"
             )
-    mean_1, covariance_1 = _moments(first)
-    mean_2, covariance_2 = _moments(second)
-    values, vectors = torch.linalg.eigh(covariance_1)
-    root = vectors * values.clamp(min=0).sqrt() @ vectors.T
+    mean_1, covariance_1 = moments(first)
+    mean_2, covariance_2 = moments(second)
+    root = covariance_root(covariance_1)
     cross = torch.linalg.eigvalsh(root @ covariance_2 @ root).clamp(min=0).sqrt().sum()
     mean_term = (mean_1 - mean_2).square().sum().item()
     covariance_term = (covariance_1.trace() + covariance_2.trace() - 2 * cross).item()
     return FrechetDistance(mean_term + covariance_term, mean_term, covariance_term)
 
 
-def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
+def moments(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute mean and covariance in float64: (N, F) → (F,), (F, F)."""
     x = x.double()
     return x.mean(0), torch.atleast_2d(x.T.cov())
+
+
+def covariance_root(covariance: Tensor) -> Tensor:
+    """Compute the symmetric square root of a covariance: (F, F) → (F, F)."""
+    values, vectors = torch.linalg.eigh(covariance)
+    root: Tensor = vectors * values.clamp(min=0).sqrt() @ vectors.T
+    return root
 
 
 @dataclass(frozen=True)

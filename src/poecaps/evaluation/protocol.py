@@ -15,8 +15,7 @@ from poecaps import _checks as checks
 from poecaps._devices import statistics_device
 from poecaps._modules import BATCH_SIZE, device_of, in_batches
 from poecaps.code_density import DENSITY_DOMAINS, DOMAIN_INFO, DOMAINS, Domain, kmeans
-from poecaps.evaluation import measures
-from poecaps.evaluation.classifier import RandomFeatures
+from poecaps.evaluation import fidelity, measures
 from poecaps.evaluation.probe import LinearProbe, linear_probe
 from poecaps.metrics import effective_rank
 from poecaps.network import CapsuleNetwork
@@ -190,8 +189,16 @@ class SampleMetrics:
     recognisability: measures.Recognisability | None
     diversity: measures.Diversity | None
     negatives: measures.Negatives
-    random_frechet: measures.FrechetDistance | None = None
-    """Without a classifier: the distance in `RandomFeatures`, which need no labels."""
+    matched_frechet: measures.FrechetDistance | None
+    """The same as `frechet`, after the contrast of the samples is matched to training images."""
+    random_frechet: measures.FrechetDistance
+    """In random features, with matched contrast; the variance of the test images' features is 1."""
+    neighbourhoods: fidelity.Neighbourhoods | None
+    """In the same features; None with too few samples or test images."""
+    nearest: fidelity.NearestImages
+    """Distances to the nearest training images."""
+    errors: dict[str, float]
+    """Standard errors over samples, by the path of the number, such as ``"frechet.distance"``."""
 
 
 @dataclass(frozen=True)
@@ -239,6 +246,8 @@ class Evaluation:
     """Samples from the density with one of its experts on at a time."""
     training_samples: SampleMetrics
     """Training images measured as if they were samples: the result of a perfect model."""
+    reconstructed_samples: SampleMetrics | None
+    """The same training images, reconstructed: the best that the decoder can draw."""
     notes: tuple[str, ...]
     classifier: dict[str, Any] | None = None
     """Metadata of the classifier: training options and test accuracy."""
@@ -286,8 +295,7 @@ def evaluate(
         specialisation are omitted.
     classifier
         Classifier of samples, from `load_classifier` or `train_classifier`; its classes must be the
-        labels. Without one, samples are measured by their negatives and by the Fréchet distance in
-        `RandomFeatures`.
+        labels. Without one, samples are measured in `RandomFeatures` only.
     seed
         Seed of the samples.
     samples
@@ -371,13 +379,15 @@ class _Evaluator:
         self.classifier = None if classifier is None else classifier.to(device).eval()
         self.report, self.work = report, 0
         self.test = data_test.batch(slice(None)).to(device)
-        self.features: RandomFeatures | None = None
-        if self.classifier is None:
-            self.features = RandomFeatures(self._training_batches())
-            self.test_features = self._counted(self.features(self.test))
-        else:
-            self.test_features = self._predict(self.test).features
+        self.test_features = None if self.classifier is None else self._predict(self.test).features
         self.background = measures.background(self._training_batches())
+        self.levels = fidelity.pixel_levels(self._training_batches())
+        self.random_features = fidelity.RandomFeatures(data_test.shape[0]).to(device)
+        extracted = self._counted(self.random_features.extract(self.test))
+        spread = extracted.double().var(0).sum().sqrt().float()
+        self.feature_scale = 1 / spread if spread > 0 else torch.ones_like(spread)
+        self.test_random_features = extracted * self.feature_scale
+        self.test_distances = self._distances_to_nearest(self.test)
         self.notes: list[str] = []
 
     def run(self) -> Evaluation:
@@ -422,6 +432,13 @@ class _Evaluator:
             draws = self._sample_density_experts(encoder)
             domains["model-experts"] = self._sample_metrics(torch.cat(draws))
             density_experts = self._metrics_of_experts(draws)
+        known = self._random_training_images()
+        reconstructed = None
+        if isinstance(encoder, SupportsReconstruction):
+            images = torch.cat(
+                [self._counted(encoder.reconstruct(batch)) for batch in known.split(BATCH_SIZE)]
+            )
+            reconstructed = self._sample_metrics(images)
         return Evaluation(
             name=encoder.name,
             data=self.data_test.source,
@@ -439,7 +456,8 @@ class _Evaluator:
             domains=domains,
             experts=self._expert_metrics(),
             density_experts=density_experts,
-            training_samples=self._sample_metrics(self._random_training_images()),
+            training_samples=self._sample_metrics(known),
+            reconstructed_samples=reconstructed,
             notes=tuple(self.notes),
             classifier=None if self.classifier is None else dict(self.classifier.metadata),
         )
@@ -477,18 +495,54 @@ class _Evaluator:
         return probe
 
     def _sample_metrics(self, images: Tensor) -> SampleMetrics:
-        negatives = measures.negatives(images, self.background)
-        if self.features is not None:
-            features = self._counted(self.features(images))
-            distance = measures.frechet_distance(features, self.test_features)
-            return SampleMetrics(None, None, None, negatives, distance)
-        predictions = self._predict(images)
+        matched = fidelity.match_contrast(images, self.levels)
+        features = self._counted(self.random_features.extract(matched)) * self.feature_scale
+        reference = self.test_random_features
+        neighbourhoods = None
+        if min(len(features), len(reference)) > fidelity.NEIGHBOURS:
+            neighbourhoods = fidelity.neighbourhoods(features, reference)
+        nearest = fidelity.nearest_images(self._distances_to_nearest(images), self.test_distances)
+        errors = {
+            "random_frechet.distance": fidelity.frechet_error(features, reference),
+            "nearest.nearer": nearest.nearer_error,
+        }
+        if neighbourhoods is not None:
+            errors |= {
+                f"neighbourhoods.{name}": getattr(neighbourhoods, f"{name}_error")
+                for name in ("precision", "recall", "density", "coverage")
+            }
+        frechet = matched_frechet = recognisability = diversity = None
+        if self.classifier is not None and self.test_features is not None:
+            predictions, matched_features = self._predict(images), self._predict(matched).features
+            frechet = measures.frechet_distance(predictions.features, self.test_features)
+            matched_frechet = measures.frechet_distance(matched_features, self.test_features)
+            recognisability = measures.recognisability(predictions.probabilities)
+            diversity = measures.diversity(predictions.labels)
+            share = recognisability.share
+            errors |= {
+                "frechet.distance": fidelity.frechet_error(
+                    predictions.features, self.test_features
+                ),
+                "matched_frechet.distance": fidelity.frechet_error(
+                    matched_features, self.test_features
+                ),
+                "recognisability.share": math.sqrt(share * (1 - share) / len(images)),
+            }
         return SampleMetrics(
-            measures.frechet_distance(predictions.features, self.test_features),
-            measures.recognisability(predictions.probabilities),
-            measures.diversity(predictions.labels),
-            negatives,
+            frechet=frechet,
+            recognisability=recognisability,
+            diversity=diversity,
+            negatives=measures.negatives(images, self.background),
+            matched_frechet=matched_frechet,
+            random_frechet=measures.frechet_distance(features, reference),
+            neighbourhoods=neighbourhoods,
+            nearest=nearest,
+            errors=errors,
         )
+
+    def _distances_to_nearest(self, images: Tensor) -> Tensor:
+        first = images[: fidelity.MAX_NEAREST]
+        return fidelity.distances_to_nearest(first, self._training_batches())
 
     def _expert_metrics(self) -> ExpertMetrics | None:
         encoder = self.encoder
@@ -580,19 +634,21 @@ class _Evaluator:
     def _total_work(self) -> int:
         """Count the work of all measures, in passes of an image through the model."""
         encoder, classify = self.encoder, int(self.classifier is not None)
-        test = 2 + isinstance(encoder, SupportsReconstruction)
-        total = test * len(self.data_test)
+        judge = 1 + 2 * classify  # random features, and the classifier before and after matching
+        reconstructs = isinstance(encoder, SupportsReconstruction)
+        total = (classify + 2 + reconstructs) * len(self.data_test)
         if self.data_train.labels is not None and self.data_test.labels is not None:
             total += len(self.data_train)
         if isinstance(encoder, SupportsSampling):
-            draws = sum(_work_of(domain) + 1 for domain in encoder.domains)
+            draws = sum(_work_of(domain) + judge for domain in encoder.domains)
             total += draws * self.samples
         if isinstance(encoder, SupportsDensityExperts) and encoder.density_experts:
             count = encoder.density_experts * self._samples_per_expert(encoder.density_experts)
-            total += (CHAIN_WORK + 1 + classify) * count
+            total += (CHAIN_WORK + judge + classify) * count
         if isinstance(encoder, SupportsExpertSampling) and classify:
             total += 2 * encoder.experts * self._samples_per_expert(encoder.experts)
-        return total + min(self.samples, len(self.data_train))
+        known = judge + (1 + judge if reconstructs else 0)
+        return total + known * min(self.samples, len(self.data_train))
 
     def _training_batches(self) -> Iterator[Tensor]:
         return (batch.to(self.device) for batch in self.data_train.batches(BATCH_SIZE))
@@ -687,9 +743,15 @@ CLASSIFIER_ROWS = (
 )
 SAMPLE_ROWS = (
     ("Fréchet distance", "frechet.distance", ".2f"),
-    ("Fréchet distance, random features", "random_frechet.distance", ".3f"),
+    ("Fréchet distance, contrast matched", "matched_frechet.distance", ".2f"),
+    ("Fréchet distance, random features", "random_frechet.distance", ".4f"),
+    ("precision", "neighbourhoods.precision", ".1%"),
+    ("recall", "neighbourhoods.recall", ".1%"),
+    ("density", "neighbourhoods.density", ".3f"),
+    ("coverage", "neighbourhoods.coverage", ".1%"),
     *CLASSIFIER_ROWS,
     ("negatives", "negatives.share", ".1%"),
+    ("nearer to training images than test images", "nearest.nearer", ".1%"),
 )
 EXPERT_ROWS = (
     *CLASSIFIER_ROWS,
@@ -777,15 +839,25 @@ def _sections(
     yield title, _cells(evaluation.density_experts, EXPERT_ROWS)
     title = "training images in place of samples"
     yield title, _cells(evaluation.training_samples, SAMPLE_ROWS)
+    title = "reconstructions of training images in place of samples"
+    yield title, _cells(evaluation.reconstructed_samples, SAMPLE_ROWS)
 
 
 def _cells(metrics: object, rows: Sequence[tuple[str, str, str]]) -> list[tuple[str, str]]:
-    """Return label and formatted value of each row; a dash if the value is None or NaN."""
+    """Return label and formatted value of each row; a dash if the value is None or NaN.
+
+    A value with a standard error is followed by the half-width of its 95 % interval.
+    """
+    errors = getattr(metrics, "errors", {})
     cells = []
     for label, path, form in rows:
         value: Any = metrics
         for name in path.split("."):
             value = None if value is None else getattr(value, name)
-        missing = value is None or math.isnan(value)
-        cells.append((label, MISSING if missing else format(value, form).replace("%", " %")))
+        text = MISSING
+        if value is not None and not math.isnan(value):
+            text = format(value, form)
+            if path in errors:
+                text += f" ± {format(fidelity.Z_95 * errors[path], form)}"
+        cells.append((label, text.replace("%", " %")))
     return cells

@@ -24,6 +24,8 @@ Optimizer = Literal["adam", "sgd"]
 OPTIMIZERS: tuple[Optimizer, ...] = get_args(Optimizer)
 Criterion = Literal["margin", "agreement", "reconstruction", "energy"]
 CRITERIA: tuple[Criterion, ...] = get_args(Criterion)
+DecoderTarget = Literal["capsules", "reconstruction"]
+DECODER_TARGETS: tuple[DecoderTarget, ...] = get_args(DecoderTarget)
 MAX_EPOCHS, MAX_RESTARTS = 10**6, 1000
 MAX_PROCESS_TIMEOUT = 1e6  # seconds; torch counts milliseconds in 32 bits
 
@@ -137,11 +139,14 @@ class DecoderStage(CapsuleStage):
     # Images from one expert alone teach each expert to generate images on its own.
     single_expert_share: float = 0.0
     """Fraction of images that are decoded from their strongest expert alone."""
+    target: DecoderTarget = "capsules"
+    """What to decode: the capsules, or their reconstruction by W (another reading of the paper)."""
 
     def validate(self, name: str) -> None:
         """Raise ValueError or TypeError if an option is invalid; `name` is that of the stage."""
         super().validate(name)
         checks.require_share(f"{name}.single_expert_share", self.single_expert_share)
+        checks.require_choice(f"{name}.target", self.target, DECODER_TARGETS)
 
 
 @dataclass(frozen=True)

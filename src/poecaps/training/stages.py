@@ -510,6 +510,7 @@ class DecoderTrainer(StageTrainer):
         super().__init__(cache)
         self.name, self.options, self.layer = f"decoder {layer + 1}", options, layer
         self.module = cast("CapsuleDecoder", cache.network.decoders[layer])
+        self.encoder = cast("CapsuleExperts", cache.network.encoders[layer])
 
     def prepare(self, fresh: bool, generator: torch.Generator) -> None:
         """Compute the capsules and their codes."""
@@ -526,10 +527,18 @@ class DecoderTrainer(StageTrainer):
         return ROUTING_WORK * self.module.weight.numel()
 
     def loss(self, indices: Tensor, random: RandomNumbers) -> Tensor:
-        """Compute the loss of the decoder's learning rule."""
+        """Compute the loss of the decoder's learning rule.
+
+        The paper says of the data z_i that they are "fixed by the W's". They are the capsules that
+        W encodes or, with the target "reconstruction", Σ_j c_ij W_ijᵀ y_j.
+        """
+        x = self.cache.inputs(self.layer, indices)
+        if self.options.target == "reconstruction":
+            with torch.no_grad():
+                x = self.encoder.reconstruct(x)
         y = self.cache.codes(self.layer + 1, indices)
         y = _mask_to_strongest(y, self.options.single_expert_share, random)
-        return self.module.contrastive_divergence(y, self.cache.inputs(self.layer, indices))
+        return self.module.contrastive_divergence(y, x)
 
     def metrics(self) -> dict[str, float]:
         """Compute the fraction of the capsules' variance, before squashing, that is lost."""

@@ -1,0 +1,43 @@
+"""Confidence intervals over seeds, compared with SciPy and with their coverage."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from benchmarks.intervals import Interval, difference_interval, mean_interval
+
+FIRST, SECOND = (3.1, 2.7, 3.4, 3.0, 2.9), (2.0, 2.6, 1.9)
+
+
+def test_the_interval_of_a_mean_is_that_of_scipy() -> None:
+    found = mean_interval(FIRST)
+    low, high = stats.t.interval(0.95, 4, np.mean(FIRST), stats.sem(FIRST))
+    assert (found.value - found.half_width, found.value + found.half_width) == pytest.approx(
+        (low, high)
+    )
+
+
+def test_the_interval_of_a_difference_is_that_of_scipy() -> None:
+    found = difference_interval(FIRST, SECOND)
+    exact = stats.ttest_ind(FIRST, SECOND, equal_var=False).confidence_interval(0.95)
+    assert found.value - found.half_width == pytest.approx(exact.low)
+    assert found.value + found.half_width == pytest.approx(exact.high)
+    assert found.excludes_zero
+    assert not difference_interval(FIRST, FIRST[::-1]).excludes_zero
+
+
+def test_equal_seeds_have_no_width() -> None:
+    assert difference_interval((1.0, 1.0), (0.5, 0.5)) == Interval(0.5, 0.0)
+
+
+def test_one_seed_has_no_interval() -> None:
+    with pytest.raises(ValueError, match="needs at least 2 seeds, but has 1"):
+        mean_interval((1.0,))
+    with pytest.raises(ValueError, match="needs at least 2 seeds, but has 1"):
+        difference_interval(FIRST, (1.0,))
+
+
+def test_text() -> None:
+    assert Interval(0.123, 0.045).text(".1%") == "12.3 % ± 4.5 %"

@@ -1,0 +1,51 @@
+"""The numbers in sentences are those of docs/results."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from benchmarks import report, sentences
+from benchmarks.sentences import COMPLETE_PAGES, SENTENCES, Sentence, text_of, without_source
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.mark.parametrize("sentence", SENTENCES, ids=lambda sentence: sentence.text[:60])
+def test_a_sentence_has_the_measured_numbers(sentence: Sentence) -> None:
+    assert sentence.filled() in text_of(sentence.page)
+
+
+@pytest.mark.parametrize("sentence", SENTENCES, ids=lambda sentence: sentence.text[:60])
+def test_a_sentence_with_exchanged_numbers_is_false(sentence: Sentence) -> None:
+    values = [source() for source in sentence.sources]
+    for first in range(len(values)):
+        for second in range(first):
+            if values[first] != values[second]:
+                exchanged = list(values)
+                exchanged[first], exchanged[second] = values[second], values[first]
+                assert sentence.text.format(*exchanged) not in text_of(sentence.page)
+
+
+@pytest.mark.parametrize("page", COMPLETE_PAGES)
+def test_every_result_on_a_page_has_a_source(page: str) -> None:
+    assert list(without_source(page)) == []
+
+
+@pytest.mark.parametrize("page", COMPLETE_PAGES)
+def test_parts_without_a_source_are_on_the_page(page: str) -> None:
+    assert all(part in text_of(page) for part in COMPLETE_PAGES[page])
+
+
+def test_numbers_without_a_source_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "It is 0.5 on\nMNIST.\n\n- It is 7 % here.\n\n| 0.9 |\n\n```\n0.8\n```\nBeta is 3.\n"
+    (tmp_path / "page.md").write_text(text)
+    monkeypatch.setattr(report, "ROOT", tmp_path)
+    known = Sentence("page.md", "It is {} on MNIST.", (lambda: "0.5",))
+    monkeypatch.setattr(sentences, "SENTENCES", (known,))
+    (found,) = without_source("page.md")
+    assert "It is 7 % here" in found
