@@ -548,7 +548,7 @@ def test_chains_by_keyboard(opened: Callable[..., Page]) -> None:
 def test_the_panel_of_chains_fits_and_has_names(walking: Page) -> None:
     test_everything_has_a_name_for_screen_readers(walking)
     test_nothing_sticks_out_sideways(walking)
-    walking.locator("#chains-panel").scroll_into_view_if_needed()
+    walking.get_by_role("tab", name="Chains").click()
     expect(walking.locator("#chains-grid button").nth(0)).to_be_visible()
 
 

@@ -254,7 +254,7 @@ def test_watching_a_training(page: Page) -> None:
 
     def answer(route: Any) -> None:
         request = route.request
-        if request.method == "POST":
+        if request.url.endswith("/start"):
             asked.append(request.post_data_json)
             picture = {"shape": [1, 28, 28], "count": 1, "pixels": black}
             state.update(
@@ -270,7 +270,7 @@ def test_watching_a_training(page: Page) -> None:
                 pictures={"images": picture, "reconstructions": picture},
                 seconds_left=12.3,
             )
-        elif request.method == "DELETE":
+        elif request.url.endswith("/stop"):
             state.update(status="stopped")
         else:
             since = int(request.url.split("since=")[1])
@@ -278,7 +278,7 @@ def test_watching_a_training(page: Page) -> None:
             return
         route.fulfill(json=state)
 
-    page.route(re.compile("/api/training([?]|$)"), answer)
+    page.route(re.compile("/api/training([?]|/start|/stop|$)"), answer)
     page.get_by_role("tab", name="Train").click()
     page.locator("#training-experts").select_option("5")
     page.get_by_role("button", name="Train", exact=True).click()

@@ -84,7 +84,7 @@ def test_a_training_is_followed_and_its_model_can_be_explored(trainer: httpx.Cli
     sources = [each["name"] for each in trainer.get("/api/training/sources").json()]
     assert sources == ["mnist-sample", "fashion-mnist-sample", "model:digits"]
     assert trainer.get("/api/training").json()["status"] == "idle"
-    begun = trainer.post("/api/training", json=SMALL | {"source": "model:digits"}).json()
+    begun = trainer.post("/api/training/start", json=SMALL | {"source": "model:digits"}).json()
     assert (begun["run"], begun["error"]) == (1, None)
     state = wait(trainer, "finished", "failed", "stopped")
     assert (state["status"], state["error"]) == ("finished", None)
@@ -101,18 +101,18 @@ def test_a_training_is_followed_and_its_model_can_be_explored(trainer: httpx.Cli
 
 
 def test_one_training_at_a_time_which_is_stopped_at_once(trainer: httpx.Client) -> None:
-    trainer.post("/api/training", json=SMALL | {"seed": 13})
+    trainer.post("/api/training/start", json=SMALL | {"seed": 13})
     wait(trainer, "running", points=2)
-    again = trainer.post("/api/training", json=SMALL)
+    again = trainer.post("/api/training/start", json=SMALL)
     assert again.status_code == 409
     assert again.json() == {"error": "a model is being trained already; stop it first"}
-    assert trainer.delete("/api/training").json()["status"] == "stopped"
-    assert trainer.delete("/api/training").json()["status"] == "stopped"
+    assert trainer.post("/api/training/stop").json()["status"] == "stopped"
+    assert trainer.post("/api/training/stop").json()["status"] == "stopped"
     assert trainer.get("/api/models").json() == ["digits"]
-    assert trainer.post("/api/training", json=SMALL | {"source": "/etc"}).status_code == 404
+    assert trainer.post("/api/training/start", json=SMALL | {"source": "/etc"}).status_code == 404
     for wrong in ({"images": 99}, {"images": 5001}, {"experts": 1}, {"seed": -1}, {"data": "x"}):
-        assert trainer.post("/api/training", json=SMALL | wrong).status_code == 422
-    trainer.post("/api/training", json=SMALL | {"seed": 14})
+        assert trainer.post("/api/training/start", json=SMALL | wrong).status_code == 422
+    trainer.post("/api/training/start", json=SMALL | {"seed": 14})
     failed = wait(trainer, "failed")
     assert failed["run"] == 2
     assert "ended early" in failed["error"]

@@ -533,7 +533,7 @@ def _add_training(app: FastAPI, registry: ModelRegistry) -> None:
         """Return what there is to see of the training."""
         return state(since)
 
-    @app.post("/api/training", response_model=Training, responses=_errors(409))
+    @app.post("/api/training/start", response_model=Training, responses=_errors(409))
     async def start(
         options: Annotated[TrainingStart, Body(description="What to learn from.")],
     ) -> JSONResponse:
@@ -546,7 +546,7 @@ def _add_training(app: FastAPI, registry: ModelRegistry) -> None:
             raise HTTPException(409, str(error)) from error
         return state()
 
-    @app.delete("/api/training", response_model=Training, responses=_errors())
+    @app.post("/api/training/stop", response_model=Training, responses=_errors())
     async def stop() -> JSONResponse:
         """Stop the training, if one is running."""
         training.stop()

@@ -102,11 +102,11 @@ export async function interpolate(name, start, end, steps, signal) {
 }
 
 export const trainingSources = async () => (await request("api/training/sources")).json();
-export const startTraining = async (body) => (await request("api/training", post(body))).json();
+export const startTraining = async (body) => (await request("api/training/start", post(body))).json();
 export const training = async (since, signal) =>
   (await request(`api/training?since=${since}`, { signal })).json();
 export const stopTraining = async () =>
-  (await request("api/training", { method: "DELETE" })).json();
+  (await request("api/training/stop", { method: "POST" })).json();
 
 const walk = async (name, path, body, signal) =>
   (await request(modelUrl(name, path), post(body, signal))).json();
