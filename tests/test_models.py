@@ -387,12 +387,19 @@ def test_mean_directions_are_fitted_again_to_the_training_images(
     usual = network.code_density.mean_direction.clone()
     network.code_density.mean_direction.neg_()
     network.save(shipped / "mnist", half=True)
+    domains = {name: {"frechet": {"distance": 7.0}} for name in ("restricted", "learned")}
+    measured = {"data": "mnist", "test_images": 5, "samples": 5, "seed": 0, "domains": domains}
+    (shipped / "mnist" / "evaluation.json").write_text(json.dumps(measured))
     images = str(run.parent / "few.npy")
     assert refit_directions(["mnist", "--data", images]) == 0
     assert "3 of the mean directions point to the other side" in capsys.readouterr().out
     refitted = CapsuleNetwork.load(shipped / "mnist")
     torch.testing.assert_close(refitted.code_density.mean_direction, usual, rtol=0.01, atol=0.01)
     assert torch.equal(refitted.code_density.mean, network.code_density.mean)
+    card = (shipped / "mnist" / "README.md").read_text(encoding="utf-8")
+    assert "Fréchet distance of draws from one expert: learned | 7.0 |" in card
+    assert "restricted" not in card  # measured with the old directions
+    assert is_unedited(card)
     assert refit_directions(["mnist", "--data", "fashion-mnist-sample"]) == 1
     assert "are not those that mnist was trained on" in capsys.readouterr().err
 

@@ -4,7 +4,9 @@ Run as: python tools/refit_directions.py NAME --path FOLDER
 
 In older models, the mean direction of an expert is that over all training images and not only over
 its own ones. This tool encodes the training images in FOLDER, computes the mean directions as
-training does now, and writes them into the model; everything else stays as it is.
+training does now, and writes them into the model; all other weights stay as they are. Measures of
+the restricted domain, which are no longer those of the model, are removed from its evaluation and
+its card.
 """
 
 from __future__ import annotations
@@ -15,13 +17,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from poecaps import CapsuleNetwork, ModelError, models
+from poecaps import CapsuleNetwork, ModelError, card, models
+from poecaps._files import read_json, write_json
 from poecaps._modules import in_batches
 from poecaps.code_density import CodeDensity
 from poecaps.data import load
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
 # Largest difference between the stored and the recomputed means of an expert's codes, in units of
 # their spread: weights are rounded, and training computes features in bfloat16.
@@ -70,7 +74,18 @@ def refit(name: str, data: str, path: str | None = None) -> int:
     turned = (fitted.mean_direction * stored.mean_direction).sum(1) < 0
     stored.mean_direction.copy_(fitted.mean_direction)
     network.save(folder, half=True)
+    forget_measures(folder, network)
     return int(turned.sum())
+
+
+def forget_measures(folder: Path, network: CapsuleNetwork) -> None:
+    """Remove the restricted domain from the evaluation of a shipped model, and from its card."""
+    if not (folder / card.MEASURED).is_file():
+        return
+    measured = read_json(folder / card.MEASURED)
+    measured["domains"].pop("restricted", None)
+    write_json(folder / card.MEASURED, measured)
+    card.write(folder, network, name=folder.name, licence="mit", shipped=True, draw=False)
 
 
 if __name__ == "__main__":
