@@ -116,11 +116,16 @@ def test_a_peer_encodes_and_draws_images(
     assert math.isfinite(result.domains["joint"].random_frechet.distance)
 
 
-def test_an_autoencoder_learns(data: ImageSet) -> None:
+def test_an_autoencoder_learns() -> None:
+    """A decoder that ignores its code loses all of the variance, at best."""
+    small = np.zeros((16, 8, 8), np.uint8)
+    for number, image in enumerate(small):
+        image[: 2 + number // 4 * 2, : 2 + number % 4 * 2] = 255
+    data = ImageSet(small)
     images = data.batch(slice(None))
-    model = peers.RegularisedAutoencoder(Training(data, Clock(1e9, 60, CPU), seed=0), 16, 1e-3)
+    model = peers.RegularisedAutoencoder(Training(data, Clock(1e9, 80, CPU), seed=0), 16, 1e-3)
     error = (model.reconstruct(images) - images).square().mean()
-    assert error < 0.4 * (0.5 - images).square().mean()  # an untrained decoder is grey
+    assert error < 0.5 * (images.mean(0) - images).square().mean()
 
 
 def row(name: str, distance: float, on: str = "held-out", **more: float) -> dict[str, Any]:
