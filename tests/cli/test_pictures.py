@@ -67,7 +67,8 @@ def test_samples_are_judged_by_a_classifier_of_the_own_labels(
 ) -> None:
     measured: dict[str, Any] = measure(trained, tmp_path / "e.json")
     assert measured["classifier"]["training_images"] == 54
-    assert 0 <= measured["classifier"]["test_accuracy"] <= 1
+    right = measured["classifier"]["test_accuracy"] * measured["test_images"]
+    assert right == pytest.approx(round(right), abs=1e-6)
     assert measured["domains"]["joint"]["recognisability"] is not None
     assert measured["domains"]["joint"]["frechet"]["distance"] > 0
     (note,) = (note for note in measured["notes"] if "trained on the 54 training images" in note)
