@@ -383,7 +383,8 @@ def _load_images(config: Config, split: Split, reading: Reading | None) -> Image
         path=config.data_path,
         size=config.size,
         channels=config.channels,
-        smallest=minimum_image_size(config.model.kernel_size, config.model.margin or 0),
+        # Without the margin, which a new run chooses after it has loaded the images.
+        smallest=minimum_image_size(config.model.kernel_size),
         report=reading,
     )
 
