@@ -10,7 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path as FilePath
-from typing import TYPE_CHECKING, Annotated, Any, Literal, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Concatenate, Literal, ParamSpec, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from fastapi import Body, FastAPI, HTTPException, Path, Query, Request, Response
@@ -139,7 +140,8 @@ class ModelRegistry:
             )
         self.threads = ThreadPoolExecutor(THREADS, "explorer")
         self.slow_thread = ThreadPoolExecutor(1, "explorer-slow")
-        self.results: dict[tuple[Any, ...], Any] = {}  # of `compute_once`
+        # Of `compute_once`, by model; a model that is replaced takes its results along.
+        self.results: WeakKeyDictionary[ExplorerModel, dict[Any, Any]] = WeakKeyDictionary()
         self.trained: str | None = None  # name of the model that was trained here
         self.training = LiveTraining(models, self.add_trained)
 
@@ -156,14 +158,21 @@ class ModelRegistry:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self.threads, lambda: function(*args, **kwargs))
 
-    async def compute_once(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    async def compute_once(
+        self,
+        function: Callable[Concatenate[ExplorerModel, P], R],
+        model: ExplorerModel,
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> R:
         """Call a function that takes seconds once for each of its arguments, in a thread for it."""
 
         def result() -> R:
+            known = self.results.setdefault(model, {})
             key = (function, *args, *kwargs.items())
-            if key not in self.results:
-                self.results[key] = function(*args, **kwargs)
-            found: R = self.results[key]
+            if key not in known:
+                known[key] = function(model, *args, **kwargs)
+            found: R = known[key]
             return found
 
         return await asyncio.get_running_loop().run_in_executor(self.slow_thread, result)
@@ -172,8 +181,6 @@ class ModelRegistry:
         """Add a model that was trained in the explorer in place of the previous one."""
         names = (TRAINED + (f"-{count}" if count > 1 else "") for count in itertools.count(1))
         name = self.trained or next(each for each in names if each not in self.models)
-        before = self.models.get(name)
-        self.results = {key: each for key, each in self.results.items() if before not in key}
         self.models[name] = ExplorerModel(name, str(folder), CapsuleNetwork.load(folder))
         self.trained = name
         return name
