@@ -23,7 +23,7 @@ from poecaps._version import __version__
 from poecaps.code_density import Domain  # noqa: TC001 (FastAPI reads the annotations)
 from poecaps.explorer import chains, effects, maps, pictures
 from poecaps.explorer.connections import BACKLOG, LimitedServer, bounded_log
-from poecaps.explorer.render import STRIDE, ExplorerModel
+from poecaps.explorer.render import ExplorerModel, as_pixels
 from poecaps.explorer.schema import (
     MAX_SEED,
     Chain,
@@ -245,7 +245,8 @@ def _add_models(app: FastAPI, registry: ModelRegistry) -> None:
             parameters=found.parameters,
             grid=list(found.grid),
             field=found.receptive_field,
-            stride=STRIDE,
+            stride=found.stride,
+            first_pixel=found.first_pixel,
             images=0 if found.images is None else len(found.images),
             part=found.part,
             chains=chains.max_chains(found),
@@ -278,10 +279,7 @@ def _add_models(app: FastAPI, registry: ModelRegistry) -> None:
         if found.images is None or index >= len(found.images):
             count = 0 if found.images is None else len(found.images)
             raise HTTPException(404, f"there are {count:,} images")
-        pixels = (
-            (found.images.batch([index])[0] * 255).round().to(torch.uint8).permute(1, 2, 0).numpy()
-        )
-        return _image_response(pixels, as_, scale)
+        return _image_response(as_pixels(found.images.batch([index]))[0], as_, scale)
 
 
 def _add_codes(app: FastAPI, registry: ModelRegistry) -> None:

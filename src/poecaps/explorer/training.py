@@ -25,6 +25,7 @@ from poecaps import data
 from poecaps.autoencoder import feature_grid
 from poecaps.data import datasets
 from poecaps.explorer import learner
+from poecaps.explorer.render import as_pixels
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -185,7 +186,7 @@ class LiveTraining:
         most = MAX_FEATURE_BYTES // (8 * rows * columns * options.features)
         count = max(MIN_IMAGES, min(count, len(images), most))
         chosen = np.linspace(0, len(images) - 1, count).astype(int)
-        return np.stack([images.images[index] for index in chosen])
+        return as_pixels(images.batch(chosen))
 
     def _launch(self, folder: Path) -> subprocess.Popen[str]:
         hidden = ("POECAPS_TOKEN",)
