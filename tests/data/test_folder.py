@@ -47,7 +47,8 @@ def test_reading_is_reported(digits: Array, tmp_path: Path) -> None:
 
 def test_few_files_are_decoded_in_advance(tmp_path: Path) -> None:
     """So that the memory does not grow with their number, and in their order."""
-    files, begun = [tmp_path / str(number) for number in range(10 * AHEAD)], []
+    files = [tmp_path / str(number) for number in range(10 * AHEAD)]
+    begun: list[Path] = []
     with ThreadPoolExecutor(THREADS) as pool:
         for number, (file, found) in enumerate(_in_parallel(pool, begun.append, files)):
             assert (file, found) == (files[number], None)

@@ -257,7 +257,7 @@ def _load(network: CapsuleNetwork, source: str, path: str | None, split: Split) 
     converts = is_folder or is_picture(location) or is_on_hub(source)
     if source not in datasets.NAMES and converts:
         a = network.architecture
-        smallest = minimum_image_size(a.kernel_size, a.margin or 0)
+        smallest = minimum_image_size(a.kernel_size, a.margin or 0, a.halvings)
         conversion = {"size": (height, width), "channels": channels, "smallest": smallest}
     with suppress_skipped_warnings():
         return data.load(
