@@ -8,6 +8,7 @@ import numbers
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd import forward_ad
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,6 +23,11 @@ PIXEL_TOLERANCE = 1e-3  # distance of a pixel from 0…1 that rounding or resizi
 # Of an option, so that simple arithmetic with it does not exceed float32, which ends at 3e38.
 MAX_NUMBER = 1e30
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def is_transformed(tensor: Tensor) -> bool:
+    """Return whether torch.func or forward-mode differentiation follows a tensor."""
+    return is_wrapped(tensor) or forward_ad.unpack_dual(tensor).tangent is not None
 
 
 def require_tensor(name: str, value: Any) -> None:

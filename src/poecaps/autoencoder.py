@@ -13,6 +13,7 @@ from poecaps import _checks as checks
 from poecaps.functional import laplacian_distance
 from poecaps.kernels import convolution
 from poecaps.kernels.torch_convolution import ConvParameters
+from poecaps.options import MAX_HALVINGS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 # Factor of the pixel bias. Adam changes every parameter by about the learning rate in a step. The
 # logit of a pixel is a sum over many filters, but has only one pixel bias.
 PIXEL_BIAS_SCALE = 10.0
-MAX_HALVINGS = 10
 
 
 class Stem(nn.Module):
@@ -64,7 +64,7 @@ class Stem(nn.Module):
     ) -> None:
         super().__init__()
         self.margin, self.negative_slope = margin, negative_slope
-        self.colour_whitening, self.scale = colour_whitening, 2**halvings
+        self.colour_whitening, self.scale = colour_whitening, 1 << halvings
 
         def empty(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(*shape, device=device, dtype=dtype))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,7 +12,14 @@ import pytest
 from PIL import Image
 
 from poecaps.data import DataError, MissingSplitError, buffers, load, read_folder
-from poecaps.data.folder import SkippedFilesWarning, _decode, suppress_skipped_warnings
+from poecaps.data.folder import (
+    AHEAD,
+    THREADS,
+    SkippedFilesWarning,
+    _decode,
+    _in_parallel,
+    suppress_skipped_warnings,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -35,6 +43,17 @@ def test_reading_is_reported(digits: Array, tmp_path: Path) -> None:
     seen: list[tuple[int, int]] = []
     load(tmp_path, report=lambda *report: seen.append(report))
     assert seen == [(done, len(digits)) for done in range(len(digits) + 1)]
+
+
+def test_few_files_are_decoded_in_advance(tmp_path: Path) -> None:
+    """So that the memory does not grow with their number, and in their order."""
+    files = [tmp_path / str(number) for number in range(10 * AHEAD)]
+    begun: list[Path] = []
+    with ThreadPoolExecutor(THREADS) as pool:
+        for number, (file, found) in enumerate(_in_parallel(pool, begun.append, files)):
+            assert (file, found) == (files[number], None)
+            assert len(begun) <= number + 1 + AHEAD
+    assert sorted(begun) == sorted(files)
 
 
 def test_grey_images_are_read_in_the_order_of_their_names(digits: Array, tmp_path: Path) -> None:

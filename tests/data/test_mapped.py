@@ -207,6 +207,22 @@ def test_what_the_hub_does_not_have(
         load(source, split=split)
 
 
+def test_a_damaged_picture_of_the_hub(hub: dict[str, dict[str, Part]]) -> None:
+    class Damaged(Part):
+        def __getitem__(self, index: int) -> Any:
+            raise Image.DecompressionBombError("too many pixels\nfurther lines")
+
+        def select_columns(self, names: list[str]) -> Part:
+            return self
+
+        rename_columns = select_columns  # type: ignore[assignment]
+
+    whole = hub["one"]["train"]
+    hub["one"]["train"] = Damaged(whole.columns, whole.features)
+    with pytest.raises(DataError, match=r"hf:one has a picture .* read: too many pixels$"):
+        load("hf:one")
+
+
 def test_the_library_is_named_if_it_is_missing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -57,7 +57,9 @@ def test_any_number_of_steps_is_taken(stripes: ImageSet, steps: int) -> None:
     assert classifier.head.weight.isfinite().all()
 
 
-@pytest.mark.parametrize("labels", [None, np.zeros(160, int), np.arange(160) % 2 - 1])
+@pytest.mark.parametrize(
+    "labels", [None, np.zeros(160, int), np.arange(160) % 2 - 1, np.arange(160) * 99]
+)
 def test_classifiers_need_labels(stripes: ImageSet, labels: np.ndarray | None) -> None:
     with pytest.raises(ValueError, match="data must have labels from 0 on, of 2 classes or more"):
         train_classifier(replace(stripes, labels=labels))

@@ -45,7 +45,7 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> ExplorerModel:
 
 @pytest.fixture(scope="session")
 def colours() -> ExplorerModel:
-    """Two layers of experts over small, not square pictures in colour, without test images."""
+    """Two layers over small, not square pictures in colour with a margin, without test images."""
     images = torch.rand(60, 3, 20, 23, generator=torch.Generator().manual_seed(2))
     shape = Architecture(
         features=8,
@@ -54,6 +54,7 @@ def colours() -> ExplorerModel:
         joint_components=4,
         expert_components=2,
         image_shape=(3, 20, 23),
+        margin=1,
     )
     return ExplorerModel(
         "colours", "runs/colours", untrained(shape, images, torch.Generator().manual_seed(1))

@@ -68,7 +68,7 @@ def static_page(browser: Browser, static_address: str) -> Iterator[Page]:
     assert problems == []
 
 
-@pytest.mark.parametrize("name", ["digits", "colours"])  # the second has two layers and odd sides
+@pytest.mark.parametrize("name", ["digits", "colours"])  # the second: two layers, a margin
 def test_images_are_those_of_the_server(
     name: str, static_page: Page, request: pytest.FixtureRequest
 ) -> None:

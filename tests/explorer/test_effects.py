@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
+from poecaps.data import ImageSet
 from poecaps.explorer import effects, maps
 from poecaps.explorer.effects import Effect
-
-if TYPE_CHECKING:
-    from poecaps.explorer.render import ExplorerModel
+from poecaps.explorer.render import ExplorerModel
+from tests.networks import TINY, untrained
 
 STEPS = np.array([-2.0, -1.0, 0.0, 1.0, 2.0])
 
@@ -104,6 +104,23 @@ def test_the_map_of_an_expert_is_a_plane_through_its_mean(digits: ExplorerModel)
     again = maps.make_map(digits, 2)
     assert np.array_equal(again.images, found.images)
     assert len(found.images) == found.columns**2
+
+
+def test_maps_of_single_numbers_and_of_one_image(
+    generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An expert of one number has a map with one axis; with few images, draws are mapped."""
+    monkeypatch.setattr(maps, "IMAGES", 20)
+    monkeypatch.setattr(maps, "ITERATIONS", 20)
+    shape = replace(TINY, experts=((1, 1),))
+    network = untrained(shape, torch.rand(30, 1, 20, 19, generator=generator), generator)
+    model = ExplorerModel("one", "runs/one", network, ImageSet(np.zeros((1, 20, 19), np.uint8)))
+    plane = maps.make_map(model, 0)
+    assert plane.explained == pytest.approx((1, 0))
+    assert plane.at(0.5, 0.1) == plane.at(0.5, 0.9) != plane.at(0.9, 0.5)
+    codes, places = maps.make_map(model, None).codes()
+    assert len(codes) == 20
+    assert places.isfinite().all()
 
 
 @pytest.mark.parametrize("name", ["digits", "colours"])  # with images of its data, and without

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import pytest
 import torch
 
+from poecaps import CapsuleNetwork
 from poecaps import functional as F
 from poecaps.code_density import DOMAINS
+from poecaps.data import ImageSet
 from poecaps.explorer.render import STEPS, ExplorerModel, Setting, as_pixels
+from tests.networks import TINY
 
 if TYPE_CHECKING:
     from poecaps.code_density import Domain
@@ -129,6 +133,30 @@ def test_the_heat_map_lies_as_the_image_does(digits: ExplorerModel) -> None:
     assert seen[1][tuple(zip(*reached, strict=True))].sum() == pytest.approx(
         float(routing.coefficients[0, changed, 1].sum()), rel=1e-4
     )
+
+
+def test_the_background_of_images_of_floats(digits: ExplorerModel) -> None:
+    assert digits.images is not None
+    white = (255 - digits.images.images).astype(np.float32) / 255
+    assert replace(digits, images=ImageSet(white)).background == 1
+
+
+@pytest.mark.parametrize(("margin", "halvings"), [(0, 0), (3, 0), (2, 1), (1, 2)])
+def test_receptive_fields(margin: int, halvings: int, generator: torch.Generator) -> None:
+    """The pixels that the features at a position depend on."""
+    side = 4 * 17 - 2 * margin
+    shape = replace(TINY, image_shape=(1, side, side), kernel_size=5)
+    network = CapsuleNetwork(replace(shape, margin=margin, halvings=halvings), generator=generator)
+    model = ExplorerModel("model", "runs/model", network)
+    image = torch.rand(1, 1, side, side, generator=generator, requires_grad=True)
+    features = network.autoencoder.encode(image)
+    assert features.shape[2:] == model.grid
+    for row, column in ((0, 1), (model.grid[0] - 1, 2)):
+        (grad,) = torch.autograd.grad(features[0, :, row, column].sum(), image, retain_graph=True)
+        for axis, position in ((0, row), (1, column)):
+            first = model.first_pixel + model.stride * position
+            read = range(max(0, first), min(side, first + model.receptive_field))
+            assert grad[0, 0].any(1 - axis).nonzero().flatten().tolist() == list(read)
 
 
 @pytest.mark.parametrize("settings", [SOME, ()])

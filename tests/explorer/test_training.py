@@ -34,11 +34,12 @@ options = json.loads(sys.stdin.readline())
 say = lambda **seen: print(json.dumps(seen), flush=True)
 say(stages=["one", "two"])
 for share in (0.5, 1.0):
-    point = {"stage": "one", "share": share, "error": 0.5, "held_out": None}
+    point = {"stage": "one", "share": share, "error": 0.5, "held_out": float("nan")}
     say(stage="one", done=share, seconds_left=3.0, point=point)
 if options["seed"] == 13:
     time.sleep(600)
 if options["seed"] == 14:
+    sys.stdout.write('{"point": {"stage"')  # killed while it writes
     sys.exit(1)
 shutil.copytree(sys.argv[2], pathlib.Path(sys.argv[1]) / "model")
 say(finished=True)
@@ -130,6 +131,38 @@ def test_time_is_limited_and_nothing_is_left_behind(digits: ExplorerModel, fake:
     assert (state["status"], state["error"]) == ("stopped", "stopped after 0 seconds, the limit")
     training.close()
     assert not folder.exists()
+
+
+def test_a_training_that_cannot_start(
+    digits: ExplorerModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither a folder is left nor a state in which no other training can start."""
+    folders: list[Path] = []
+
+    def launch(_: live.LiveTraining, folder: Path) -> subprocess.Popen[str]:
+        folders.append(folder)
+        if len(folders) == 1:
+            raise OSError("no more processes")
+        process = subprocess.Popen(
+            [sys.executable, "-c", ""], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        process.wait()  # before it is told what to do
+        return process
+
+    monkeypatch.setattr(live.LiveTraining, "_launch", launch)
+    training = live.LiveTraining([digits], str)
+    with pytest.raises(live.TrainingError, match="cannot start: no more processes"):
+        training.start("mnist-sample", live.MIN_IMAGES, 2, 0)
+    assert training.snapshot()["status"] == "idle"
+    assert not folders[0].exists()
+    training.start("mnist-sample", live.MIN_IMAGES, 2, 0)
+    for _ in range(1200):
+        if training.snapshot()["status"] == "failed":
+            break
+        time.sleep(0.05)
+    assert "ended early" in training.snapshot()["error"]
+    training.close()
+    assert not folders[1].exists()
 
 
 def test_a_network_is_looked_at_while_it_learns(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from poecaps.autoencoder import ConvAutoencoder
 from poecaps.kernels import winograd
@@ -39,6 +40,46 @@ def test_convolutions_and_their_gradients(
     for ours, exact in zip(*found, strict=True):
         assert ours.shape == exact.shape
         assert ((ours - exact).norm() / exact.norm()).item() < 1e-4
+
+
+def test_gradients_of_gradients(generator: torch.Generator) -> None:
+    """As a penalty on the gradient needs them, in the inputs and in the filters."""
+    found: list[tuple[Tensor, ...]] = []
+    sources = [torch.randn(4, 3, 5, 5, generator=generator)]
+    sources += [torch.randn(2, 3, 12, 13, generator=generator)]
+    sources += [torch.randn(2, 4, 4, 5, generator=generator)]
+    with torch.inference_mode():  # the matrices are made once, whoever needs them first
+        winograd._matrices.cache_clear()
+        winograd.Filters(sources[0], (4, 5)).conv2d(sources[1])
+    for ours in (True, False):
+        weight, x, y = leaves = [each.clone().requires_grad_() for each in sources]
+        if ours:
+            filters = winograd.Filters(weight, (4, 5))
+            up, down = filters.conv2d(x), filters.conv_transpose2d(y, (12, 13))
+        else:
+            up = nn.functional.conv2d(x, weight, stride=2)
+            down = nn.functional.conv_transpose2d(y, weight, stride=2, output_padding=(1, 0))
+        total = up.pow(3).sum() + down.pow(3).sum()
+        first = torch.autograd.grad(total, leaves, create_graph=True)
+        penalty = torch.stack([each.square().sum() for each in first]).sum()
+        found.append(torch.autograd.grad(penalty, leaves))
+    for second, exact in zip(*found, strict=True):
+        assert ((second - exact).norm() / exact.norm()).item() < 1e-4
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+def test_transforms_of_images_use_pytorch(generator: torch.Generator) -> None:
+    """torch.func and forward-mode differentiation go through a model with trainable filters."""
+    model = ConvAutoencoder(features=winograd.MIN_CHANNELS, kernel_size=5, generator=generator)
+    images = torch.rand(2, 1, 17, 16, generator=generator, requires_grad=True)
+    (exact,) = torch.autograd.grad(model.encode(images).sum(), images)
+    image = images.detach()
+    found = torch.func.grad(lambda x: model.encode(x).sum())(image)
+    torch.testing.assert_close(found, exact, rtol=1e-3, atol=1e-4)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(image, torch.ones_like(image))
+        tangent = forward_ad.unpack_dual(model.encode(dual).sum()).tangent
+    torch.testing.assert_close(tangent, exact.sum(), rtol=1e-3, atol=1e-3)
 
 
 def test_only_training_uses_it(generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:

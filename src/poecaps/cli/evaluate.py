@@ -19,6 +19,7 @@ from poecaps._progress import Counter
 from poecaps.cli.loading import load_parts, open_model, training_source
 from poecaps.cli.options import Data, DataPath, Device, Model, output
 from poecaps.cli.outputs import default_output, say, write_card
+from poecaps.evaluation.judge import is_labelled
 
 if TYPE_CHECKING:
     from poecaps.cli.loading import Parts
@@ -99,8 +100,14 @@ def _judge(data: str, parts: Parts, seed: int, device: torch.device) -> _Judge:
     if dataset in evaluation.CLASSIFIERS:
         return _Judge(evaluation.load_classifier(dataset))
     train, test = parts.train, parts.test
-    if train.labels is None or test.labels is None or len(np.unique(train.labels)) < 2:
+    if train.labels is None or test.labels is None:
         return _Judge(None)
+    if not is_labelled(train) or not np.isin(test.labels, train.labels).all():
+        return _Judge(
+            None,
+            "no classifier judges the samples: the labels are not those of two classes or more, "
+            "counted from 0, that training and test images share",
+        )
     classifier = evaluation.train_classifier(
         train, seed=seed, device=device, report=Counter("training a classifier")
     )

@@ -256,7 +256,8 @@ def _load(network: CapsuleNetwork, source: str, path: str | None, split: Split) 
     is_folder = location.is_dir() and find_images(location, "train") is None
     converts = is_folder or is_picture(location) or is_on_hub(source)
     if source not in datasets.NAMES and converts:
-        smallest = minimum_image_size(network.architecture.kernel_size)  # as the training did
+        a = network.architecture
+        smallest = minimum_image_size(a.kernel_size, halvings=a.halvings)  # as in the training
         conversion = {"size": (height, width), "channels": channels, "smallest": smallest}
     with suppress_skipped_warnings():
         return data.load(

@@ -6,6 +6,7 @@ import inspect
 import itertools
 import os
 import warnings
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -36,7 +37,7 @@ OTHER_FORMAT, UNREADABLE = "not PNG, JPEG or WebP", "unreadable"
 NO_FILE = "not a regular file"
 GREY_TOLERANCE = 3  # largest difference of the channels of a grey pixel, of 255; JPEG rounds them
 THREADS = min(8, os.cpu_count() or 1)  # that decode files
-PART = 256  # files that are given to the threads at once
+AHEAD = 4 * THREADS  # files that the threads may be ahead of the caller
 GREY_MODES = ("1", "L", "LA", "I", "I;16", "I;16B", "I;16L")
 
 Result = TypeVar("Result")
@@ -238,8 +239,8 @@ def _in_parallel(
 ) -> Iterator[tuple[Path, Result | DataError]]:
     """Yield each file, in order, with the result of a function or the `DataError` that it raised.
 
-    Pillow decodes and scales in C, so threads share the work. They run ahead of the caller by one
-    part of the files only, which bounds the memory.
+    Pillow decodes and scales in C, so threads share the work. They run ahead of the caller by a few
+    files only, which bounds the memory.
     """
 
     def result(file: Path) -> Result | DataError:
@@ -248,9 +249,11 @@ def _in_parallel(
         except DataError as error:
             return error
 
-    for start in range(0, len(files), PART):
-        part = files[start : start + PART]
-        yield from zip(part, pool.map(result, part), strict=True)
+    waiting = deque(pool.submit(result, file) for file in files[:AHEAD])
+    for number, file in enumerate(files):
+        if number + AHEAD < len(files):
+            waiting.append(pool.submit(result, files[number + AHEAD]))
+        yield file, waiting.popleft().result()
 
 
 @contextmanager

@@ -117,6 +117,7 @@ def read_hub_dataset(
         raise DataError(
             f"{source} needs the library datasets; pip install 'poecaps[datasets]'"
         ) from error
+    size, channels = as_size(size), as_channels(channels)
     name, _, configuration = source.removeprefix(HUB_PREFIX).partition(":")
     try:
         parts = datasets.load_dataset(name, configuration or None)
@@ -140,14 +141,20 @@ def read_hub_dataset(
     items = part.select_columns([image] if label is None else [image, label])
     renamed = {image: "image"} | ({} if label is None else {label: "label"})
     items = items.rename_columns({old: new for old, new in renamed.items() if old != new})
-    return _read(
-        items,
-        source=source,
-        label_names=() if label is None else tuple(part.features[label].names),
-        size=size,
-        channels=channels,
-        report=report,
-    )
+    try:
+        return _read(
+            items,
+            source=source,
+            label_names=() if label is None else tuple(part.features[label].names),
+            size=size,
+            channels=channels,
+            report=report,
+        )
+    except (DataError, MemoryError, TypeError):
+        raise
+    except Exception as error:  # Pillow raises many kinds of errors for damaged pictures
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise DataError(f"{source} has a picture that cannot be read: {reason}") from error
 
 
 def _read(

@@ -35,6 +35,7 @@ RATE = 2e-3  # maximum learning rate
 # fewer: about a minute on two cores for images of 28×28.
 PASSES = 30_000
 MAX_EPOCHS = 30
+MAX_LABEL = 9999  # the last layer has an output for each label up to the largest
 
 
 def train_classifier(
@@ -50,7 +51,7 @@ def train_classifier(
     Parameters
     ----------
     data
-        Training images with labels from 0 on, of two classes or more.
+        Training images with labels from 0 on and up to 9,999, of two classes or more.
     epochs
         Passes over the images; by default as many as 30,000 images make, at least 1 and at most
         30.
@@ -66,9 +67,10 @@ def train_classifier(
     Classifier
         In evaluation mode, and frozen.
     """
-    if data.labels is None or int(data.labels.min()) < 0 or len(set(data.labels.tolist())) < 2:
+    if not is_labelled(data):
         raise ValueError(
-            f"data must have labels from 0 on, of 2 classes or more, but {data} has not"
+            f"data must have labels from 0 on, of 2 classes or more and up to {MAX_LABEL:,}, but "
+            f"{data} has not"
         )
     if epochs is None:
         epochs = min(MAX_EPOCHS, max(1, round(PASSES / len(data))))
@@ -85,6 +87,14 @@ def train_classifier(
         "torch": torch.__version__,
     }
     return classifier.requires_grad_(False)
+
+
+def is_labelled(data: ImageSet) -> bool:
+    """Return whether images have labels on which a classifier can be trained."""
+    labels = data.labels
+    if labels is None or not len(labels):
+        return False
+    return 0 <= int(labels.min()) < int(labels.max()) <= MAX_LABEL
 
 
 def fit(

@@ -26,7 +26,7 @@ from poecaps import functional as F
 from poecaps._files import atomic_write
 from poecaps.autoencoder import PIXEL_BIAS_SCALE
 from poecaps.explorer import effects, maps, pictures
-from poecaps.explorer.render import DECIMALS, MAX_MAGNITUDE, MAX_OFFSET, STEPS, STRIDE
+from poecaps.explorer.render import DECIMALS, MAX_MAGNITUDE, MAX_OFFSET, STEPS, as_pixels
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -172,7 +172,7 @@ def _describe(model: ExplorerModel, arrays: Arrays) -> dict[str, Any]:
     arrays.add("joint.components", density.joint.components)
     images = 0 if model.images is None else min(IMAGES, len(model.images))
     if model.images is not None:
-        arrays.add("images", np.stack([model.images.images[i] for i in range(images)]))
+        arrays.add("images", as_pixels(model.images.batch(range(images))))
     everything = maps.make_map(model, None)
     codes, places = everything.codes()
     arrays.add("map.codes", codes)
@@ -187,7 +187,9 @@ def _describe(model: ExplorerModel, arrays: Arrays) -> dict[str, Any]:
         "parameters": model.parameters,
         "grid": list(model.grid),
         "field": model.receptive_field,
-        "stride": STRIDE,
+        "stride": model.stride,
+        "first_pixel": model.first_pixel,
+        "margin": auto.stem.margin,
         "images": images,
         "part": model.part,
         "chains": 0,

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 COLUMNS = 12  # thumbnails in a row, and in a column
 DRAWS = 1000  # codes of an expert from which its directions are computed
 IMAGES = 600  # images whose codes are on the map of all experts
+FEWEST_IMAGES = 20  # with fewer, there are random codes on it
 REACH = 2.5  # ends of the map of an expert, in standard deviations
 MARGIN = 0.01  # share of the codes that are beyond each side of the map of all experts
 NEIGHBOURS = 20.0  # perplexity of t-SNE: codes that should be near a code
@@ -106,7 +107,7 @@ def _of_expert(model: ExplorerModel, expert: int, columns: int) -> CodeMap:
 
 
 def _of_all(model: ExplorerModel, columns: int) -> CodeMap:
-    if model.images is None:
+    if model.images is None or len(model.images) < FEWEST_IMAGES:
         generator = torch.Generator().manual_seed(0)
         codes = model.network.code_density.sample(IMAGES, "joint", None, generator)
     else:
@@ -174,11 +175,12 @@ def _principal(points: Tensor) -> tuple[Tensor, Tensor, Tensor, tuple[float, flo
     """Return the mean (S,) of points (N, S), and deviations (2,) and directions (S, 2) of most.
 
     The signs are such that the sum of a direction is not negative, and the shares of the variance
-    come last.
+    come last. The second direction of points with S = 1 is 0.
     """
-    mean = points.mean(0)
-    centred = points - mean
-    variances, directions = leading_directions([centred], points.shape[1], 2)
+    size, mean = points.shape[1], points.mean(0)
+    centred = torch.nn.functional.pad(points - mean, (0, max(0, 2 - size)))
+    variances, directions = leading_directions([centred], centred.shape[1], 2)
+    variances, directions = variances.clamp(min=0), directions[:size]
     directions = directions * torch.where(directions.sum(0) < 0, -1.0, 1.0)
     total = float(centred.square().sum(1).mean().clamp(min=1e-12))
     shares = (variances / total).tolist()

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
 Part = Literal["test", "held-out", "training", "other"]
-STRIDE = 2  # of the second convolution; that of the first is 1
 STEPS = (-3.0, -2.0, -1.0, 0.0, 1.0, 2.0, 3.0)  # of a traversal, in standard deviations
 DECIMALS = 2  # of offsets and magnitudes, so that all of them fit into a link
 MAX_OFFSET, MAX_MAGNITUDE = 10_000.0, 10.0
@@ -122,8 +121,21 @@ class ExplorerModel:
 
     @property
     def receptive_field(self) -> int:
-        """Side in pixels of the receptive field of a position; neighbours are `STRIDE` apart."""
-        return 2 * self.network.architecture.kernel_size - 1
+        """Side in pixels of the receptive field of a position."""
+        scale = self.network.autoencoder.stem.scale
+        # The two convolutions read 2S − 1 numbers. Each halving has 4×4 filters with stride 2.
+        return scale * (2 * self.network.architecture.kernel_size - 2) + 3 * (scale - 1) + 1
+
+    @property
+    def stride(self) -> int:
+        """Distance in pixels of the receptive fields of neighbours."""
+        return 2 * self.network.autoencoder.stem.scale
+
+    @property
+    def first_pixel(self) -> int:
+        """Where the first receptive field begins; negative if it begins beyond the image."""
+        stem = self.network.autoencoder.stem
+        return 1 - stem.scale - stem.margin
 
     @property
     def mean(self) -> Tensor:
@@ -144,7 +156,7 @@ class ExplorerModel:
             images = self.typical_images
         else:
             spread = np.linspace(0, len(self.images) - 1, min(len(self.images), 100)).astype(int)
-            images = np.stack([self.images.images[index] for index in spread])
+            images = as_pixels(self.images.batch(spread))
         return pictures.plain_background(images[..., 0])
 
     @cached_property

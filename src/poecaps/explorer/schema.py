@@ -289,6 +289,13 @@ class ModelInfo(BaseModel):
     stride: Annotated[
         int, Field(description="Distance in pixels of the receptive fields of neighbours.")
     ]
+    first_pixel: Annotated[
+        int,
+        Field(
+            description="Row and column of the image at which the first receptive field begins; "
+            "negative if it begins beyond the image."
+        ),
+    ]
     images: Annotated[int, Field(description="Number of images that can be encoded by index.")]
     part: Annotated[Part, Field(description="Which images they are.")]
     chains: Annotated[

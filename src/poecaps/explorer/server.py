@@ -10,7 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path as FilePath
-from typing import TYPE_CHECKING, Annotated, Any, Literal, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Concatenate, Literal, ParamSpec, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from fastapi import Body, FastAPI, HTTPException, Path, Query, Request, Response
@@ -22,7 +23,7 @@ from poecaps._version import __version__
 from poecaps.code_density import Domain  # noqa: TC001 (FastAPI reads the annotations)
 from poecaps.explorer import chains, effects, maps, pictures
 from poecaps.explorer.connections import BACKLOG, LimitedServer, bounded_log
-from poecaps.explorer.render import STRIDE, ExplorerModel
+from poecaps.explorer.render import ExplorerModel, as_pixels
 from poecaps.explorer.schema import (
     MAX_SEED,
     Chain,
@@ -139,7 +140,8 @@ class ModelRegistry:
             )
         self.threads = ThreadPoolExecutor(THREADS, "explorer")
         self.slow_thread = ThreadPoolExecutor(1, "explorer-slow")
-        self.results: dict[tuple[Any, ...], Any] = {}  # of `compute_once`
+        # Of `compute_once`, by model; a model that is replaced takes its results along.
+        self.results: WeakKeyDictionary[ExplorerModel, dict[Any, Any]] = WeakKeyDictionary()
         self.trained: str | None = None  # name of the model that was trained here
         self.training = LiveTraining(models, self.add_trained)
 
@@ -156,14 +158,21 @@ class ModelRegistry:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self.threads, lambda: function(*args, **kwargs))
 
-    async def compute_once(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    async def compute_once(
+        self,
+        function: Callable[Concatenate[ExplorerModel, P], R],
+        model: ExplorerModel,
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> R:
         """Call a function that takes seconds once for each of its arguments, in a thread for it."""
 
         def result() -> R:
+            known = self.results.setdefault(model, {})
             key = (function, *args, *kwargs.items())
-            if key not in self.results:
-                self.results[key] = function(*args, **kwargs)
-            found: R = self.results[key]
+            if key not in known:
+                known[key] = function(model, *args, **kwargs)
+            found: R = known[key]
             return found
 
         return await asyncio.get_running_loop().run_in_executor(self.slow_thread, result)
@@ -172,8 +181,6 @@ class ModelRegistry:
         """Add a model that was trained in the explorer in place of the previous one."""
         names = (TRAINED + (f"-{count}" if count > 1 else "") for count in itertools.count(1))
         name = self.trained or next(each for each in names if each not in self.models)
-        before = self.models.get(name)
-        self.results = {key: each for key, each in self.results.items() if before not in key}
         self.models[name] = ExplorerModel(name, str(folder), CapsuleNetwork.load(folder))
         self.trained = name
         return name
@@ -238,7 +245,8 @@ def _add_models(app: FastAPI, registry: ModelRegistry) -> None:
             parameters=found.parameters,
             grid=list(found.grid),
             field=found.receptive_field,
-            stride=STRIDE,
+            stride=found.stride,
+            first_pixel=found.first_pixel,
             images=0 if found.images is None else len(found.images),
             part=found.part,
             chains=chains.max_chains(found),
@@ -271,10 +279,7 @@ def _add_models(app: FastAPI, registry: ModelRegistry) -> None:
         if found.images is None or index >= len(found.images):
             count = 0 if found.images is None else len(found.images)
             raise HTTPException(404, f"there are {count:,} images")
-        pixels = (
-            (found.images.batch([index])[0] * 255).round().to(torch.uint8).permute(1, 2, 0).numpy()
-        )
-        return _image_response(pixels, as_, scale)
+        return _image_response(as_pixels(found.images.batch([index]))[0], as_, scale)
 
 
 def _add_codes(app: FastAPI, registry: ModelRegistry) -> None:

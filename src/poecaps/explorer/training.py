@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -24,6 +25,7 @@ from poecaps import data
 from poecaps.autoencoder import feature_grid
 from poecaps.data import datasets
 from poecaps.explorer import learner
+from poecaps.explorer.render import as_pixels
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -127,37 +129,40 @@ class LiveTraining:
         UnknownSourceError
             If there is no such source.
         TrainingError
-            If another training is running.
+            If another training is running, or if this one cannot start.
         """
         pixels = self._pixels(source, images)
         with self.lock:
             if self.state.status in RUNNING:
                 raise TrainingError("a model is being trained already; stop it first")
+            self._remove_folder()
+            try:
+                self.folder = tempfile.TemporaryDirectory(prefix="poecaps-explorer-")
+                folder = Path(self.folder.name)
+                np.save(folder / learner.IMAGES, pixels)
+                self.process = process = self._launch(folder)
+            except OSError as error:
+                self._remove_folder()
+                raise TrainingError(f"the training cannot start: {error}") from error
             self.state = State(self.state.run + 1, "starting")
             run = self.state.run
-            self._remove_folder()
-            self.folder = tempfile.TemporaryDirectory(prefix="poecaps-explorer-")
-            np.save(Path(self.folder.name) / learner.IMAGES, pixels)
-            self.process = self._launch(Path(self.folder.name))
-        process = self.process
         assert process.stdin is not None  # noqa: S101 (a pipe)
-        process.stdin.write(json.dumps({"experts": experts, "seed": seed}) + "\n")
-        process.stdin.flush()
+        with suppress(BrokenPipeError):  # `_watch` sees that the process has ended
+            process.stdin.write(json.dumps({"experts": experts, "seed": seed}) + "\n")
+            process.stdin.flush()
         timer = threading.Timer(self.max_seconds, self._time_out, (run,))
         timer.daemon = True
         timer.start()
-        threading.Thread(target=self._watch, args=(run, process, timer), daemon=True).start()
+        watched = (run, folder, process, timer)
+        threading.Thread(target=self._watch, args=watched, daemon=True).start()
 
     def stop(self) -> None:
         """Stop the training, if one is running."""
-        self._end("stopped", None)
+        self._end(self.state.run, "stopped", None)
 
     def close(self) -> None:
         """Stop the training, and delete its folder."""
         self.stop()
-        if self.process is not None:
-            self.process.kill()
-            self.process.wait()
         with self.lock:
             self._remove_folder()
 
@@ -181,7 +186,7 @@ class LiveTraining:
         most = MAX_FEATURE_BYTES // (8 * rows * columns * options.features)
         count = max(MIN_IMAGES, min(count, len(images), most))
         chosen = np.linspace(0, len(images) - 1, count).astype(int)
-        return np.stack([images.images[index] for index in chosen])
+        return as_pixels(images.batch(chosen))
 
     def _launch(self, folder: Path) -> subprocess.Popen[str]:
         hidden = ("POECAPS_TOKEN",)
@@ -196,38 +201,46 @@ class LiveTraining:
             env=environment,
         )
 
-    def _watch(self, run: int, process: subprocess.Popen[str], timer: threading.Timer) -> None:
+    def _watch(
+        self, run: int, folder: Path, process: subprocess.Popen[str], timer: threading.Timer
+    ) -> None:
         """Follow a process until it ends."""
         assert process.stdout is not None  # noqa: S101 (a pipe)
         finished = False
         for line in process.stdout:
-            seen = json.loads(line)
+            try:
+                seen = json.loads(line, parse_constant=lambda _: None)  # a response has no NaN
+            except ValueError:  # a part of a line: the process was killed
+                continue
             if "log" in seen:
                 LOGGER.error("the training failed: %s", seen["log"])
             finished = finished or "finished" in seen
             with self.lock:
-                if self.state.run == run and self.state.status in RUNNING:
+                if self._is_running(run):
                     self._update(seen)
         process.wait()
         timer.cancel()
         for pipe in (process.stdin, process.stdout):
             if pipe is not None:
-                pipe.close()
-        name = self._finish() if finished else None
+                with suppress(BrokenPipeError):  # of what was not sent
+                    pipe.close()
+        name = self._finish(folder) if finished and self._is_running(run) else None
         with self.lock:
-            if self.state.run != run or self.state.status not in RUNNING:
+            if not self._is_running(run):
                 return
             self.state.model = name
             self.state.status = "failed" if name is None else "finished"
             if name is None:
                 self.state.error = "the training ended early, perhaps for want of memory"
 
-    def _finish(self) -> str | None:
+    def _is_running(self, run: int) -> bool:
+        state = self.state
+        return state.run == run and state.status in RUNNING
+
+    def _finish(self, folder: Path) -> str | None:
         """Return the name under which the trained model can be explored, or None if it cannot."""
-        if self.folder is None:
-            return None
         try:
-            return self.on_finish(Path(self.folder.name) / learner.MODEL)
+            return self.on_finish(folder / learner.MODEL)
         except Exception:
             LOGGER.exception("the trained model cannot be loaded")
             return None
@@ -247,18 +260,21 @@ class LiveTraining:
             state.points.append(seen["point"])
 
     def _time_out(self, run: int) -> None:
-        if self.state.run == run:
-            self._end("stopped", f"stopped after {self.max_seconds:.0f} seconds, the limit")
+        self._end(run, "stopped", f"stopped after {self.max_seconds:.0f} seconds, the limit")
 
-    def _end(self, status: Status, error: str | None) -> None:
+    def _end(self, run: int, status: Status, error: str | None) -> None:
         with self.lock:
-            if self.state.status not in RUNNING:
+            if not self._is_running(run):
                 return
             self.state.status, self.state.error = status, error
             if self.process is not None:
                 self.process.kill()
 
     def _remove_folder(self) -> None:
+        """Delete the folder, once the process that writes to it has ended; the lock is held."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
         if self.folder is not None:
             self.folder.cleanup()
         self.folder = None

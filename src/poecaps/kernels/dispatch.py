@@ -21,7 +21,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
-from torch.autograd import forward_ad
 
 from poecaps import _checks as checks
 from poecaps import functional
@@ -153,7 +152,7 @@ def why_not(
         from poecaps.kernels import operators
 
         return operators.why_not(name, x, weight)
-    if _is_transformed(x) or _is_transformed(weight):
+    if checks.is_transformed(x) or checks.is_transformed(weight):
         return "it does not support torch.func and forward-mode gradients; use backend='reference'"
     if x.device != weight.device or (x.dtype != weight.dtype and not float32.is_needed(x, weight)):
         return (
@@ -210,15 +209,10 @@ def _pays(name: Backend, x: Tensor, weight: Tensor) -> bool:
 def _warn_if_transformed(x: Tensor, weight: Tensor) -> None:
     """Warn if torch.func or forward-mode gradients make a call slow, compiled or not."""
     is_compiling = torch.compiler.is_compiling()
-    if is_compiling or _is_transformed(x) or _is_transformed(weight):
+    if is_compiling or checks.is_transformed(x) or checks.is_transformed(weight):
         from poecaps.kernels import operators
 
         if is_compiling:
             operators.warn_if_transforming()
         else:
             operators.warn_of_transforms()
-
-
-def _is_transformed(tensor: Tensor) -> bool:
-    """Return whether torch.func or forward-mode differentiation follows a tensor."""
-    return checks.is_wrapped(tensor) or forward_ad.unpack_dual(tensor).tangent is not None

@@ -50,11 +50,11 @@ class Strided(NamedTuple):
     filters: winograd.Filters | None = None
 
     @classmethod
-    def of(cls, weight: Tensor, grid: tuple[int, int]) -> Strided:
-        """Choose: minimal filtering in training on a CPU, and PyTorch's convolutions elsewhere."""
+    def of(cls, weight: Tensor, grid: tuple[int, int], x: Tensor) -> Strided:
+        """Choose for an input x: minimal filtering in training on a CPU, elsewhere PyTorch's."""
         if torch.compiler.is_compiling() or not winograd.is_wanted(weight):
             return cls(weight)
-        if winograd.why_not(weight, grid) is not None:
+        if winograd.why_not(weight, grid, x) is not None:
             return cls(weight)
         return cls(weight, winograd.Filters(weight, grid))
 
@@ -100,7 +100,7 @@ def reconstruct(
     See `poecaps.kernels.convolution.reconstruct`.
     """
     size = (images.shape[2], images.shape[3])
-    strided = Strided.of(parameters.conv2_weight, _grid(parameters, size))
+    strided = Strided.of(parameters.conv2_weight, _grid(parameters, size), images)
     features = encode(images, parameters, negative_slope=negative_slope, strided=strided)
     features = drop_features(features, dropout, uniform)
     return decode(features, parameters, size, negative_slope=negative_slope, strided=strided)
@@ -116,7 +116,7 @@ def encode(
     """Compute features; see `poecaps.kernels.convolution.encode`: (B, C, H, W) → (B, F, h, w)."""
     if strided is None:
         grid = _grid(parameters, (images.shape[2], images.shape[3]))
-        strided = Strided.of(parameters.conv2_weight, grid)
+        strided = Strided.of(parameters.conv2_weight, grid, images)
     if images.shape[1] > FEW_CHANNELS:
         hidden = nn.functional.conv2d(images, parameters.conv1_weight, parameters.conv1_bias)
     else:
@@ -139,7 +139,8 @@ def decode(
     See `poecaps.kernels.convolution.decode`.
     """
     if strided is None:
-        strided = Strided.of(parameters.conv2_weight, (features.shape[2], features.shape[3]))
+        grid = (features.shape[2], features.shape[3])
+        strided = Strided.of(parameters.conv2_weight, grid, features)
     hidden = strided.conv_transpose2d(features, _hidden_size(parameters, size))
     hidden = strided.bias_and_leaky_relu(hidden, parameters.deconv2_bias, negative_slope)
     if parameters.conv1_weight.shape[1] > FEW_CHANNELS:

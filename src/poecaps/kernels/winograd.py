@@ -66,7 +66,7 @@ def is_wanted(weight: Tensor) -> bool:
     return _in_training.get() or (torch.is_grad_enabled() and weight.requires_grad)
 
 
-def why_not(weight: Tensor, grid: tuple[int, int]) -> str | None:
+def why_not(weight: Tensor, grid: tuple[int, int], x: Tensor | None = None) -> str | None:
     """Return why minimal filtering cannot serve a layer, or would be slower; None if it can.
 
     Parameters
@@ -74,8 +74,10 @@ def why_not(weight: Tensor, grid: tuple[int, int]) -> str | None:
     weight : (F, C, S, S)
     grid
         (h, w) of its outputs.
+    x
+        What the model reads, if it is known.
     """
-    if checks.is_wrapped(weight):
+    if any(checks.is_transformed(each) for each in (weight, x) if each is not None):
         return "torch.func cannot transform minimal filtering"
     if weight.device.type != "cpu":
         return f"minimal filtering runs on CPUs, not on {weight.device.type!r}"
@@ -153,13 +155,15 @@ class _Conv2d(torch.autograd.Function):
         ctx.maps, ctx.size = maps, x.shape[2:]
         with _float32():
             points = maps.of_inputs(x)
-            ctx.save_for_backward(points, filters)
+            ctx.save_for_backward(x, points, filters)
             return maps.to_outputs(torch.bmm(points, filters))
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        points, filters = ctx.saved_tensors
+        x, points, filters = ctx.saved_tensors
         with _float32():
+            if torch.is_grad_enabled():  # the gradient is differentiated again, also in x
+                points = ctx.maps.of_inputs(x)
             grad = ctx.maps.of_outputs(grad_y)
             needs_x, needs_filters, _ = ctx.needs_input_grad
             grad_x = ctx.maps.to_inputs(torch.bmm(grad, filters.mT), ctx.size) if needs_x else None
@@ -174,13 +178,15 @@ class _ConvTranspose2d(torch.autograd.Function):
         ctx.maps = maps
         with _float32():
             points = maps.of_outputs(y)
-            ctx.save_for_backward(points, filters)
+            ctx.save_for_backward(y, points, filters)
             return maps.to_inputs(torch.bmm(points, filters.mT), size)
 
     @staticmethod
     def backward(ctx: Any, grad_x: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        points, filters = ctx.saved_tensors
+        y, points, filters = ctx.saved_tensors
         with _float32():
+            if torch.is_grad_enabled():  # the gradient is differentiated again, also in y
+                points = ctx.maps.of_outputs(y)
             grad = ctx.maps.of_inputs(grad_x)
             needs_y, needs_filters, *_ = ctx.needs_input_grad
             grad_y = ctx.maps.to_outputs(torch.bmm(grad, filters)) if needs_y else None
@@ -202,13 +208,13 @@ class _Maps:
         padded = _resized(weight, (STRIDE * taps, STRIDE * taps))
         phases = padded.unflatten(3, (taps, STRIDE)).unflatten(2, (taps, STRIDE))
         phases = phases.permute(2, 4, 3, 5, 1, 0).flatten(2)  # (r, r, 4·C·F)
-        return _along_both(self.g, phases).view(-1, STRIDE**2 * weight.shape[1], len(weight))
+        return _along_both(self.g, phases).reshape(-1, STRIDE**2 * weight.shape[1], len(weight))
 
     def to_filters(self, points: Tensor, kernel_size: int) -> Tensor:
         """Apply Gᵀ, and join the phases: (u·v, 4·C, F) → (F, C, S, S)."""
         taps, filters = self.taps, points.shape[-1]
-        phases = _along_both(_transposed(self.g), points.view(*self.inputs, -1))
-        phases = phases.view(taps, taps, STRIDE, STRIDE, -1, filters).permute(5, 4, 0, 2, 1, 3)
+        phases = _along_both(_transposed(self.g), points.reshape(*self.inputs, -1))
+        phases = phases.reshape(taps, taps, STRIDE, STRIDE, -1, filters).permute(5, 4, 0, 2, 1, 3)
         weight = phases.reshape(filters, -1, taps * STRIDE, taps * STRIDE)
         return _resized(weight, (kernel_size, kernel_size))
 
@@ -218,25 +224,25 @@ class _Maps:
         x = _resized(x, (STRIDE * u, STRIDE * v)).permute(0, 2, 3, 1)
         phases = x.unflatten(2, (v, STRIDE)).unflatten(1, (u, STRIDE))
         phases = phases.permute(1, 3, 0, 2, 4, 5).flatten(2)  # (u, v, B·4·C)
-        return _along_both(self.b, phases).view(u * v, len(x), -1)
+        return _along_both(self.b, phases).reshape(u * v, len(x), -1)
 
     def to_inputs(self, points: Tensor, size: tuple[int, int]) -> Tensor:
         """Apply Bᵀ, and join the phases: (u·v, B, 4·C) → (B, C, *size)."""
         (u, v), batch = self.inputs, points.shape[1]
-        phases = _along_both(_transposed(self.b), points.view(u, v, -1))
-        phases = phases.view(u, v, batch, STRIDE, STRIDE, -1).permute(2, 0, 3, 1, 4, 5)
+        phases = _along_both(_transposed(self.b), points.reshape(u, v, -1))
+        phases = phases.reshape(u, v, batch, STRIDE, STRIDE, -1).permute(2, 0, 3, 1, 4, 5)
         x = phases.reshape(batch, u * STRIDE, v * STRIDE, -1).permute(0, 3, 1, 2)
         return _resized(x, size)
 
     def of_outputs(self, y: Tensor) -> Tensor:
         """Apply A: (B, F, h, w) → (u·v, B, F)."""
         points = _along_both(self.a, y.permute(2, 3, 0, 1).flatten(2))
-        return points.view(-1, *y.shape[:2])
+        return points.reshape(-1, *y.shape[:2])
 
     def to_outputs(self, points: Tensor) -> Tensor:
         """Apply Aᵀ: (u·v, B, F) → (B, F, h, w)."""
-        y = _along_both(_transposed(self.a), points.view(*self.inputs, -1))
-        return y.view(*self.grid, *points.shape[1:]).permute(2, 3, 0, 1)
+        y = _along_both(_transposed(self.a), points.reshape(*self.inputs, -1))
+        return y.reshape(*self.grid, *points.shape[1:]).permute(2, 3, 0, 1)
 
 
 def _transposed(matrices: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -267,6 +273,7 @@ def _taps(weight: Tensor) -> int:
 
 
 @cache
+@torch.inference_mode(mode=False)  # a later caller may need a gradient of a gradient
 def _matrices(outputs: int, taps: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return A (n, m), G (n, r) and B (n, n) of m outputs and r taps, float32.
 
@@ -275,11 +282,12 @@ def _matrices(outputs: int, taps: int) -> tuple[Tensor, Tensor, Tensor]:
     A = V(m), G = V(r) and B = V(n)⁻ᵀ. All rows that belong to a point are scaled to equal norms.
     """
     count = outputs + taps - 1
-    finite = torch.tensor(POINTS[: count - 1], dtype=torch.float64)
+    finite = torch.tensor(POINTS[: count - 1], dtype=torch.float64, device="cpu")
 
     def evaluation(size: int) -> Tensor:
-        infinity = torch.eye(size, dtype=torch.float64)[-1:]
-        return torch.cat([finite[:, None] ** torch.arange(size), infinity])
+        infinity = torch.eye(size, dtype=torch.float64, device="cpu")[-1:]
+        powers = torch.arange(size, device="cpu")
+        return torch.cat([finite[:, None] ** powers, infinity])
 
     matrices = [evaluation(outputs), evaluation(taps), torch.linalg.inv(evaluation(count)).T]
     norms = [matrix.norm(dim=1, keepdim=True) for matrix in matrices]

@@ -147,7 +147,7 @@ def unused_folder(source: str) -> Path:
         If several processes train together, for each of them might find another one.
     """
     if Distributed.from_environment().size > 1:
-        raise ValueError("several processes need a common folder; give it with --out")
+        raise ValueError("several processes need a common folder; give it as folder, or with --out")
     name = Path(source.replace(":", "-")).stem or "images"
     names = (
         Path("runs") / (name if count == 1 else f"{name}-{count}") for count in range(1, 10**6)
@@ -384,7 +384,7 @@ def _load_images(config: Config, split: Split, reading: Reading | None) -> Image
         size=config.size,
         channels=config.channels,
         # Without the margin, which a new run chooses after it has loaded the images.
-        smallest=minimum_image_size(config.model.kernel_size),
+        smallest=minimum_image_size(config.model.kernel_size, halvings=config.model.halvings),
         report=reading,
     )
 

@@ -53,9 +53,13 @@ function route(x, { weight, shape: [inputs, outputs, dim, size], options }, squa
 
 /** Normalize e^b (I, J) over the inputs or over the outputs. */
 function softmax(b, inputs, outputs, normalize) {
-  const c = b.map(Math.exp); // cosines are small
-  const sums = new Float64Array(normalize === "inputs" ? outputs : inputs);
   const of = (at) => (normalize === "inputs" ? at % outputs : Math.floor(at / outputs));
+  const sums = new Float64Array(normalize === "inputs" ? outputs : inputs);
+  const greatest = sums.map(() => -Infinity); // so that nothing overflows
+  b.forEach((value, at) => {
+    greatest[of(at)] = Math.max(greatest[of(at)], value);
+  });
+  const c = b.map((value, at) => Math.exp(value - greatest[of(at)]));
   c.forEach((value, at) => {
     sums[of(at)] += value;
   });
@@ -240,15 +244,33 @@ export class Network {
       })));
   }
 
+  /** Height and width of an image with its margin. */
+  get #withMargin() {
+    return this.info.image_shape.slice(1).map((length) => length + 2 * this.info.margin);
+  }
+
+  /** Return row and column in the image of a pixel of the image with its margin. */
+  #inImage(pixel) {
+    const [, width] = this.#withMargin;
+    return [Math.floor(pixel / width), pixel % width].map((each) => each - this.info.margin);
+  }
+
   /** Compute features (rows, columns, F) of the bytes of an image (H, W, C). */
   #see(pixels) {
     const { image_shape: [channels, height, width], kernel_size: side, features, stride } = this.info;
     const { filters, biases } = this.seeing;
     const slope = this.info.negative_slope;
-    const image = Float32Array.from(pixels, (value) => value / 255);
-    const first = convolve(image, [height, width], filters[0], [side, channels, features], 1);
+    const size = this.#withMargin;
+    const image = new Float32Array(size[0] * size[1] * channels);
+    for (let at = 0; at < image.length; at += 1) { // pixels beyond a side are those at the side
+      const [row, column] = this.#inImage(Math.floor(at / channels));
+      const y = Math.min(Math.max(row, 0), height - 1);
+      const x = Math.min(Math.max(column, 0), width - 1);
+      image[at] = pixels[(y * width + x) * channels + at % channels] / 255;
+    }
+    const first = convolve(image, size, filters[0], [side, channels, features], 1);
     const hidden = activate(first, biases[0], slope);
-    const inner = [height - side + 1, width - side + 1];
+    const inner = size.map((length) => length - side + 1);
     const second = convolve(hidden, inner, filters[1], [side, features, features], stride);
     return activate(second, biases[1], slope);
   }
@@ -257,15 +279,19 @@ export class Network {
   #draw(x) {
     const { image_shape: [channels, height, width], kernel_size: side, features, stride } = this.info;
     const { filters, biases, pixelBias } = this.drawing;
-    const inner = [height - side + 1, width - side + 1];
+    const size = this.#withMargin;
+    const inner = size.map((length) => length - side + 1);
     const wide = [side, features, features];
     const first = convolveTransposed(x, this.info.grid, filters[1], wide, stride, inner);
     const hidden = activate(first, biases[1], this.info.negative_slope);
     const narrow = [side, features, channels];
-    const logits = convolveTransposed(hidden, inner, filters[0], narrow, 1, [height, width]);
-    return Uint8ClampedArray.from(logits, (value, at) => {
+    const logits = convolveTransposed(hidden, inner, filters[0], narrow, 1, size);
+    return Uint8ClampedArray.from({ length: height * width * channels }, (_, at) => {
       const channel = at % channels;
       const pixel = Math.floor(at / channels);
+      const [y, x] = [Math.floor(pixel / width), pixel % width];
+      const { margin } = this.info;
+      const value = logits[((y + margin) * size[1] + x + margin) * channels + channel];
       const bias = (biases[0] ? biases[0][channel] : 0)
         + (pixelBias ? pixelBias[channel * height * width + pixel] : 0);
       return 255 / (1 + Math.exp(-value - bias));

@@ -211,8 +211,8 @@ export class Encoder {
     const frame = byId("seen").parentElement;
     frame.addEventListener("pointermove", (event) => {
       if (!this.encoding || byId("heat").hidden) return;
-      const { grid: [rows, columns], field, stride, image_shape: shape } = this.page.model;
-      const [, height, width] = shape;
+      const { grid: [rows, columns], field, stride, first_pixel: first } = this.page.model;
+      const [, height, width] = this.page.model.image_shape;
       const box = frame.getBoundingClientRect();
       const x = (event.clientX - box.left) / box.width;
       const y = (event.clientY - box.top) / box.height;
@@ -220,8 +220,8 @@ export class Encoder {
       const column = clamp(Math.floor(x * columns), 0, columns - 1);
       const square = byId("field");
       square.hidden = false;
-      square.style.top = `${100 * stride * row / height}%`;
-      square.style.left = `${100 * stride * column / width}%`;
+      square.style.top = `${100 * (first + stride * row) / height}%`;
+      square.style.left = `${100 * (first + stride * column) / width}%`;
       square.style.height = `${100 * field / height}%`;
       square.style.width = `${100 * field / width}%`;
       const share = this.#relative(this.encoding.routing[this.expert][row][column]);
