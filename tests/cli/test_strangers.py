@@ -121,6 +121,18 @@ def test_a_record_without_a_checksum_of_its_data_is_described(
 ESCAPE = "\x1b]0;owned\x07\x9b31m\u202e"
 
 
+@pytest.mark.parametrize("command", ["evaluate", "encode"])
+def test_a_record_does_not_choose_what_is_downloaded(
+    command: str, model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    about = record.read(model)
+    about["config"]["data"] = "hf:somebody/pictures"
+    record.write(model, about)
+    monkeypatch.setattr("poecaps.data.read_hub_dataset", pytest.fail)
+    assert main([command, str(model)]) == 2
+    assert "not downloaded unless you ask for it; give --data hf:som" in capsys.readouterr().err
+
+
 def test_escape_sequences_of_a_record_are_shown_and_not_obeyed(
     model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -211,12 +211,22 @@ def training_source(run: str | Path, path: str | None) -> tuple[str, str | None]
 
     For a model of the package whose dataset is not on this machine, this is the sample of the
     dataset in the package.
+
+    Raises
+    ------
+    ValueError
+        If the data are unknown, or those of the Hugging Face Hub.
     """
     folder = models.find(run)
     if not (folder / record.RECORD).is_file():
         raise ValueError(f"the training data of {run} are unknown; give images with --data")
     config = record.options_of(folder, record.read(folder))
     source, path = config.data, path or config.data_path
+    if is_on_hub(source):  # a model from elsewhere must not choose what is downloaded
+        raise ValueError(
+            f"{run} was trained on {source}, which is not downloaded unless you ask for it; "
+            f"give --data {source}"
+        )
     if (
         models.is_shipped(run)
         and path is None
