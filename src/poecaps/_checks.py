@@ -22,6 +22,7 @@ is_wrapped = getattr(torch._C._functorch, "is_functorch_wrapped_tensor", lambda 
 PIXEL_TOLERANCE = 1e-3  # distance of a pixel from 0…1 that rounding or resizing may cause
 # Of an option, so that simple arithmetic with it does not exceed float32, which ends at 3e38.
 MAX_NUMBER = 1e30
+MAX_HALVINGS = 10  # of an image by the autoencoder, which is far above what is useful
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 

@@ -13,7 +13,6 @@ from poecaps import _checks as checks
 from poecaps.functional import laplacian_distance
 from poecaps.kernels import convolution
 from poecaps.kernels.torch_convolution import ConvParameters
-from poecaps.options import MAX_HALVINGS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -223,7 +222,7 @@ class ConvAutoencoder(nn.Module):
         }.items():
             checks.require_int(name, value, 1)
         checks.require_int("margin", margin, 0)
-        checks.require_int("halvings", halvings, 0, MAX_HALVINGS)
+        checks.require_int("halvings", halvings, 0, checks.MAX_HALVINGS)
         for name, number in {"dropout": dropout, "negative_slope": negative_slope}.items():
             checks.require_nonnegative(name, number)
             if number >= 1:

@@ -20,7 +20,6 @@ MAX_ITERATIONS = 100  # of a loop within one call
 MAX_SIZE = 2**20  # of an axis
 MAX_SIDE = 2**14  # pixels
 MAX_LAYERS = 100
-MAX_HALVINGS = 10
 
 
 @dataclass(frozen=True)
@@ -139,7 +138,7 @@ class ModelOptions:
             checks.require_int(prefix + name, getattr(self, name), 1, MAX_SIZE)
         if self.margin is not None:
             checks.require_int(f"{prefix}margin", self.margin, 0, MAX_SIDE)
-        checks.require_int(f"{prefix}halvings", self.halvings, 0, MAX_HALVINGS)
+        checks.require_int(f"{prefix}halvings", self.halvings, 0, checks.MAX_HALVINGS)
         checks.require_int(f"{prefix}iterations", self.iterations, 1, MAX_ITERATIONS)
         layers = self.experts
         if (
