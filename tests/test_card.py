@@ -119,7 +119,9 @@ def test_evaluation_completes_the_card(run: Path) -> None:
     assert "Not evaluated" not in text
     metrics = {each["type"]: each["value"] for each in model["results"][0]["metrics"]}
     assert metrics["accuracy"] == pytest.approx(accuracy)
-    assert "recognisable-draws" not in metrics  # there is no classifier for these images
+    assert measured["classifier"]["training_images"] == 48  # trained on the labels of the data
+    joint = measured["domains"]["joint"]["recognisability"]["share"]
+    assert metrics["recognisable-draws"] == pytest.approx(joint)
     assert (run / "samples.png").read_bytes() == before
 
 

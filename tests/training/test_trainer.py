@@ -81,7 +81,7 @@ def test_fast_versions_learn_what_the_reference_learns(
         assert ours.pop("stage") == theirs.pop("stage")
         # The loss is a small difference of free energies, and learning amplifies rounding errors.
         assert ours.pop("loss") == pytest.approx(theirs.pop("loss"), rel=1e-2, abs=1e-3)
-        assert ours == pytest.approx(theirs, rel=2e-3, abs=1e-5)
+        assert ours == pytest.approx(theirs, rel=5e-3, abs=1e-5)
 
 
 def test_the_metrics_cover_each_stage_from_start_to_end(finished: Path) -> None:

@@ -80,7 +80,6 @@ def train_classifier(
         data, torch.from_numpy(data.labels), epochs, batch_size, RATE, seed, device, report
     )
     classifier.metadata = {
-        "data": data.source,
         "training_images": len(data),
         "epochs": epochs,
         "seed": seed,
