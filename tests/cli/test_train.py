@@ -343,7 +343,7 @@ def test_several_processes_need_a_folder(
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["train"]) == 2
-    assert "give it with --out" in capsys.readouterr().err
+    assert "give it as folder, or with --out" in capsys.readouterr().err
 
 
 def makefile_commands(target: str, folder: Path) -> list[list[str]]:

@@ -244,7 +244,8 @@ def test_the_commands_take_a_dataset_of_the_hub(
     )
     (run,) = (tmp_path / "runs").iterdir()
     assert run.name == "hf-one"
-    assert main(["encode", str(run)]) == 0
-    with np.load(run / "codes-train.npz") as codes:
+    assert main(["encode", str(run), "--data", "hf:one"]) == 0
+    (file,) = run.glob("codes-*-train.npz")
+    with np.load(file) as codes:
         assert len(codes["codes"]) == COUNT
     assert record.read(run)["data"]["held_out"] == 2

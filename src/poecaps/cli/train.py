@@ -262,7 +262,8 @@ def _draw_figures(result: TrainingResult, *, quiet: bool) -> Iterator[str]:
     network, folder = result.network, result.folder / FIGURES
     images = result.held_out if result.held_out is not None else result.data
     if images is None:
-        images = load_images(network, str(result.folder), None, None, None)
+        config = result.config
+        images = load_images(network, str(result.folder), config.data, config.data_path, None)
     path = draw_reconstructions(network, images, folder / "reconstructions.png", RECONSTRUCTIONS)
     yield f"originals (top) and reconstructions (bottom): {path}"
     for domain in DOMAINS:
