@@ -637,13 +637,18 @@ def table(report: Mapping[str, Any]) -> str:
 
 
 def found_before(report: Mapping[str, Any], path: Path | None) -> list[dict[str, Any]]:
-    """Return the results of an interrupted run with the same options, images and machine."""
+    """Return the results that a file has; raise ValueError if they cannot be compared with ours."""
     if path is None or not path.exists():
         return []
     before: dict[str, Any] = json.loads(path.read_text())
     now = json.loads(json.dumps(report))  # with lists for tuples
-    same = all(before[key] == now[key] for key in ("command", "machine", "data", "size"))
-    models: list[dict[str, Any]] = before["models"] if same else []
+    for key in ("machine", "data", "size"):
+        if before[key] != now[key]:
+            raise ValueError(
+                f"--json {path} has results of another {key}, {before[key]} instead of {now[key]}; "
+                f"use another file"
+            )
+    models: list[dict[str, Any]] = before["models"]
     return models
 
 
@@ -661,7 +666,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         action="store_true",
         help="fewer images and steps, for one CPU core; without routing",
     )
-    parser.add_argument("--json", type=Path, help="file to write the numbers to")
+    parser.add_argument("--only", help="models, separated by semicolons (default: all)")
+    parser.add_argument("--json", type=Path, help="file to add the numbers to")
     options = parser.parse_args(arguments)
     training, test = (
         load(options.data, split=split, path=options.path) for split in ("train", "test")
@@ -686,8 +692,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for seed in map(int, options.seeds.split(","))
     ]
     first = problems[0]
+    names = options.only.split(";") if options.only else list(models(first))
+    if unknown := [name for name in names if name not in models(first)]:
+        parser.error(
+            f"--only must be a list of {'; '.join(models(first))}; but contains "
+            f"{'; '.join(unknown)}"
+        )
     report: dict[str, Any] = {
-        "command": machine.command("benchmarks.pixels", parser, options),
         "machine": machine.describe(device),
         "data": {
             "training_images": len(first.training.x),
@@ -699,18 +710,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "published": published(options.data, first),
     }
     print(json.dumps(report["data"] | report["machine"], indent=1, ensure_ascii=False), flush=True)
-    report["models"] = found_before(report, options.json)
+    try:
+        report["models"] = found_before(report, options.json)
+    except ValueError as error:
+        parser.error(str(error))
     known = {(found["name"], found["seed"]) for found in report["models"]}
     for problem in problems:
         for name, fit in models(problem).items():
-            if (name, problem.seed) in known:
+            if name not in names or (name, problem.seed) in known:
                 continue
             with warnings.catch_warnings():
                 # How far the two estimates of log Z are from each other is in the table.
                 warnings.filterwarnings("ignore", message="log Z is uncertain")
                 found = measure(name, fit(), problem)
             print(f"{name}: {found.bits:.3f} bits/dim, {found.seconds:.0f} s", flush=True)
-            report["models"].append(asdict(found))
+            row = argparse.Namespace(**vars(options) | {"only": name, "seeds": str(problem.seed)})
+            command = machine.command("benchmarks.pixels", parser, row)
+            report["models"].append(asdict(found) | {"command": command})
             machine.write(report, options.json)  # an interrupted run keeps its results
     print(f"\n{table(report)}")
 

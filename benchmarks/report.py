@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from benchmarks.criteria import effects
 from benchmarks.criteria import table as criteria_table
-from benchmarks.density import DRAW_COLUMNS, NATS_COLUMNS
+from benchmarks.density import DRAW_COLUMNS, NATS_COLUMNS, RESAMPLED_COLUMNS
 from benchmarks.density import table as density_table
 from benchmarks.libraries import PARTS
 from benchmarks.pixels import table as pixels_table
@@ -748,7 +748,7 @@ def density_nats(data: str) -> str:
 
 def density_draws(data: str) -> str:
     """List the quality of the draws of the densities."""
-    return density_table(numbers(data, "density"), DRAW_COLUMNS)
+    return density_table(numbers(data, "density"), DRAW_COLUMNS | RESAMPLED_COLUMNS)
 
 
 def density_pixels(data: str) -> str:

@@ -325,8 +325,19 @@ def test_an_interrupted_script_goes_on(
     assert printed.count(" bits/dim, ") == 1
     for before, after in zip(whole["models"], again["models"], strict=True):
         assert before | {"seconds": 0} == after | {"seconds": 0}
-    pixels.main([*arguments, "--seeds", "1"])  # another problem starts from the beginning
-    assert capsys.readouterr().out.count(" bits/dim, ") == len(whole["models"])
+    pixels.main([*arguments, "--seeds", "0,1", "--only", "full covariance;poecaps, 8×16"])
+    added = json.loads(file.read_text())["models"][len(whole["models"]) :]
+    assert [(model["name"], model["seed"]) for model in added] == [
+        ("full covariance", 1),
+        ("poecaps, 8×16", 1),
+    ]
+    assert added[1]["command"].endswith("--seeds 1 --quick --only 'poecaps, 8×16'")
+    monkeypatch.setattr(pixels, "QUICK", replace(TINY, routed_steps=0, chains=4))
+    before = file.read_bytes()
+    with pytest.raises(SystemExit):
+        pixels.main(arguments)
+    assert "has results of another size" in capsys.readouterr().err
+    assert file.read_bytes() == before
 
 
 def test_experts_start_as_the_sides_of_numbers() -> None:
