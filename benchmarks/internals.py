@@ -132,7 +132,7 @@ def starts_observed(
     keep = EncoderTrainer._keep_best
 
     def observed(stage: EncoderTrainer) -> None:
-        observe(stage.cache.network, stage.starts)
+        observe(stage.cache.network, list(stage.starts.values()))
         keep(stage)
 
     with mock.patch.object(EncoderTrainer, "_keep_best", observed):
