@@ -9,7 +9,10 @@ encoders with as many experts as classes, by accuracy, and one for those with mo
 all, best        Mean and largest accuracy (or purity) of the encoders.
 by …             That of the encoder with the highest score by a criterion.
 rank …           Rank correlation of the scores by a criterion and of it, from −1 to 1.
-NMI              Of the encoder that `encoder.criterion` keeps.
+NMI              Of the encoder with the highest agreement.
+
+With `--keep-all`, the encoders of variants with halvings are compared on the way, but none is
+dropped, so that a further table says how well an early comparison predicts the end.
 
 By default, the last 10,000 training images are left out of the training and measured on: a
 criterion is an option like others, and must not be chosen on test images. Only the autoencoder and
@@ -19,18 +22,20 @@ the encoder are trained.
 from __future__ import annotations
 
 import statistics
+from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from benchmarks import variants
-from benchmarks.internals import starts_observed
+from benchmarks.internals import halvings_without_drops, starts_observed
 from benchmarks.variants import WITHOUT, Job, Variant, class_variants, lookup, preset_with
 from poecaps import functional as F
 from poecaps._modules import in_batches
 from poecaps.evaluation import clustering
-from poecaps.training.config import CRITERIA, EncoderStage
+from poecaps.training.config import CRITERIA, Criterion
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -52,7 +57,27 @@ restarts_with = partial(
     pixel_decoder__epochs=0,
     encoder__restarts=RESTARTS,
 )
+CHOSEN: Criterion = "agreement"  # in the tables, and where encoders are dropped on the way
 STUDY: dict[str, Variant] = class_variants(restarts_with, WITHOUT)
+
+
+def _add(name: str, part: str, **changes: Any) -> str:
+    """Add a variant to the study that differs from another one, and return its name."""
+    more = preset_with("default", **changes).changes
+    STUDY[f"{name}, {part}"] = replace(STUDY[name], changes={**STUDY[name].changes, **more})
+    return f"{name}, {part}"
+
+
+_many = partial(
+    _add,
+    part="32 encoders",
+    encoder__restarts=32,
+    encoder__halvings=4,
+    encoder__criterion=CHOSEN,
+)
+_many(_add("10 experts of 32, 4 views", "batches of 512", batch_size=512, encoder__epochs=20))
+_many(_add("10 experts of 32, 4 small views", "batches of 256", batch_size=256))
+_many(_add("10 experts of 32, 4 small views, no routing", "batches of 256", batch_size=256))
 
 
 def run(job: Job) -> dict[str, Any]:
@@ -64,14 +89,18 @@ def run(job: Job) -> dict[str, Any]:
     def observe(network: CapsuleNetwork, starts: Sequence[CapsuleExperts]) -> None:
         measured.extend(agreement_with_labels(network, starts, images))
 
-    with job.folder() as folder, starts_observed(observe):
+    drops = halvings_without_drops() if job.options.keep_all else nullcontext()
+    with job.folder() as folder, starts_observed(observe), drops:
         network, trained = variants.train_and_time(config, folder, training)
         row = job.row(config) | variants.protocol_of(job.options) | trained
         if network is None:
             return row
         (selection,) = variants.read_selections(folder).values()
     scores: dict[str, list[float]] = selection["scores"]
-    return row | {"scores": scores, "starts": measured, "summary": summarise(scores, measured)}
+    row |= {"scores": scores, "starts": measured, "summary": summarise(scores, measured)}
+    if selection["halvings"]:
+        row |= {"numbers": selection["starts"], "halvings": selection["halvings"]}
+    return row
 
 
 @torch.no_grad()
@@ -147,7 +176,7 @@ def columns(measure: str) -> variants.Columns:
         "best": (f"{path}.best", ".3f"),
         **{f"by {name}": (f"{path}.by.{name}", ".3f") for name in CRITERIA},
         **{f"rank {name}": (f"{path}.rank.{name}", ".2f") for name in CRITERIA},
-        "NMI": (f"summary.nmi.by.{EncoderStage.criterion}", ".3f"),
+        "NMI": (f"summary.nmi.by.{CHOSEN}", ".3f"),
     }
 
 
@@ -168,7 +197,37 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
         if any(row["variant"] in names for row in rows):
             label = {name: name for name in names}
             tables.append(variants.table(rows, label, columns(measure), f"encoder, {measure}"))
+    if any(kept_all(row) for row in rows):
+        tables.append(early(rows))
     return "\n\n".join(tables)
+
+
+def kept_all(row: Mapping[str, Any]) -> bool:
+    """Return whether the encoders of a row were compared on the way, and none was dropped."""
+    return any(each["starts"] == row["numbers"] for each in row.get("halvings", [])[-1:])
+
+
+def early(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Format how the scores of encoders on the way are related to those at the end.
+
+    Each cell is the rank correlation of the scores by a criterion after so many steps with the
+    scores at the end, and with the accuracy (or purity) at the end.
+    """
+    lines = [
+        f"| encoder | seed | steps | {' | '.join(f'{name}, accuracy' for name in CRITERIA)} |",
+        f"| --- | --- | ---: |{' ---: |' * len(CRITERIA)}",
+    ]
+    for row in filter(kept_all, rows):
+        measured = [start[measure_of(row["variant"])] for start in row["starts"]]
+        for comparison in row["halvings"]:
+            cells = []
+            for name in CRITERIA:
+                scores = comparison["scores"][name]
+                ranks = (rank_correlation(scores, last) for last in (row["scores"][name], measured))
+                cells.append(", ".join(f"{rank:.2f}" for rank in ranks))
+            head = f"{row['variant']} | {row['seed']} | {comparison['step']}"
+            lines.append(f"| {head} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def effects(rows: Sequence[Mapping[str, Any]], views: str) -> str:
@@ -176,7 +235,7 @@ def effects(rows: Sequence[Mapping[str, Any]], views: str) -> str:
 
     Numbers are means over the encoders of a seed, and then over the seeds; the gain is the mean of
     the differences between equal seeds, with two standard errors. The row of the restarts compares
-    the encoder that `encoder.criterion` keeps with the mean.
+    the encoder with the highest agreement with the mean.
 
     Parameters
     ----------
@@ -186,7 +245,7 @@ def effects(rows: Sequence[Mapping[str, Any]], views: str) -> str:
         Name of the views, ``"4 views"`` or ``"4 small views"``.
     """
     single, whole = "10 experts of 32", f"10 experts of 32, {views}"
-    average, kept = "all", f"by.{EncoderStage.criterion}"
+    average, kept = "all", f"by.{CHOSEN}"
     parts = {
         "views": (single, average),
         **{part.removeprefix("no "): (f"{whole}, {part}", average) for part in WITHOUT},
@@ -231,6 +290,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Train and measure the requested variants, or print a file as a table."""
     parser = variants.make_parser(__doc__)
     variants.add_protocol(parser, HELD_OUT)
+    parser.add_argument("--keep-all", action="store_true", help="compare encoders, but drop none")
     variants.run_study(parser, arguments, STUDY, run, table)
 
 

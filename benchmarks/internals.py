@@ -20,7 +20,7 @@ from poecaps.training.config import changed_options
 from poecaps.training.distributed import Distributed
 from poecaps.training.features import FeatureCache
 from poecaps.training.optim import make_optimizer, set_learning_rate
-from poecaps.training.stages import EncoderTrainer, make_stages
+from poecaps.training.stages import Comparison, EncoderTrainer, make_stages
 from poecaps.training.steps import TrainingStep
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ __all__ = [
     "compiler",
     "describe_backend",
     "find_device",
+    "halvings_without_drops",
     "instruction_set",
     "instruction_sets",
     "recorded_launches",
@@ -132,10 +133,21 @@ def starts_observed(
     keep = EncoderTrainer._keep_best
 
     def observed(stage: EncoderTrainer) -> None:
-        observe(stage.cache.network, stage.starts)
+        observe(stage.cache.network, list(stage.starts.values()))
         keep(stage)
 
     with mock.patch.object(EncoderTrainer, "_keep_best", observed):
+        yield
+
+
+@contextmanager
+def halvings_without_drops() -> Iterator[None]:
+    """Let encoders be compared where the worse half would be dropped, but drop none."""
+
+    def note(stage: EncoderTrainer, comparison: Comparison) -> None:
+        stage.halvings.append(comparison)
+
+    with mock.patch.object(EncoderTrainer, "_halve", note):
         yield
 
 

@@ -174,19 +174,97 @@ def test_a_damaged_start_is_an_error(
         resume(tmp_path / "run")
 
 
+# --------------------------------------------------------------------------------------------------
+# Halvings
+
+STEPS = 12  # of a stage
+
+
+@pytest.fixture(scope="module")
+def halved(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Five encoders, two after a quarter of the steps; one of them after half of them."""
+    folder = tmp_path_factory.mktemp("halvings") / "run"
+    train(config_with(data, restarts=5, halvings=2), folder)
+    return folder
+
+
+def test_the_worse_half_is_dropped_after_a_quarter_and_a_half_of_the_steps(halved: Path) -> None:
+    for selection in selections(halved).values():
+        first, second = selection["halvings"]
+        assert (first["step"], second["step"]) == (STEPS // 4, STEPS // 2)
+        assert first["starts"] == [1, 2, 3, 4, 5]
+        for before, after in ((first, second), (second, selection)):
+            assert all(len(each) == len(before["starts"]) for each in before["scores"].values())
+            margin = dict(zip(before["starts"], before["scores"]["margin"], strict=True))
+            dropped = set(margin) - set(after["starts"])
+            assert len(dropped) == len(margin) // 2
+            assert max(map(margin.get, dropped)) < min(map(margin.get, after["starts"]))
+        assert selection["kept"] in selection["starts"]
+        assert len(selection["starts"]) == len(selection["scores"]["margin"]) == 2
+
+
+def test_an_encoder_that_is_not_dropped_learns_what_it_learns_without_halvings(
+    data: Path, halved: Path, tmp_path: Path
+) -> None:
+    """With the moments of its own optimizer, to the bit: scores and weights of the first layer."""
+    train(config_with(data, restarts=5), tmp_path / "run")
+    ours, theirs = selections(halved)["encoder 1"], selections(tmp_path / "run")["encoder 1"]
+    for name, scores in theirs["scores"].items():
+        assert [scores[number - 1] for number in ours["starts"]] == ours["scores"][name]
+    best = max(ours["starts"], key=lambda number: theirs["scores"]["margin"][number - 1])
+    assert ours["kept"] == best
+    assert theirs["halvings"] == []
+
+
+@pytest.mark.parametrize("at", [("encoder 1", 2), ("encoder 1", 3), ("encoder 2", 7)])
+def test_a_resumed_run_with_halvings_is_bit_identical(
+    at: tuple[str, int], data: Path, halved: Path, tmp_path: Path
+) -> None:
+    """Before the first drop, just before it happens, and after both."""
+    stop_at(*at, config_with(data, restarts=5, halvings=2), tmp_path / "run")
+    state = read_checkpoint(tmp_path / "run").stage_state
+    assert ("halving 2.step" in state) == (at[1] > STEPS // 2)
+    assert len({name.split(".")[0] for name in state if name.startswith("start")}) <= 4
+    resume(tmp_path / "run")
+    assert_same_weights(tmp_path / "run", halved)
+    assert metrics(tmp_path / "run") == metrics(halved)
+    assert selections(tmp_path / "run") == selections(halved)
+
+
+@pytest.mark.parametrize("name", ["halving 1.margin", "halving 1.step", "halving 2.energy"])
+def test_a_damaged_comparison_is_an_error(name: str, data: Path, tmp_path: Path) -> None:
+    stop_at("encoder 1", 8, config_with(data, restarts=5, halvings=2), tmp_path / "run")
+    tensors, about = read_tensors(tmp_path / "run" / CHECKPOINT)
+    changed = {**tensors, f"stage.{name}": torch.zeros(7)}
+    write_tensors(tmp_path / "run" / CHECKPOINT, changed, about)
+    with pytest.raises(ModelError, match=f"{name} is not that of encoder 1"):
+        resume(tmp_path / "run")
+
+
+def test_a_single_encoder_may_be_left(data: Path, tmp_path: Path) -> None:
+    """Also where there are fewer steps than halvings."""
+    config = config_with(data, restarts=4, halvings=2, epochs=1)
+    train(replace(config, batch_size=48), tmp_path / "run")
+    selection = selections(tmp_path / "run")["encoder 1"]
+    assert [each["step"] for each in selection["halvings"]] == [1, 1]
+    assert selection["starts"] == [selection["kept"]]
+
+
 def test_two_processes_with_restarts_learn_what_one_learns(data: Path, tmp_path: Path) -> None:
     arguments = """--autoencoder.epochs 1 --encoder.epochs 2 --decoder.epochs 0
         --pixel-decoder.epochs 0 --encoder.winners 1 --encoder.target-firing 0.5
-        --encoder.restarts 3 --encoder.views.count 3 --encoder.views.rotation 30
-        --encoder.views.mirror"""
+        --encoder.restarts 3 --encoder.halvings 1 --encoder.views.count 3
+        --encoder.views.rotation 30 --encoder.views.mirror"""
     finish(torchrun(data, tmp_path / "two", *EXACT, *arguments.split()))
-    train(config_with(data), tmp_path / "one")
+    train(config_with(data, halvings=1), tmp_path / "one")
     two, one = weights(tmp_path / "two"), weights(tmp_path / "one")
     ours, theirs = selections(tmp_path / "two"), selections(tmp_path / "one")
     for layer in range(2):
         name, stage = f"encoders.{layer}.weight", f"encoder {layer + 1}"
         assert (two[name] - one[name]).norm() <= 1e-3 * one[name].norm(), name
         assert ours[stage]["kept"] == theirs[stage]["kept"]
+        assert ours[stage]["starts"] == theirs[stage]["starts"]
+        assert len(ours[stage]["starts"]) == 2
         margins = (each[stage]["scores"]["margin"] for each in (ours, theirs))
         assert next(margins) == pytest.approx(next(margins), rel=1e-2)
 
@@ -212,6 +290,8 @@ def test_fine_tuning_goes_on_with_the_encoder_that_was_kept(data: Path, whole: P
     ("options", "message"),
     [
         ({"restarts": 0}, r"encoder\.restarts must be a whole number from 1 to 1000, but is 0"),
+        ({"halvings": -1}, r"encoder\.halvings must be a whole number of at least 0, but is -1"),
+        ({"halvings": 2}, r"encoder\.halvings must be at most 1 for encoder\.restarts 3.* is 2"),
         ({"criterion": "best"}, r"encoder\.criterion must be .*margin.*but is 'best'"),
         (
             {"criterion": "agreement", "views": ViewOptions()},

@@ -86,19 +86,6 @@ def test_experts_compete_during_training_and_all_fire_afterwards(
     assert all(not layer.balance.any() and layer.winners is None for layer in network.encoders)  # type: ignore[operator]
 
 
-@pytest.mark.parametrize("rate", [0.0, 0.5])
-def test_the_balance_moves_at_its_rate(rate: float, data: Path, tmp_path: Path) -> None:
-    """In one step of all 96 images, from the same initial weights."""
-    model = replace(config_for(data).model, experts=((4, 5),), winners=1)
-    encoder = EncoderStage(epochs=1, balance_rate=rate)
-    config = without_epochs(data, model=model, encoder=encoder, batch_size=96)
-    at_1 = replace(config, encoder=replace(encoder, balance_rate=1.0))
-    networks = (train(config, tmp_path / "slow"), train(at_1, tmp_path / "fast"))
-    slow, fast = (dict(each.named_buffers())["encoders.0.balance"] for each in networks)
-    assert fast.abs().max() > 0.01
-    torch.testing.assert_close(slow, rate * fast)
-
-
 def test_the_strongest_expert_has_the_target_firing(
     data: Path, finished: Path, tmp_path: Path
 ) -> None:

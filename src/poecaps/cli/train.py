@@ -221,13 +221,15 @@ def _describe_selections(result: TrainingResult) -> Iterator[str]:
     """Yield a line for each stage that has kept one of several trained parts."""
     for stage, selection in result.record.get("selection", {}).items():
         kept, criterion = selection["kept"], selection["criterion"]
-        others = list(selection["scores"][criterion])
-        count, score = len(others), others.pop(kept - 1)
-        rest = f"{min(others):.3g} to {max(others):.3g}" if count > 2 else f"{others[0]:.3g}"
-        yield (
-            f"{stage}: start {kept} of {count} kept, {criterion} {score:.3g} "
-            f"({'others' if count > 2 else 'the other'} {rest})"
-        )
+        last = dict(zip(selection["starts"], selection["scores"][criterion], strict=True))
+        count = len([*selection["halvings"], selection][0]["starts"])
+        line = f"{stage}: start {kept} of {count} kept, {criterion} {last.pop(kept):.3g}"
+        if len(last) > 1:
+            line += f" (others {min(last.values()):.3g} to {max(last.values()):.3g})"
+        elif last:
+            line += f" (the other {min(last.values()):.3g})"
+        dropped = count - len(selection["starts"])
+        yield line + (f"; {dropped} dropped before the end" if dropped else "")
 
 
 def _warn_of_failure(result: TrainingResult) -> None:

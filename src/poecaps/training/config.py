@@ -91,14 +91,14 @@ class EncoderStage(CapsuleStage):
     """State of the experts during mixing: deterministic (the mean) or bernoulli (a random draw)."""
     winners: int | None = None
     """Number of experts that may fire for an image during training; None: model.winners."""
-    balance_rate: float = 1.0
-    """Step size towards equal shares of wins; 0: experts may win as often as they do."""
     target_firing: float | None = None
     """Mean firing probability of the strongest expert after a final scaling; None: no scaling."""
     views: ViewOptions = field(default_factory=ViewOptions)
     """Views of an image that compete together, so that an expert stands for what they share."""
     restarts: int = 1
     """Encoders that learn at the same time from different random weights; the best one is kept."""
+    halvings: int = 0
+    """How often the worse half of them is dropped; the last time after half of the stage."""
     criterion: Criterion = "margin"
     """What the best of several encoders has most of, a number of `poecaps.metrics`; no labels."""
 
@@ -109,7 +109,6 @@ class EncoderStage(CapsuleStage):
         checks.require_choice(f"{name}.mixing", self.mixing, MIXINGS)
         if self.winners is not None:
             checks.require_int(f"{name}.winners", self.winners, 1)
-        checks.require_nonnegative(f"{name}.balance_rate", self.balance_rate)
         if self.target_firing is not None:
             checks.require_nonnegative(f"{name}.target_firing", self.target_firing)
             if not 0 < self.target_firing < 1:
@@ -120,6 +119,13 @@ class EncoderStage(CapsuleStage):
             raise TypeError(f"{name}.views must be ViewOptions, but is {self.views!r}")
         self.views.validate(f"{name}.views.")
         checks.require_int(f"{name}.restarts", self.restarts, 1, MAX_RESTARTS)
+        checks.require_int(f"{name}.halvings", self.halvings, 0)
+        most = self.restarts.bit_length() - 1
+        if self.halvings > most:
+            raise ValueError(
+                f"{name}.halvings must be at most {most} for {name}.restarts {self.restarts}, so "
+                f"that an encoder is left, but is {self.halvings}"
+            )
         checks.require_choice(f"{name}.criterion", self.criterion, CRITERIA)
         if self.restarts > 1 and self.init_std == 0:
             raise ValueError(
@@ -130,6 +136,18 @@ class EncoderStage(CapsuleStage):
             raise ValueError(
                 f"{name}.criterion agreement needs {name}.views.count of at least 2, but is 1"
             )
+
+    def halvings_after(self, step: int, steps: int) -> int:
+        """Return how often encoders have been dropped when so many of all steps are done.
+
+        With h halvings, they are dropped after 1/2^h, …, 1/4 and 1/2 of the steps.
+        """
+        after = [max(1, steps >> number) for number in range(1, self.halvings + 1)]
+        return sum(step >= each for each in after)
+
+    def mean_restarts(self) -> float:
+        """Return the mean number of encoders that learn in a step: S·(h + 2)/2^(h + 1)."""
+        return self.restarts * (self.halvings + 2) / 2 ** (self.halvings + 1)
 
 
 @dataclass(frozen=True)

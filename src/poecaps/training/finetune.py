@@ -58,7 +58,7 @@ def fine_tune(
     random = RandomNumbers(torch.Generator(device).manual_seed(seed), Distributed())
     network.requires_grad_()
     # The encoder learns from its weights on, of which there is nothing to choose.
-    config = replace(config, encoder=replace(config.encoder, restarts=1))
+    config = replace(config, encoder=replace(config.encoder, restarts=1, halvings=0))
     for stage in make_stages(config, cache):
         if isinstance(stage, (AutoencoderTrainer, DensityTrainer)):
             continue

@@ -57,9 +57,9 @@ class FusedAdam:
         betas: tuple[float, float] = (0.9, BETA2),
         weight_decay: float = 0.0,
     ) -> None:
-        self.parameters: list[nn.Parameter] = [each for group in groups for each in group["params"]]
+        parameters: list[nn.Parameter] = [each for group in groups for each in group["params"]]
         self.betas, self.weight_decay = betas, weight_decay
-        device = self.parameters[0].device
+        device = parameters[0].device
         logs = [math.log(beta) if beta > 0 else -math.inf for beta in betas]
         self._log_betas = torch.tensor(logs, dtype=torch.float64, device=device)
         self.param_groups: list[dict[str, Any]] = [
@@ -71,12 +71,12 @@ class FusedAdam:
                 "exp_avg": torch.zeros_like(parameter),
                 "exp_avg_sq": torch.zeros_like(parameter),
             }
-            for parameter in self.parameters
+            for parameter in parameters
         }
 
     def zero_grad(self) -> None:
         """Set the gradients of all parameters to None."""
-        for parameter in self.parameters:
+        for parameter in self.state:
             parameter.grad = None
 
     @torch.no_grad()
@@ -199,6 +199,15 @@ def _groups(parameters: Sequence[nn.Parameter], factors: Sequence[float]) -> lis
     for parameter, factor in zip(parameters, factors, strict=True):
         members.setdefault(factor, []).append(parameter)
     return [{"params": params, "factor": factor} for factor, params in members.items()]
+
+
+def keep_only(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+    """Let an optimizer go on with these of its parameters, and forget the others."""
+    kept = set(parameters)
+    for group in optimizer.param_groups:
+        group["params"] = [parameter for parameter in group["params"] if parameter in kept]
+    for parameter in set(optimizer.state) - kept:
+        del optimizer.state[parameter]
 
 
 def set_learning_rate(optimizer: Optimizer, rate: float) -> None:

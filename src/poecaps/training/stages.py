@@ -15,6 +15,7 @@ from poecaps import functional as F
 from poecaps import metrics as measures
 from poecaps._files import ModelError
 from poecaps.kernels import pixels
+from poecaps.training.config import CRITERIA
 from poecaps.training.density import DensityLearner, load_weights
 from poecaps.training.seeds import Stream, make_generator
 from poecaps.views import NUMBERS, make_views
@@ -52,14 +53,36 @@ SCORED_IMAGES = 4096  # most training images by which one of several encoders is
 
 
 @dataclass(frozen=True)
+class Comparison:
+    """Scores of several encoders that learn from the same images."""
+
+    step: int
+    """Steps of the stage that were done."""
+    starts: list[int]
+    """Numbers of the encoders, counted from 1."""
+    scores: dict[Criterion, list[float]]
+    """Score of each of them by every criterion; the larger, the better."""
+
+    def better_half(self, criterion: Criterion) -> list[int]:
+        """Return the numbers of the encoders with the higher scores, in order."""
+        score = dict(zip(self.starts, self.scores[criterion], strict=True))
+        ranked = sorted(self.starts, key=score.__getitem__, reverse=True)
+        return sorted(ranked[: (len(ranked) + 1) // 2])
+
+
+@dataclass(frozen=True)
 class Selection:
     """Which of several encoders was kept, and why."""
 
     criterion: Criterion
     kept: int
     """Number of the encoder, counted from 1."""
+    starts: list[int]
+    """Numbers of the encoders that have learned to the end."""
     scores: dict[Criterion, list[float]]
-    """Score of each encoder by every criterion; the larger, the better."""
+    """Score of each of these by every criterion; the larger, the better."""
+    halvings: list[Comparison]
+    """The comparisons after which the worse half was dropped."""
 
 
 class StageTrainer(ABC):
@@ -115,6 +138,13 @@ class StageTrainer(ABC):
     def learning_rate_factors(self) -> list[float]:
         """Return the factor of the learning rate of each parameter, after `prepare`."""
         return [1.0 for _ in self.module.parameters()]
+
+    def should_drop(self, step: int, steps: int) -> bool:  # noqa: ARG002 (most stages never do)
+        """Return whether some of several trained parts are dropped after so many of all steps."""
+        return False
+
+    def drop_worse(self, step: int, steps: int) -> None:  # noqa: B027 (most stages never do)
+        """Drop them; all processes call it. Parameters of `module` that are left stay the same."""
 
     def has_diverged(self) -> bool:
         """Return whether the weights are not finite, or far too large."""
@@ -305,7 +335,15 @@ class EncoderTrainer(StageTrainer):
 
     With `restarts`, several of them learn from different initial weights and the same inputs, and
     the best one becomes the layer of the network. The first of them is that layer itself, and
-    learns what it would learn alone.
+    learns what it would learn alone. With `halvings`, the worse ones are dropped on the way; the
+    others do not notice it.
+
+    Attributes
+    ----------
+    starts
+        The layers that learn, by their numbers, counted from 1.
+    halvings
+        The comparisons after which some were dropped.
     """
 
     module: CapsuleExperts | nn.ModuleList
@@ -317,26 +355,42 @@ class EncoderTrainer(StageTrainer):
         self.name, self.options, self.seed = f"encoder {layer + 1}", options, seed
         self.layer, self.has_state = layer, options.restarts > 1
         self.experts = self.module = cast("CapsuleExperts", cache.network.encoders[layer])
-        self.starts = [self.experts]
+        self.starts = {1: self.experts}
+        self.halvings: list[Comparison] = []
         self.final_winners = self.experts.winners
 
     def prepare(self, fresh: bool, generator: torch.Generator) -> None:
         """Compute the input capsules; a fresh first layer fits their preprocessing."""
         self.cache.compute_inputs(self.layer)
-        copies = [copy.deepcopy(self.experts) for _ in range(self.options.restarts - 1)]
-        self.starts = [self.experts, *copies]
-        self.module = nn.ModuleList(self.starts) if copies else self.experts
+        for number in range(2, self.options.restarts + 1):
+            self.starts[number] = copy.deepcopy(self.experts)
+        if self.options.restarts > 1:
+            self.module = nn.ModuleList(self.starts.values())
         if fresh:
             if self.layer == 0:
                 self.cache.fit_preprocessing()
-            for experts in self.starts:
+            for experts in self.starts.values():
                 _reset_parameters(experts, self.options.init_std, generator)
         self.cache.cache_capsules()
         if self.options.winners is not None:
-            for experts in self.starts:
+            for experts in self.starts.values():
                 experts.winners = self.options.winners
-        for experts in self.starts:
-            experts.balance_rate = self.options.balance_rate
+
+    def should_drop(self, step: int, steps: int) -> bool:
+        """Return whether the worse half of the starts is dropped after so many of all steps."""
+        return len(self.halvings) < self.options.halvings_after(step, steps)
+
+    def drop_worse(self, step: int, steps: int) -> None:
+        """Drop the worse half of the starts, several times if there are few steps."""
+        while self.should_drop(step, steps):
+            self._halve(Comparison(step, list(self.starts), self._scores()))
+
+    def _halve(self, comparison: Comparison) -> None:
+        """Drop the worse half of the starts by their scores."""
+        better = comparison.better_half(self.options.criterion)
+        self.starts = {number: self.starts[number] for number in better}
+        self.module = nn.ModuleList(self.starts.values())
+        self.halvings.append(comparison)
 
     def finish(self) -> None:
         """Keep the best start, end a competition for training only, scale the firing probabilities.
@@ -346,7 +400,7 @@ class EncoderTrainer(StageTrainer):
         the winner, only how far the experts are squashed. If all of them were near 1, the codes
         would no longer show which expert is the strongest.
         """
-        if len(self.starts) > 1:
+        if self.options.restarts > 1:
             self._keep_best()
         if self.options.winners is not None:
             self.experts.winners = self.final_winners
@@ -358,18 +412,17 @@ class EncoderTrainer(StageTrainer):
                 norm = norm.to(self.cache.statistics_device)
                 self.experts.weight.mul_(factor_for_firing(norm, self.options.target_firing))
 
-    @torch.no_grad()
     def _keep_best(self) -> None:
         """Make the start with the highest score the layer of the network, and drop the others."""
-        scores, criterion = self._scores(), self.options.criterion
-        best = int(scores[criterion].argmax())
-        self.experts.load_state_dict(self.starts[best].state_dict())
-        values = {name: each.tolist() for name, each in scores.items()}
-        self.selection = Selection(criterion, best + 1, values)
-        self.starts, self.module = [self.experts], self.experts
+        numbers, scores, criterion = list(self.starts), self._scores(), self.options.criterion
+        kept = numbers[scores[criterion].index(max(scores[criterion]))]
+        self.experts.load_state_dict(self.starts[kept].state_dict())
+        self.selection = Selection(criterion, kept, numbers, scores, self.halvings)
+        self.starts, self.module = {1: self.experts}, self.experts
 
-    def _scores(self) -> dict[Criterion, Tensor]:
-        """Score all starts, under the competition of the training: (restarts,) by each criterion.
+    @torch.no_grad()
+    def _scores(self) -> dict[Criterion, list[float]]:
+        """Score all starts by every criterion, under the competition of the training.
 
         Every process scores them; the numbers of the main process count.
         """
@@ -381,14 +434,14 @@ class EncoderTrainer(StageTrainer):
             uniform = torch.rand(len(batch), views.count - 1, NUMBERS, generator=generator)
             x = self._views(batch, uniform.to(self.cache.device))
             device = self.cache.statistics_device
-            each = [_score(experts, x, views.count, device) for experts in self.starts]
+            each = [_score(experts, x, views.count, device) for experts in self.starts.values()]
             for name in each[0]:
                 values = torch.tensor([scores[name] for scores in each], dtype=torch.float64)
                 share = values * (len(batch) / len(indices))
                 totals[name] = totals[name] + share if name in totals else share
         scores = torch.stack(list(totals.values())).to(self.cache.statistics_device)
         self.cache.distributed.broadcast_from_main([scores])
-        return dict(zip(totals, scores.cpu(), strict=True))
+        return dict(zip(totals, scores.tolist(), strict=True))
 
     def data_on_device(self) -> bool:
         """Return whether all inputs of the stage are in the memory of the device."""
@@ -399,7 +452,7 @@ class EncoderTrainer(StageTrainer):
     def work(self, batch_size: int) -> float:  # noqa: ARG002 (the same for every size)
         """Estimate the multiplications: the features of further views, and the routing of all."""
         options = self.options
-        routing = ROUTING_WORK * self.experts.weight.numel() * options.restarts
+        routing = ROUTING_WORK * self.experts.weight.numel() * options.mean_restarts()
         features = _convolution_work(self.cache.network) * (options.views.count - 1)
         return features + routing * options.views.count * options.k
 
@@ -415,7 +468,7 @@ class EncoderTrainer(StageTrainer):
             uniform = random.uniform(k, len(x), self.experts.out_capsules, dim=1)
         loss, *others = (
             experts.contrastive_divergence(x, k, mixing=mixing, uniform=uniform, views=views)
-            for experts in self.starts
+            for experts in self.starts.values()
         )
         for other in others:
             loss = loss + other
@@ -442,7 +495,7 @@ class EncoderTrainer(StageTrainer):
         of the codes, under the competition after it.
         """
         x = self.cache.inputs(self.layer, self.cache.probe_indices())
-        each = [self._metrics_of(experts, x) for experts in self.starts]
+        each = [self._metrics_of(experts, x) for experts in self.starts.values()]
         return {name: sum(values[name] for values in each) / len(each) for name in each[0]}
 
     def held_out_error(self) -> float | None:
@@ -450,7 +503,7 @@ class EncoderTrainer(StageTrainer):
         if self.cache.held_out is None:
             return None
         x = self.cache.held_out_inputs(self.layer)
-        each = [measures.lost_share(x, experts.reconstruct(x)) for experts in self.starts]
+        each = [measures.lost_share(x, experts.reconstruct(x)) for experts in self.starts.values()]
         return sum(each) / len(each)
 
     def _metrics_of(self, experts: CapsuleExperts, x: Tensor) -> dict[str, float]:
@@ -467,19 +520,46 @@ class EncoderTrainer(StageTrainer):
         }
 
     def state(self) -> dict[str, Tensor]:
-        """Return the weights and balances of the starts that are not the layer of the network."""
-        return {
+        """Return the starts that are not the layer of the network, and all comparisons so far.
+
+        These determine which starts are left.
+        """
+        weights = {
             f"start {number}.{name}": tensor
-            for number, experts in enumerate(self.starts[1:], start=2)
+            for number, experts in self.starts.items()
+            if experts is not self.experts
             for name, tensor in experts.state_dict().items()
         }
+        compared = {
+            f"halving {number}.{name}": torch.tensor(values, dtype=torch.float64)
+            for number, comparison in enumerate(self.halvings, start=1)
+            for name, values in {"step": comparison.step, **comparison.scores}.items()
+        }
+        return {**weights, **compared}
 
     def load_state(self, state: Mapping[str, Tensor], source: Path) -> None:
-        """Restore the starts that are not the layer of the network."""
+        """Drop the starts that were dropped, and restore the others."""
         if not self.has_state:
             super().load_state(state, source)
         elif state:
-            load_weights(self.state(), state, source, owner=self.name)
+            for number in range(1, self.options.halvings + 1):
+                if f"halving {number}.step" in state:
+                    self._halve(self._load_comparison(f"halving {number}", state, source))
+            weights = {name: each for name, each in self.state().items() if "start" in name}
+            load_weights(weights, state, source, owner=self.name)
+
+    def _load_comparison(self, name: str, state: Mapping[str, Tensor], source: Path) -> Comparison:
+        """Read a comparison of the starts that are left."""
+        step = torch.zeros((), dtype=torch.float64)
+        scores = {
+            criterion: torch.zeros(len(self.starts), dtype=torch.float64)
+            for criterion in CRITERIA
+            if f"{name}.{criterion}" in state or criterion == self.options.criterion
+        }
+        expected = {f"{name}.{key}": each for key, each in {"step": step, **scores}.items()}
+        load_weights(expected, state, source, owner=self.name)
+        found = {criterion: each.tolist() for criterion, each in scores.items()}
+        return Comparison(int(step), list(self.starts), found)
 
 
 def _score(

@@ -30,6 +30,7 @@ from poecaps.training.errors import SavedInterrupt, TrainingError
 from poecaps.training.features import FeatureCache
 from poecaps.training.metrics import MetricsLog
 from poecaps.training.optim import (
+    keep_only,
     load_optimizer_state,
     make_optimizer,
     optimizer_state,
@@ -144,10 +145,10 @@ class Trainer:
             self._log(meter.update(first_step))
             stage.prepare(first_step == 0, make_generator(self.config.seed, Stream.STAGE, index))
             self._synchronize(stage)
+            self._load_stage_state(stage, start)
             parameters = list(stage.module.parameters())
             optimizer = make_optimizer(stage.options, parameters, stage.learning_rate_factors())
             load_optimizer_state(optimizer, parameters, start.optimizer, self.folder / CHECKPOINT)
-            self._load_stage_state(stage, start)
             generator = torch.Generator(self.device)
             self.network.eval()
             stage.module.train()
@@ -159,6 +160,11 @@ class Trainer:
         )
         order = _ImageOrder(self.config.seed, index, len(self.cache), self.batch_size, self.device)
         for step in range(first_step, steps):
+            if stage.should_drop(step, steps):
+                self._require_finite_weights(stage, step)
+                stage.drop_worse(step, steps)
+                keep_only(optimizer, list(stage.module.parameters()))
+                train_step = self._make_step(stage, optimizer, generator, steps - step)
             set_learning_rate(optimizer, stage.options.learning_rate_at(step / steps))
             generator.manual_seed(derive_seed(self.config.seed, Stream.STEP, index, step))
             loss = train_step(order.batch(step))
