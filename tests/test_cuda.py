@@ -204,18 +204,21 @@ def test_compiled_kernels_take_any_batch_size(reuse: bool, monkeypatch: pytest.M
         assert ((ours.grad_weight - exact).norm() / exact.norm()).item() < 1e-5
 
 
-@pytest.mark.parametrize("plan", [True, False], ids=["repeated", "launched"])
+@pytest.mark.parametrize("mode", ["launched", "repeated", "replayed"])
 @pytest.mark.parametrize("images", [128, 768], ids=["whole batch", "two blocks"])
 @pytest.mark.parametrize("normalize", F.AXES)
 def test_repeated_launches_learn_as_float64(
-    normalize: F.Axis, images: int, plan: bool, monkeypatch: pytest.MonkeyPatch
+    normalize: F.Axis, images: int, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From the third step on, the launches of the second one are repeated."""
+    """From the third step on, the launches of the second one are repeated, or replayed."""
     pytest.importorskip("triton")
-    from poecaps.kernels.triton import learning
+    from poecaps.kernels.triton import learning, plan
 
-    monkeypatch.setattr(learning, "PLAN_STEPS", plan)
+    monkeypatch.setattr(learning, "PLAN_STEPS", mode != "launched")
+    monkeypatch.setattr(learning, "REPLAY_STEPS", mode == "replayed")
+    monkeypatch.setattr(learning, "REPLAY_AFTER", 1)
     monkeypatch.setattr(learning, "_plans", {})
+    monkeypatch.setattr(learning, "_replays", {})
     generator = torch.Generator("cuda").manual_seed(2)
     weight = torch.randn(576, 20, 16, 8, generator=generator, device="cuda") / 3
     layer = CapsuleExperts(576, 8, 20, 16, normalize=normalize, device="cuda")
@@ -234,7 +237,10 @@ def test_repeated_launches_learn_as_float64(
         error = (layer.weight.grad - exact.weight.grad).norm() / exact.weight.grad.norm()
         assert error.item() < 1e-5
     blocks = -(-images // learning.images_per_block(images, weight))
-    assert [each is not None for each in learning._plans.values()] == [True] * plan * blocks
+    planned = mode != "launched"
+    assert [each is not None for each in learning._plans.values()] == [True] * planned * blocks
+    replayed = mode == "replayed"  # the first block, to whose gradient the others add theirs
+    assert [type(each) for each in learning._replays.values()] == [plan.Replay] * replayed
 
 
 @pytest.mark.parametrize("views", [1, 3])

@@ -7,6 +7,7 @@ stands in for compiled kernels, which are given addresses in place of tensors.
 from __future__ import annotations
 
 import ctypes
+import threading
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from poecaps import functional as F
 from poecaps import squash
-from poecaps.kernels.triton import launch, learning, routing_forward
+from poecaps.kernels.triton import launch, learning, plan, routing_forward
 from poecaps.kernels.triton.plan import Plan
 from tests.kernels.problems import problem
 
@@ -153,6 +154,73 @@ def test_blocks_of_a_large_batch_are_repeated(
         x, weight = (each.to(DEVICE) for each in problem((48, 2, 2, 2, 2), generator))
         assert_learned(x, weight, F.RoutingOptions())
     assert repeats == [True] * 5  # two blocks of the second step, three of the third
+
+
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Allow one graph, after one repetition, and note its replays."""
+    monkeypatch.setattr(learning, "REPLAY_STEPS", True)
+    monkeypatch.setattr(learning, "REPLAY_AFTER", 1)
+    monkeypatch.setattr(learning, "MAX_REPLAYS", 1)
+    monkeypatch.setattr(learning, "_replays", {})
+    noted: list[int] = []
+    capture = _interpreted_capture if IS_INTERPRETED else plan.captured
+
+    def captured(function: Callable[[], Tensor], device: torch.device) -> Any:
+        result, replay = capture(function, device)
+        number = len(learning._replays)
+
+        def note() -> None:
+            noted.append(number)
+            replay()
+
+        return result, note
+
+    monkeypatch.setattr(plan, "captured", captured)
+    if IS_INTERPRETED:
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    return noted
+
+
+def _interpreted_capture(function: Callable[[], Tensor], _: torch.device) -> Any:
+    """Call the function again in a replay, and write to the memory of its first result."""
+    result = function()
+
+    def replay() -> None:
+        result.copy_(function())
+
+    return result, replay
+
+
+def test_replayed_steps_are_those_of_the_reference(
+    replays: list[int], generator: torch.Generator
+) -> None:
+    """Of other data, and of a weight that changes in place; earlier results stay as they are.
+
+    Another weight and another thread have no part in the graph.
+    """
+    sizes, routing = (16, 2, 2, 2, 2), F.RoutingOptions(iterations=1)
+    weight = problem(sizes, generator)[1].to(DEVICE).requires_grad_()
+    found = []
+    for _ in range(5):
+        x = problem(sizes, generator)[0].to(DEVICE)
+        with torch.no_grad():
+            weight.mul_(1.1)
+            exact = F.contrastive_divergence(x.double(), weight.double(), routing)
+        found.append((learning.contrastive_divergence(x, weight, routing), exact))
+    assert replays == [1, 1]  # after two steps that record the plan, and a repetition
+    for ours, exact in found:
+        assert ours.grad_weight is not None
+        torch.testing.assert_close(ours.grad_weight.double(), exact.grad_weight, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(ours.loss.double(), exact.loss, rtol=1e-4, atol=1e-6)
+
+    other = weight.detach().clone()
+    for _ in range(2):
+        assert_learned(x, other, routing)  # there is one graph already
+    thread = threading.Thread(target=assert_learned, args=(x, weight, routing))
+    thread.start()
+    thread.join()
+    assert replays == [1, 1]
 
 
 def test_addresses_that_kernels_were_not_compiled_for(

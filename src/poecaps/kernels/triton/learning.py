@@ -4,6 +4,7 @@
 Gradients are computed at once, not by autograd. They are accumulated in float32.
 """
 
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from poecaps import functional as F
 from poecaps.kernels.triton.coefficients import Coefficients
 from poecaps.kernels.triton.jit import kernel
 from poecaps.kernels.triton.launch import Recording, cdiv, launch, reuses_compiled
-from poecaps.kernels.triton.plan import Plan
+from poecaps.kernels.triton.plan import Plan, Replay
 from poecaps.kernels.triton.reconstruction import reconstruction, squash
 from poecaps.kernels.triton.routing_forward import preactivation, route
 from poecaps.kernels.triton.tiling import BATCH_MULTIPLE, row_constants, rows_per_block
@@ -36,6 +37,13 @@ PLAN_STEPS = True
 # Plans that are kept: those of a few layers and batch sizes. Each one is some kilobytes, but a
 # sharpness that changes in every step would need a new one every time.
 MAX_PLANS = 64
+
+# Whether a plan becomes a CUDA graph after so many repetitions with a weight at the same address.
+REPLAY_STEPS = False
+REPLAY_AFTER = 8
+
+# Graphs that are kept. Each has the memory of one step; further layers repeat their plans.
+MAX_REPLAYS = 4
 
 
 # --------------------------------------------------------------------------------------------------
@@ -264,13 +272,41 @@ def _planned_step(
     plan = _plans[key]
     arguments = (x, weight) if grad_weight is None else (x, weight, grad_weight)
     if plan is not None:
-        part = plan.repeat(*arguments)
+        part = None
+        if REPLAY_STEPS and grad_weight is not None and not accumulate:
+            part = _replayed(key, plan, x, weight, grad_weight)
+        if part is None:
+            part = plan.repeat(*arguments)
         return compute() if part is None else (part, None)
     with Recording() as recording:
         part, on = compute()
     if recording.is_complete:
         _plans[key] = Plan(recording.launches, arguments, part)
     return part, on
+
+
+# Replays of plans by all that their graphs depend on; before their capture, repetitions of the plan.
+_replays: dict[tuple[Any, ...], Replay | int] = {}
+
+
+def _replayed(
+    key: tuple[Any, ...], plan: Plan, x: Tensor, weight: Tensor, grad_weight: Tensor
+) -> Tensor | None:
+    """Repeat a plan as a CUDA graph: → its result; None if it is not a graph."""
+    if torch.cuda.is_current_stream_capturing():
+        return None
+    stream = torch._C._cuda_getCurrentRawStream(x.get_device())
+    where = (key, weight.data_ptr(), stream, threading.get_ident())
+    found = _replays.get(where, 0)
+    if isinstance(found, int):
+        if found < REPLAY_AFTER:
+            if len(_replays) < MAX_PLANS or where in _replays:
+                _replays[where] = found + 1
+            return None
+        if sum(isinstance(each, Replay) for each in _replays.values()) >= MAX_REPLAYS:
+            return None
+        found = _replays[where] = Replay(plan, x, [weight], grad_weight)
+    return found.repeat(x, grad_weight)
 
 
 def _can_be_planned(x: Tensor, options: _Mixing) -> bool:

@@ -83,9 +83,13 @@ def _mask_kernel(
     offsets = b * J * D + offs_j[:, None] * D + offs_d[None, :]
     mask = (offs_j < J)[:, None] & (offs_d < D)[None, :]
     y = tl.load(y_ptr + offsets, mask=mask, other=0.0)
+    # The threads of a row may round its sum differently, because the compiler fuses the product of
+    # a thread with the addition of a product of another thread. Without the factor, a number of the
+    # strongest expert could be below the maximum that another thread has found.
     square = tl.sum(y * y, 1)
-    least = tl.where(tl.load(uniform_ptr + b) >= share, 0.0, tl.max(square, 0))
-    tl.store(out_ptr + offsets, tl.where((square >= least)[:, None], y, 0.0), mask=mask)
+    strongest = (1 - 1e-6) * tl.max(square, 0)
+    least = tl.where(tl.load(uniform_ptr + b) >= share, 0.0, strongest)
+    tl.store(out_ptr + offsets, tl.where((square < least)[:, None], 0.0, y), mask=mask)
 
 
 def mask_to_strongest(y: Tensor, uniform: Tensor, share: float) -> Tensor:

@@ -5,7 +5,8 @@ addresses of its tensors change: those of its arguments, and those of intermedia
 plan places in one workspace. A repetition computes no grids, looks up no compiled kernels and
 allocates one tensor.
 
-In contrast to a CUDA graph, it reads and writes the tensors of the caller, and keeps no memory.
+In contrast to a CUDA graph, it reads and writes the tensors of the caller, and keeps no memory. A
+`Replay` is a CUDA graph of a plan: a single launch and two copies, for which it keeps memory.
 
 This module does not import Triton.
 """
@@ -107,6 +108,57 @@ class Plan:
             run(*grid, stream, *fixed, *pointers_of(addresses)[:-1], *rest)
         shape, stride, offset = self._result
         return workspace.as_strided(shape, stride, offset)
+
+
+class Replay:
+    """A plan as a CUDA graph, with memory of its own for what it reads and writes.
+
+    Only for one stream and one thread: steps of others would use this memory at the same time.
+
+    Parameters
+    ----------
+    plan
+        Of a function of x, constants and a result that it writes.
+    x
+        Tensor like those that the replays read.
+    constants
+        Tensors at the addresses that every replay reads.
+    written
+        Tensor like those that the replays write.
+    """
+
+    def __init__(self, plan: Plan, x: Tensor, constants: Sequence[Tensor], written: Tensor) -> None:
+        own = self._x, self._written = x.clone(), torch.empty_like(written)
+
+        def repeat() -> Tensor:
+            result = plan.repeat(own[0], *constants, own[1])
+            assert result is not None  # noqa: S101 (addresses of torch's allocator are aligned)
+            return result
+
+        self._result, self._replay = captured(repeat, x.device)
+
+    def repeat(self, x: Tensor, written: Tensor) -> Tensor:
+        """Launch the graph: → the result, which the next call overwrites."""
+        self._x.copy_(x)
+        self._replay()
+        written.copy_(self._written)
+        return self._result
+
+
+def captured(
+    function: Callable[[], Tensor], device: torch.device
+) -> tuple[Tensor, Callable[[], None]]:
+    """Capture a function as a CUDA graph: → its result, and a function that replays the graph."""
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            result = function()
+        finally:
+            graph.capture_end()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    return result, graph.replay
 
 
 def _storage(tensor: Tensor) -> int:
