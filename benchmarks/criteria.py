@@ -11,8 +11,9 @@ by …             That of the encoder with the highest score by a criterion.
 rank …           Rank correlation of the scores by a criterion and of it, from −1 to 1.
 NMI              Of the encoder with the highest agreement.
 
-With `--keep-all`, the encoders of variants with halvings are compared on the way, but none is
-dropped, so that a further table says how well an early comparison predicts the end.
+With `--compare 3`, the encoders are also compared after 1/8, 1/4 and 1/2 of the steps, where three
+halvings would drop the worse half of them. A further table says how well an early comparison
+predicts the end.
 
 By default, the last 10,000 training images are left out of the training and measured on: a
 criterion is an option like others, and must not be chosen on test images. Only the autoencoder and
@@ -22,7 +23,7 @@ the encoder are trained.
 from __future__ import annotations
 
 import statistics
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -82,16 +83,21 @@ _many(_add("10 experts of 32, 4 small views, no routing", "batches of 256", batc
 
 def run(job: Job) -> dict[str, Any]:
     """Train and measure, and return the row."""
-    config = job.config(STUDY)
+    config, compare = job.config(STUDY), job.options.compare
     training, images = variants.load_images(job.options)
     measured: list[dict[str, float]] = []
 
     def observe(network: CapsuleNetwork, starts: Sequence[CapsuleExperts]) -> None:
         measured.extend(agreement_with_labels(network, starts, images))
 
-    drops = halvings_without_drops() if job.options.keep_all else nullcontext()
-    with job.folder() as folder, starts_observed(observe), drops:
-        network, trained = variants.train_and_time(config, folder, training)
+    with ExitStack() as stack:
+        folder = stack.enter_context(job.folder())
+        stack.enter_context(starts_observed(observe))
+        compared = config
+        if compare:
+            stack.enter_context(halvings_without_drops())
+            compared = replace(config, encoder=replace(config.encoder, halvings=compare))
+        network, trained = variants.train_and_time(compared, folder, training)
         row = job.row(config) | variants.protocol_of(job.options) | trained
         if network is None:
             return row
@@ -197,12 +203,12 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
         if any(row["variant"] in names for row in rows):
             label = {name: name for name in names}
             tables.append(variants.table(rows, label, columns(measure), f"encoder, {measure}"))
-    if any(kept_all(row) for row in rows):
+    if any(compared_all(row) for row in rows):
         tables.append(early(rows))
     return "\n\n".join(tables)
 
 
-def kept_all(row: Mapping[str, Any]) -> bool:
+def compared_all(row: Mapping[str, Any]) -> bool:
     """Return whether the encoders of a row were compared on the way, and none was dropped."""
     return any(each["starts"] == row["numbers"] for each in row.get("halvings", [])[-1:])
 
@@ -217,7 +223,7 @@ def early(rows: Sequence[Mapping[str, Any]]) -> str:
         f"| encoder | seed | steps | {' | '.join(f'{name}, accuracy' for name in CRITERIA)} |",
         f"| --- | --- | ---: |{' ---: |' * len(CRITERIA)}",
     ]
-    for row in filter(kept_all, rows):
+    for row in filter(compared_all, rows):
         measured = [start[measure_of(row["variant"])] for start in row["starts"]]
         for comparison in row["halvings"]:
             cells = []
@@ -290,7 +296,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Train and measure the requested variants, or print a file as a table."""
     parser = variants.make_parser(__doc__)
     variants.add_protocol(parser, HELD_OUT)
-    parser.add_argument("--keep-all", action="store_true", help="compare encoders, but drop none")
+    parser.add_argument(
+        "--compare",
+        type=int,
+        default=0,
+        help="comparisons of the encoders on the way, without drops (default: 0)",
+    )
     variants.run_study(parser, arguments, STUDY, run, table)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -68,7 +69,7 @@ def test_every_encoder_is_measured(
 def test_an_early_comparison_is_compared_with_the_end(
     bars: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With `--keep-all`, all encoders are compared on the way, and learn to the end."""
+    """With `--compare`, all encoders are compared on the way, and learn to the end."""
     small = restarts_with(
         model__features=8,
         model__capsule_dim=4,
@@ -77,15 +78,16 @@ def test_an_early_comparison_is_compared_with_the_end(
         autoencoder__epochs=0,
         encoder__epochs=2,
         encoder__restarts=3,
-        encoder__halvings=1,
         encoder__views__count=2,
         batch_size=16,
     )
+    halved = replace(small, changes={**small.changes, "encoder.halvings": 1})
     monkeypatch.setitem(STUDY, "small", small)
-    arguments = ["--data", str(bars), "--device", "cpu", "--only", "small", "--held-out", "20"]
+    monkeypatch.setitem(STUDY, "halved", halved)
     rows = []
-    for name, more in {"all": ["--keep-all"], "half": []}.items():
-        main([*arguments, *more, "--json", str(tmp_path / name)])
+    for name, compare in {"small": "1", "halved": "0"}.items():
+        arguments = ["--data", str(bars), "--device", "cpu", "--only", name, "--held-out", "20"]
+        main([*arguments, "--compare", compare, "--json", str(tmp_path / name)])
         rows += json.loads((tmp_path / name).read_text())
     every, half = rows
     assert every["halvings"] == half["halvings"]
