@@ -196,16 +196,15 @@ def measure_of(name: str) -> str:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Format rows as Markdown tables, one for each measure; see `benchmarks.variants.table`."""
-    tables = []
-    for measure in ("accuracy", "purity"):
-        names = [name for name in STUDY if measure_of(name) == measure]
-        if any(row["variant"] in names for row in rows):
-            label = {name: name for name in names}
-            tables.append(variants.table(rows, label, columns(measure), f"encoder, {measure}"))
-    if any(compared_all(row) for row in rows):
-        tables.append(early(rows))
-    return "\n\n".join(tables)
+    """Format rows as Markdown tables: one for each measure, and one of the early comparisons."""
+    tables = [by_measure(rows, measure) for measure in ("accuracy", "purity")] + [early(rows)]
+    return "\n\n".join(each for each in tables if each.count("\n") > 1)  # those with lines
+
+
+def by_measure(rows: Sequence[Mapping[str, Any]], measure: str) -> str:
+    """Format the rows of variants with this measure; see `benchmarks.variants.table`."""
+    names = {name: name for name in STUDY if measure_of(name) == measure}
+    return variants.table(rows, names, columns(measure), f"encoder, {measure}")
 
 
 def compared_all(row: Mapping[str, Any]) -> bool:
@@ -228,9 +227,10 @@ def early(rows: Sequence[Mapping[str, Any]]) -> str:
         for comparison in row["halvings"]:
             cells = []
             for name in CRITERIA:
-                scores = comparison["scores"][name]
-                ranks = (rank_correlation(scores, last) for last in (row["scores"][name], measured))
-                cells.append(", ".join(f"{rank:.2f}" for rank in ranks))
+                scores = comparison["scores"].get(name)
+                ends = () if scores is None else (row["scores"][name], measured)
+                ranks = [f"{rank_correlation(scores, end):.2f}" for end in ends]
+                cells.append(", ".join(ranks) or "–")
             head = f"{row['variant']} | {row['seed']} | {comparison['step']}"
             lines.append(f"| {head} | {' | '.join(cells)} |")
     return "\n".join(lines)

@@ -14,8 +14,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from benchmarks.criteria import CHOSEN, effects
-from benchmarks.criteria import table as criteria_table
+from benchmarks.criteria import CHOSEN, by_measure, early, effects
 from benchmarks.density import DRAW_COLUMNS, NATS_COLUMNS
 from benchmarks.density import table as density_table
 from benchmarks.libraries import PARTS
@@ -798,9 +797,14 @@ def class_effects(data: str) -> str:
     return effects(numbers(data, "criteria"), CLASS_VIEWS[data])
 
 
-def class_criteria(data: str) -> str:
-    """Compare the encoders that each criterion chooses."""
-    return criteria_table(numbers(data, "criteria"))
+def class_criteria(data: str, measure: str) -> str:
+    """Compare the encoders that each criterion chooses, by accuracy or purity."""
+    return by_measure(numbers(data, "criteria"), measure)
+
+
+def class_early(data: str) -> str:
+    """Compare the scores of encoders on the way with those at the end."""
+    return early(numbers(data, "criteria"))
 
 
 def clusterings() -> str:
@@ -834,6 +838,7 @@ TABLES: dict[str, Callable[..., str]] = {  # name in the comment of a page: tabl
     "density-pixels": density_pixels,
     "class-effects": class_effects,
     "class-criteria": class_criteria,
+    "class-early": class_early,
     "clusterings": clusterings,
     "claims": paper_claims,
     "zoo-routed": routed_zoo,
