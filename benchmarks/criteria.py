@@ -62,23 +62,38 @@ CHOSEN: Criterion = "agreement"  # in the tables, and where encoders are dropped
 STUDY: dict[str, Variant] = class_variants(restarts_with, WITHOUT)
 
 
-def _add(name: str, part: str, **changes: Any) -> str:
-    """Add a variant to the study that differs from another one, and return its name."""
-    more = preset_with("default", **changes).changes
-    STUDY[f"{name}, {part}"] = replace(STUDY[name], changes={**STUDY[name].changes, **more})
-    return f"{name}, {part}"
-
-
-_many = partial(
-    _add,
-    part="32 encoders",
-    encoder__restarts=32,
-    encoder__halvings=4,
-    encoder__criterion=CHOSEN,
-)
-_many(_add("10 experts of 32, 4 views", "batches of 512", batch_size=512, encoder__epochs=20))
-_many(_add("10 experts of 32, 4 small views", "batches of 256", batch_size=256))
-_many(_add("10 experts of 32, 4 small views, no routing", "batches of 256", batch_size=256))
+for _name, _part, _changes in (
+    ("4 views", "batches of 512, 12 encoders", {"batch_size": 512, "encoder.restarts": 12}),
+    (
+        "4 views",
+        "batches of 512, 20 epochs, 32 encoders",
+        {
+            "batch_size": 512,
+            "encoder.epochs": 20,
+            "encoder.restarts": 32,
+            "encoder.halvings": 4,
+        },
+    ),
+    (
+        "4 views",
+        "batches of 512, longer autoencoder, 20 encoders",
+        {
+            "batch_size": 512,
+            "autoencoder.epochs": 20,  # as many steps as with batches of 128
+            "encoder.restarts": 20,
+            "encoder.halvings": 2,
+        },
+    ),
+    (
+        "4 small views, no routing",
+        "batches of 256, 32 encoders",
+        {"batch_size": 256, "encoder.restarts": 32, "encoder.halvings": 4},
+    ),
+):
+    _base = STUDY[f"10 experts of 32, {_name}"]
+    STUDY[f"10 experts of 32, {_name}, {_part}"] = replace(
+        _base, changes={**_base.changes, **_changes, "encoder.criterion": CHOSEN}
+    )
 
 
 def run(job: Job) -> dict[str, Any]:
@@ -196,15 +211,36 @@ def measure_of(name: str) -> str:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Format rows as Markdown tables: one for each measure, and one of the early comparisons."""
-    tables = [by_measure(rows, measure) for measure in ("accuracy", "purity")] + [early(rows)]
+    """Format rows as Markdown tables; see `by_measure`, `many` and `early`."""
+    tables = [by_measure(rows, measure) for measure in ("accuracy", "purity")]
+    tables += [many(rows), early(rows)]
     return "\n\n".join(each for each in tables if each.count("\n") > 1)  # those with lines
 
 
 def by_measure(rows: Sequence[Mapping[str, Any]], measure: str) -> str:
-    """Format the rows of variants with this measure; see `benchmarks.variants.table`."""
-    names = {name: name for name in STUDY if measure_of(name) == measure}
+    """Format what each criterion chooses from encoders of which none was dropped.
+
+    See `benchmarks.variants.table`.
+    """
+    names = {name: name for name in STUDY if measure_of(name) == measure and not _halvings(name)}
     return variants.table(rows, names, columns(measure), f"encoder, {measure}")
+
+
+def many(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Format accuracy and NMI of the encoder that is kept where others were dropped on the way."""
+    names = {
+        name: f"{name}, {halvings} halvings" for name in STUDY if (halvings := _halvings(name))
+    }
+    kept = {
+        "accuracy": (f"summary.accuracy.by.{CHOSEN}", ".3f"),
+        "NMI": (f"summary.nmi.by.{CHOSEN}", ".3f"),
+    }
+    return variants.table(rows, names, kept, "encoder")
+
+
+def _halvings(name: str) -> int:
+    """Return how often encoders of a variant are dropped."""
+    return STUDY[name].config().encoder.halvings
 
 
 def compared_all(row: Mapping[str, Any]) -> bool:

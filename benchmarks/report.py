@@ -14,7 +14,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from benchmarks.criteria import CHOSEN, by_measure, early, effects
+from benchmarks.criteria import CHOSEN, by_measure, early, effects, many
 from benchmarks.density import DRAW_COLUMNS, NATS_COLUMNS
 from benchmarks.density import table as density_table
 from benchmarks.libraries import PARTS
@@ -802,6 +802,11 @@ def class_criteria(data: str, measure: str) -> str:
     return by_measure(numbers(data, "criteria"), measure)
 
 
+def class_many(data: str) -> str:
+    """Give the results of many encoders, most of which were dropped on the way."""
+    return many(numbers(data, "criteria"))
+
+
 def class_early(data: str) -> str:
     """Compare the scores of encoders on the way with those at the end."""
     return early(numbers(data, "criteria"))
@@ -839,6 +844,7 @@ TABLES: dict[str, Callable[..., str]] = {  # name in the comment of a page: tabl
     "class-effects": class_effects,
     "class-criteria": class_criteria,
     "class-early": class_early,
+    "class-many": class_many,
     "clusterings": clusterings,
     "claims": paper_claims,
     "zoo-routed": routed_zoo,
