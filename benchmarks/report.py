@@ -828,8 +828,8 @@ def clusterings() -> str:
     cells = []
     for data, variant in CLASS_RECIPES.items():
         kept = [row for row in numbers(data, "criteria") if row["variant"] == variant]
-        for measure in ("accuracy", "nmi"):
-            cells.append(mean_cell(kept, f"summary.{measure}.by.{CHOSEN}", ".3f"))
+        paths = (f"summary.{measure}.by.{CHOSEN}" for measure in ("accuracy", "nmi"))
+        cells += [mean_cell(kept, path, ".3f") for path in paths]
     rows.append([f"poecaps, 10 experts, one of many encoders by {CHOSEN}", *cells, "this page"])
     head = ["method", "MNIST accuracy", "NMI", "Fashion-MNIST accuracy", "NMI", "source"]
     return markdown_table(head, rows)
