@@ -11,8 +11,9 @@ by …             That of the encoder with the highest score by a criterion.
 rank …           Rank correlation of the scores by a criterion and of it, from −1 to 1.
 NMI              Of the encoder with the highest agreement.
 
-With `--keep-all`, the encoders of variants with halvings are compared on the way, but none is
-dropped, so that a further table says how well an early comparison predicts the end.
+With `--compare 3`, the encoders are also compared after 1/8, 1/4 and 1/2 of the steps, where three
+halvings would drop the worse half of them. A further table says how well an early comparison
+predicts the end.
 
 By default, the last 10,000 training images are left out of the training and measured on: a
 criterion is an option like others, and must not be chosen on test images. Only the autoencoder and
@@ -22,7 +23,7 @@ the encoder are trained.
 from __future__ import annotations
 
 import statistics
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -61,37 +62,57 @@ CHOSEN: Criterion = "agreement"  # in the tables, and where encoders are dropped
 STUDY: dict[str, Variant] = class_variants(restarts_with, WITHOUT)
 
 
-def _add(name: str, part: str, **changes: Any) -> str:
-    """Add a variant to the study that differs from another one, and return its name."""
-    more = preset_with("default", **changes).changes
-    STUDY[f"{name}, {part}"] = replace(STUDY[name], changes={**STUDY[name].changes, **more})
-    return f"{name}, {part}"
-
-
-_many = partial(
-    _add,
-    part="32 encoders",
-    encoder__restarts=32,
-    encoder__halvings=4,
-    encoder__criterion=CHOSEN,
-)
-_many(_add("10 experts of 32, 4 views", "batches of 512", batch_size=512, encoder__epochs=20))
-_many(_add("10 experts of 32, 4 small views", "batches of 256", batch_size=256))
-_many(_add("10 experts of 32, 4 small views, no routing", "batches of 256", batch_size=256))
+for _name, _part, _changes in (
+    ("4 views", "batches of 512, 12 encoders", {"batch_size": 512, "encoder.restarts": 12}),
+    (
+        "4 views",
+        "batches of 512, 20 epochs, 32 encoders",
+        {
+            "batch_size": 512,
+            "encoder.epochs": 20,
+            "encoder.restarts": 32,
+            "encoder.halvings": 4,
+        },
+    ),
+    (
+        "4 views",
+        "batches of 512, longer autoencoder, 20 encoders",
+        {
+            "batch_size": 512,
+            "autoencoder.epochs": 20,  # as many steps as with batches of 128
+            "encoder.restarts": 20,
+            "encoder.halvings": 2,
+        },
+    ),
+    (
+        "4 small views, no routing",
+        "batches of 256, 32 encoders",
+        {"batch_size": 256, "encoder.restarts": 32, "encoder.halvings": 4},
+    ),
+):
+    _base = STUDY[f"10 experts of 32, {_name}"]
+    STUDY[f"10 experts of 32, {_name}, {_part}"] = replace(
+        _base, changes={**_base.changes, **_changes, "encoder.criterion": CHOSEN}
+    )
 
 
 def run(job: Job) -> dict[str, Any]:
     """Train and measure, and return the row."""
-    config = job.config(STUDY)
+    config, compare = job.config(STUDY), job.options.compare
     training, images = variants.load_images(job.options)
     measured: list[dict[str, float]] = []
 
     def observe(network: CapsuleNetwork, starts: Sequence[CapsuleExperts]) -> None:
         measured.extend(agreement_with_labels(network, starts, images))
 
-    drops = halvings_without_drops() if job.options.keep_all else nullcontext()
-    with job.folder() as folder, starts_observed(observe), drops:
-        network, trained = variants.train_and_time(config, folder, training)
+    with ExitStack() as stack:
+        folder = stack.enter_context(job.folder())
+        stack.enter_context(starts_observed(observe))
+        compared = config
+        if compare:
+            stack.enter_context(halvings_without_drops())
+            compared = replace(config, encoder=replace(config.encoder, halvings=compare))
+        network, trained = variants.train_and_time(compared, folder, training)
         row = job.row(config) | variants.protocol_of(job.options) | trained
         if network is None:
             return row
@@ -190,19 +211,39 @@ def measure_of(name: str) -> str:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Format rows as Markdown tables, one for each measure; see `benchmarks.variants.table`."""
-    tables = []
-    for measure in ("accuracy", "purity"):
-        names = [name for name in STUDY if measure_of(name) == measure]
-        if any(row["variant"] in names for row in rows):
-            label = {name: name for name in names}
-            tables.append(variants.table(rows, label, columns(measure), f"encoder, {measure}"))
-    if any(kept_all(row) for row in rows):
-        tables.append(early(rows))
-    return "\n\n".join(tables)
+    """Format rows as Markdown tables; see `by_measure`, `many` and `early`."""
+    tables = [by_measure(rows, measure) for measure in ("accuracy", "purity")]
+    tables += [many(rows), early(rows)]
+    return "\n\n".join(each for each in tables if each.count("\n") > 1)  # those with lines
 
 
-def kept_all(row: Mapping[str, Any]) -> bool:
+def by_measure(rows: Sequence[Mapping[str, Any]], measure: str) -> str:
+    """Format what each criterion chooses from encoders of which none was dropped.
+
+    See `benchmarks.variants.table`.
+    """
+    names = {name: name for name in STUDY if measure_of(name) == measure and not _halvings(name)}
+    return variants.table(rows, names, columns(measure), f"encoder, {measure}")
+
+
+def many(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Format accuracy and NMI of the encoder that is kept where others were dropped on the way."""
+    names = {
+        name: f"{name}, {halvings} halvings" for name in STUDY if (halvings := _halvings(name))
+    }
+    kept = {
+        "accuracy": (f"summary.accuracy.by.{CHOSEN}", ".3f"),
+        "NMI": (f"summary.nmi.by.{CHOSEN}", ".3f"),
+    }
+    return variants.table(rows, names, kept, "encoder")
+
+
+def _halvings(name: str) -> int:
+    """Return how often encoders of a variant are dropped."""
+    return STUDY[name].config().encoder.halvings
+
+
+def compared_all(row: Mapping[str, Any]) -> bool:
     """Return whether the encoders of a row were compared on the way, and none was dropped."""
     return any(each["starts"] == row["numbers"] for each in row.get("halvings", [])[-1:])
 
@@ -217,14 +258,15 @@ def early(rows: Sequence[Mapping[str, Any]]) -> str:
         f"| encoder | seed | steps | {' | '.join(f'{name}, accuracy' for name in CRITERIA)} |",
         f"| --- | --- | ---: |{' ---: |' * len(CRITERIA)}",
     ]
-    for row in filter(kept_all, rows):
+    for row in filter(compared_all, rows):
         measured = [start[measure_of(row["variant"])] for start in row["starts"]]
         for comparison in row["halvings"]:
             cells = []
             for name in CRITERIA:
-                scores = comparison["scores"][name]
-                ranks = (rank_correlation(scores, last) for last in (row["scores"][name], measured))
-                cells.append(", ".join(f"{rank:.2f}" for rank in ranks))
+                scores = comparison["scores"].get(name)
+                ends = () if scores is None else (row["scores"][name], measured)
+                ranks = [f"{rank_correlation(scores, end):.2f}" for end in ends]
+                cells.append(", ".join(ranks) or "–")
             head = f"{row['variant']} | {row['seed']} | {comparison['step']}"
             lines.append(f"| {head} | {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -290,7 +332,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Train and measure the requested variants, or print a file as a table."""
     parser = variants.make_parser(__doc__)
     variants.add_protocol(parser, HELD_OUT)
-    parser.add_argument("--keep-all", action="store_true", help="compare encoders, but drop none")
+    parser.add_argument(
+        "--compare",
+        type=int,
+        default=0,
+        help="comparisons of the encoders on the way, without drops (default: 0)",
+    )
     variants.run_study(parser, arguments, STUDY, run, table)
 
 

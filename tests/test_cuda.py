@@ -283,6 +283,7 @@ def test_training_by_replays_gives_what_plain_steps_give(
             target_firing=0.5,
             views=ViewOptions(count=views),
             restarts=views,
+            halvings=1 if views > 1 else 0,
         ),
         decoder=DecoderStage(epochs=1, learning_rate=1e-3, single_expert_share=0.5),
         pixel_decoder=PixelDecoderStage(epochs=1, single_expert_share=0.5),
@@ -300,7 +301,7 @@ def test_training_by_replays_gives_what_plain_steps_give(
     monkeypatch.setattr(_graphs, "MIN_REPLAYS", 1)
     monkeypatch.setattr(trainer.Trainer, "_can_graph", note)
     replayed = train(config, tmp_path / "replayed").state_dict()
-    assert recorded == [True] * 7
+    assert recorded == [True] * (7 if views == 1 else 9)  # anew after each of two halvings
     monkeypatch.setattr(trainer.Trainer, "_can_graph", lambda *_: False)
     plain = train(config, tmp_path / "plain").state_dict()
     for name, value in plain.items():

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 
 from benchmarks.criteria import (
     STUDY,
+    early,
     effects,
     main,
     rank_correlation,
@@ -61,6 +63,57 @@ def test_every_encoder_is_measured(
     for name, summary in row["summary"].items():
         assert summary["by"]["margin"] == row["starts"][kept][name]
     assert "| small | 1 |" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("same_process")
+def test_an_early_comparison_is_compared_with_the_end(
+    bars: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With `--compare`, all encoders are compared on the way, and learn to the end."""
+    small = restarts_with(
+        model__features=8,
+        model__capsule_dim=4,
+        model__experts=((3, 5),),
+        model__equalized_components=2,
+        autoencoder__epochs=0,
+        encoder__epochs=2,
+        encoder__restarts=3,
+        encoder__views__count=2,
+        batch_size=16,
+    )
+    halved = replace(small, changes={**small.changes, "encoder.halvings": 1})
+    monkeypatch.setitem(STUDY, "small", small)
+    monkeypatch.setitem(STUDY, "halved", halved)
+    rows = []
+    for name, compare in {"small": "1", "halved": "0"}.items():
+        arguments = ["--data", str(bars), "--device", "cpu", "--only", name, "--held-out", "20"]
+        main([*arguments, "--compare", compare, "--json", str(tmp_path / name)])
+        rows += json.loads((tmp_path / name).read_text())
+    every, half = rows
+    assert every["halvings"] == half["halvings"]
+    assert every["numbers"] == [1, 2, 3] == every["halvings"][0]["starts"]
+    assert len(half["numbers"]) == len(half["starts"]) == 2
+    for name, scores in half["scores"].items():
+        assert scores == [every["scores"][name][number - 1] for number in half["numbers"]]
+    (_, _, line) = early(rows).splitlines()  # of the encoders of which none was dropped
+    assert line.startswith("| small | 0 | 2 | ")
+    assert line in capsys.readouterr().out
+
+
+def test_early_ranks_are_those_of_the_scores_and_accuracies_at_the_end() -> None:
+    def scores(*values: float) -> dict[str, list[float]]:
+        return {name: list(values) for name in CRITERIA}
+
+    row = {
+        "variant": "10 experts of 32, 4 views",
+        "seed": 0,
+        "numbers": [1, 2, 3],
+        "starts": [{"accuracy": each} for each in (0.9, 0.5, 0.7)],
+        "scores": scores(1, 2, 3),
+        "halvings": [{"step": 5, "starts": [1, 2, 3], "scores": scores(3, 4, 5)}],
+    }
+    (_, _, line) = early([row]).splitlines()
+    assert line == "| 10 experts of 32, 4 views | 0 | 5 |" + " 1.00, -0.50 |" * len(CRITERIA)
 
 
 def test_a_summary_has_the_choice_of_each_criterion() -> None:

@@ -414,6 +414,17 @@ def test_the_encoder_that_is_kept_is_reported(
     ), shown
 
 
+def test_the_number_of_dropped_encoders_is_reported(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = ["--out", str(tmp_path / "run"), "--no-figures"]
+    options = ["--encoder.restarts", "2", "--encoder.halvings", "1"]
+    assert main(["train", "--data", str(source), *SMALL, *out, *options]) == 0
+    shown = capsys.readouterr().out
+    line = r"^encoder 1: start [12] of 2 kept, margin \d\.\d+; 1 dropped before the end$"
+    assert re.search(line, shown, re.M), shown
+
+
 def test_quiet_is_quiet(source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert (
         main(["train", "--data", str(source), "--out", str(tmp_path / "run"), "--quiet", *SMALL])

@@ -147,7 +147,7 @@ class EncoderStage(CapsuleStage):
 
     def mean_restarts(self) -> float:
         """Return the mean number of encoders that learn in a step: S·(h + 2)/2^(h + 1)."""
-        return self.restarts * (self.halvings + 2) / 2 ** (self.halvings + 1)
+        return self.restarts * (self.halvings + 2) / (2 << self.halvings)
 
 
 @dataclass(frozen=True)

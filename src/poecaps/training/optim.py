@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -203,11 +203,11 @@ def _groups(parameters: Sequence[nn.Parameter], factors: Sequence[float]) -> lis
 
 def keep_only(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
     """Let an optimizer go on with these of its parameters, and forget the others."""
-    kept = set(parameters)
+    kept, state = set(parameters), cast("dict[nn.Parameter, Any]", optimizer.state)
     for group in optimizer.param_groups:
         group["params"] = [parameter for parameter in group["params"] if parameter in kept]
-    for parameter in set(optimizer.state) - kept:
-        del optimizer.state[parameter]
+    for parameter in set(state) - kept:
+        del state[parameter]
 
 
 def set_learning_rate(optimizer: Optimizer, rate: float) -> None:

@@ -533,7 +533,7 @@ class EncoderTrainer(StageTrainer):
         compared = {
             f"halving {number}.{name}": torch.tensor(values, dtype=torch.float64)
             for number, comparison in enumerate(self.halvings, start=1)
-            for name, values in {"step": comparison.step, **comparison.scores}.items()
+            for name, values in (("step", comparison.step), *comparison.scores.items())
         }
         return {**weights, **compared}
 
@@ -556,8 +556,8 @@ class EncoderTrainer(StageTrainer):
             for criterion in CRITERIA
             if f"{name}.{criterion}" in state or criterion == self.options.criterion
         }
-        expected = {f"{name}.{key}": each for key, each in {"step": step, **scores}.items()}
-        load_weights(expected, state, source, owner=self.name)
+        expected = {f"{name}.{criterion}": each for criterion, each in scores.items()}
+        load_weights({f"{name}.step": step, **expected}, state, source, owner=self.name)
         found = {criterion: each.tolist() for criterion, each in scores.items()}
         return Comparison(int(step), list(self.starts), found)
 
