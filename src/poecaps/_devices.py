@@ -79,9 +79,9 @@ def keep_freed_memory() -> bool:
     """Let this process keep the memory that it frees, for its next allocations.
 
     By default, glibc returns the memory of large tensors to the system. A training step on a CPU
-    then gets the same memory page by page, and zeroed, again and again, which takes about a
-    fifth of its time. The peak of the memory stays the same. The setting is that of the whole process,
-    so it is for programs, not for functions of a library.
+    then gets the same memory page by page, and zeroed, again and again, which takes about a fifth
+    of its time. The peak of the memory stays the same. The setting is that of the whole process, so
+    it is for programs, not for functions of a library.
 
     Returns
     -------
@@ -92,4 +92,4 @@ def keep_freed_memory() -> bool:
     if mallopt is None:
         return False
     settings = ((M_MMAP_THRESHOLD, MMAP_THRESHOLD), (M_TRIM_THRESHOLD, TRIM_THRESHOLD))
-    return all([mallopt(parameter, value) == 1 for parameter, value in settings])
+    return all(mallopt(parameter, value) == 1 for parameter, value in settings)

@@ -211,7 +211,9 @@ def test_replayed_steps_are_those_of_the_reference(
     assert replays == [1, 1]  # after two steps that record the plan, and a repetition
     for ours, exact in found:
         assert ours.grad_weight is not None
-        torch.testing.assert_close(ours.grad_weight.double(), exact.grad_weight, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(
+            ours.grad_weight.double(), exact.grad_weight, rtol=1e-4, atol=1e-6
+        )
         torch.testing.assert_close(ours.loss.double(), exact.loss, rtol=1e-4, atol=1e-6)
 
     other = weight.detach().clone()

@@ -285,7 +285,7 @@ def _planned_step(
     return part, on
 
 
-# Replays of plans by all that their graphs depend on; before their capture, repetitions of the plan.
+# Replays of plans by all that their graphs depend on; before the capture, repetitions of the plan.
 _replays: dict[tuple[Any, ...], Replay | int] = {}
 
 
