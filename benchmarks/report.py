@@ -386,6 +386,17 @@ def speed_targets() -> Iterator[SpeedTarget]:
             100_000,
             _largest(f"{POECAPS['cuda']}, {optimizer}"),
         )
+    for device, version, label in (
+        ("cuda", "poecaps, replayed", "H200, CUDA graph"),
+        ("cuda", "poecaps", "H200, launched"),
+        ("cpu", "poecaps", "one CPU core"),
+    ):
+        yield SpeedTarget(
+            f"sampler step, {label}, the least of three sizes, against einsum and autograd",
+            4,
+            _least_sampler_ratio(device, version),
+            "× poecaps",
+        )
     yield SpeedTarget("autoencoder, H200, batch size 128", 200, _teraflops("128"), "TFLOP/s")
     yield SpeedTarget("autoencoder, H200, best batch size", 200, _teraflops(None), "TFLOP/s")
     yield SpeedTarget(
@@ -447,11 +458,21 @@ def _memory_ratio(device: str, batch: int) -> float | None:
 
 
 def _largest(version: str) -> float | None:
-    results = (_sizes("cuda") or {}).get("largest", {}).get(version, {})
+    results = (measured("largest", "cuda") or {}).get("largest", {}).get(version, {})
     return max(
         (int(inputs) for inputs, result in results.items() if result and result["finite"]),
         default=None,
     )
+
+
+def _least_sampler_ratio(device: str, version: str) -> float | None:
+    """Return how many times as long as poecaps einsum takes, for the size with the least ratio."""
+    cases = (measured("sampler", device) or {}).get("cases", {})
+    ratios = (
+        case["einsum and autograd"]["median_s"] / case[version]["median_s"]
+        for case in cases.values()
+    )
+    return min(ratios, default=None)
 
 
 def _teraflops(batch: str | None) -> float | None:
@@ -613,9 +634,10 @@ def growth_plot(device: str) -> str:
 
 def largest_layer(device: str) -> str:
     """List time and memory of a step up to the largest layer that can be trained."""
-    largest = (_sizes(device) or {}).get("largest")
-    if not largest:
+    report = measured("largest", device)
+    if report is None:
         return ""
+    largest = report["largest"]
     rows = []
     for inputs in max(largest.values(), key=len):
         cells = []
@@ -669,14 +691,33 @@ def pipeline_parts(device: str) -> str:
 
 def pipeline_quality(device: str) -> str:
     """Compare the models of the pipeline with those of docs/results.md."""
-    report = measured("pipeline", device)
-    if report is None or not all(run["quality"] for run in report["rounds"]):
+    report = measured("pipeline-quality", device)
+    if report is None:
         return ""
     rows = []
     for name, (path, form, *_) in TARGETS.items():
         timed = cell([run["quality"].get(path) for run in report["rounds"]], form)
         rows.append([name, timed, mean_cell(default_evaluations("mnist"), path, form)])
-    return markdown_table(["measure", "models timed here", "models of results.md"], rows)
+    return markdown_table(["measure", "models timed", "models of results.md"], rows)
+
+
+def sampler_steps(device: str) -> str:
+    """Compare the versions of a step of the Markov chains, for each size of a density."""
+    report = measured("sampler", device)
+    if report is None:
+        return ""
+    rows = [
+        [
+            case,
+            name,
+            *_times(result),
+            f"{result['difference']:.0e}" if result["difference"] else "0",
+        ]
+        for case, versions in report["cases"].items()
+        for name, result in versions.items()
+    ]
+    head = ["experts", "version", "median ms", "min–max", "× poecaps", "difference"]
+    return markdown_table(head, rows, 2)
 
 
 def library_gains(device: str) -> str:
@@ -866,6 +907,7 @@ TABLES: dict[str, Callable[..., str]] = {  # name in the comment of a page: tabl
     "autoencoder": autoencoder_steps,
     "pipeline": pipeline_parts,
     "quality": pipeline_quality,
+    "sampler": sampler_steps,
     "libraries": library_gains,
 }
 

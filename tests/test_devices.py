@@ -1,15 +1,39 @@
-"""The device and the precision of a computation."""
+"""The device, the precision and the memory of a computation."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import subprocess
+import sys
 
+import pytest
 import torch
 
-from poecaps._devices import find_device, use_bfloat16
+from poecaps._devices import find_device, keep_freed_memory, use_bfloat16
 
-if TYPE_CHECKING:
-    import pytest
+# Count the pages that the system gives to large tensors of a second step. In a process of its own,
+# because the memory of others depends on the tests before.
+PAGES = """
+import resource, sys, torch
+from poecaps._devices import keep_freed_memory
+if sys.argv[1] == "keep" and not keep_freed_memory():
+    sys.exit("glibc")
+def step():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    tensors = [torch.ones(6_500_000) for _ in range(3)]
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+step(); step(); print(step())
+"""
+
+
+def test_freed_memory_is_kept() -> None:
+    """A step then gets the memory of the step before, without new pages."""
+    if not keep_freed_memory():
+        pytest.skip("needs glibc")
+    pages = [
+        int(subprocess.check_output([sys.executable, "-c", PAGES, mode], text=True))
+        for mode in ("return", "keep")
+    ]
+    assert 100 * pages[1] < pages[0]
 
 
 def test_cuda_is_the_gpu_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -199,10 +199,15 @@ def measured_elsepath(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {
         **common,
         "growth": {"batch": {"64": versions, "256": versions}},
-        "largest": {
-            "poecaps, Triton, SGD": {"10000": rung, "1000000": rung},
-            "poecaps, Triton, Adam": {"10000": rung, "1000000": None},
-        },
+    }
+    largest = {
+        "poecaps, Triton, SGD": {"10000": rung, "1000000": rung},
+        "poecaps, Triton, Adam": {"10000": rung, "1000000": None},
+    }
+    samplers = {
+        "poecaps": step(2e-3, 2.0, difference=1e-8),
+        "poecaps, replayed": step(1e-3, 1.0, difference=1e-8),
+        "einsum and autograd": step(7e-3, 7.0, difference=0.0),
     }
     replays = {
         "poecaps, Triton, CUDA graph": step(1e-3, 1.0),
@@ -219,9 +224,12 @@ def measured_elsepath(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = {
         "routing-cuda": routing,
         "routing-sizes-cuda": sizes,
+        "largest-cuda": {**common, "largest": largest},
+        "sampler-cuda": {**common, "cases": {"20×16": samplers}},
         "passes-cuda": {**common, "threads": {"16": {"forward and backward": replays}}},
         "autoencoder-cuda": {**common, "ceilings": rates, "batches": {"128": of_batch}},
-        "pipeline-cuda": {**common, "setup": setup, "rounds": rounds, "summary": parts},
+        "pipeline-cuda": {**common, "setup": setup, "rounds": [], "summary": parts},
+        "pipeline-quality-cuda": {**common, "rounds": rounds},
         "libraries-cuda": {
             **common,
             "optimizer": {"a step": {"ours": step(1e-3, 1.0)}},
@@ -266,6 +274,13 @@ def test_speed_tables_contain_the_measured_numbers() -> None:
     assert "| 128 | bfloat16 | 1 | 0.5–2 | 128,000 | 400 | 50 % |" in page
     assert "| **total** | **9** | **4.5–18** |" in page
     assert "| *once per process:* GPU context | 1.25 |  |" in page
+    sampler = "the least of three sizes, against einsum and autograd"
+    assert (
+        f"| sampler step, H200, CUDA graph, {sampler} | ≥ 4 × poecaps | 7 × poecaps | met |" in page
+    )
+    launched = "≥ 4 × poecaps | 3.5 × poecaps | **missed** |"
+    assert f"| sampler step, H200, launched, {sampler} | {launched}" in page
+    assert "| 20×16 | einsum and autograd | 7 | 3.5–14 | 7.00 | 0 |" in page
     assert "| a step: ours | 1 | 0.5–2 |  |  |" in page
     assert "| directions: streaming | 1 | 0.5–2 | 1 |  |" in page
     assert "| eigenvectors: iteration | 1 | 0.5–2 |  | 0.5000 |" in page

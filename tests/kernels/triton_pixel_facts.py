@@ -52,5 +52,7 @@ def test_the_mask(
 def test_a_mask_does_not_hide_a_code_that_is_not_a_number() -> None:
     y = torch.ones(2, 3, 4)
     y[:, 1, 2] = torch.nan
-    masked = pixels.mask_to_strongest(y.to(DEVICE), torch.tensor([[[0.0]], [[1.0]]]).to(DEVICE), 0.5)
+    masked = pixels.mask_to_strongest(
+        y.to(DEVICE), torch.tensor([[[0.0]], [[1.0]]]).to(DEVICE), 0.5
+    )
     assert masked[:, 1].isnan().any(1).all()

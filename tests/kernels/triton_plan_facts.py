@@ -38,6 +38,7 @@ def compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the interpreter look like a GPU with compiled kernels."""
     monkeypatch.setattr(learning, "_plans", {})
     monkeypatch.setattr(learning, "PLAN_STEPS", True)
+    monkeypatch.setattr(learning, "REPLAY_STEPS", False)
     if not IS_INTERPRETED:
         return
     by_triton = launch._launch_by_triton
@@ -84,7 +85,10 @@ def assert_learned(x: Tensor, weight: Tensor, routing: F.RoutingOptions, **given
         exact = F.contrastive_divergence(x.double(), weight.double(), routing, **given)
     assert ours.grad_weight is not None
     assert exact.grad_weight is not None
-    assert ((ours.grad_weight - exact.grad_weight).norm() / exact.grad_weight.norm()).item() < 1e-5
+    # With a sharpness of 100, the rounding of an agreement, up to 6e-8, changes its coefficient by
+    # 6e-6 of its value, in each iteration.
+    bound = 1e-5 * max(1.0, routing.sharpness / 20)
+    assert ((ours.grad_weight - exact.grad_weight).norm() / exact.grad_weight.norm()).item() < bound
     torch.testing.assert_close(ours.loss.double(), exact.loss, rtol=1e-4, atol=1e-6)
 
 
@@ -158,17 +162,20 @@ def test_blocks_of_a_large_batch_are_repeated(
 
 @pytest.fixture
 def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Allow one graph, after one repetition, and note its replays."""
+    """Allow one graph, after one repetition, and note which graph is replayed."""
     monkeypatch.setattr(learning, "REPLAY_STEPS", True)
     monkeypatch.setattr(learning, "REPLAY_AFTER", 1)
     monkeypatch.setattr(learning, "MAX_REPLAYS", 1)
     monkeypatch.setattr(learning, "_replays", {})
+    monkeypatch.setattr(learning, "_repetitions", {})
     noted: list[int] = []
+    numbers: list[int] = []
     capture = _interpreted_capture if IS_INTERPRETED else plan.captured
 
     def captured(function: Callable[[], Tensor], device: torch.device) -> Any:
         result, replay = capture(function, device)
-        number = len(learning._replays)
+        number = len(numbers)
+        numbers.append(number)
 
         def note() -> None:
             noted.append(number)
@@ -193,11 +200,11 @@ def _interpreted_capture(function: Callable[[], Tensor], _: torch.device) -> Any
 
 
 def test_replayed_steps_are_those_of_the_reference(
-    replays: list[int], generator: torch.Generator
+    replays: list[int], generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of other data, and of a weight that changes in place; earlier results stay as they are.
 
-    Another weight and another thread have no part in the graph.
+    Another weight and another thread have no part in the graph, and a large step has none.
     """
     sizes, routing = (16, 2, 2, 2, 2), F.RoutingOptions(iterations=1)
     weight = problem(sizes, generator)[1].to(DEVICE).requires_grad_()
@@ -208,10 +215,12 @@ def test_replayed_steps_are_those_of_the_reference(
             weight.mul_(1.1)
             exact = F.contrastive_divergence(x.double(), weight.double(), routing)
         found.append((learning.contrastive_divergence(x, weight, routing), exact))
-    assert replays == [1, 1]  # after two steps that record the plan, and a repetition
+    assert replays == [0, 0]  # after two steps that record the plan, and a repetition
     for ours, exact in found:
         assert ours.grad_weight is not None
-        torch.testing.assert_close(ours.grad_weight.double(), exact.grad_weight, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(
+            ours.grad_weight.double(), exact.grad_weight, rtol=1e-4, atol=1e-6
+        )
         torch.testing.assert_close(ours.loss.double(), exact.loss, rtol=1e-4, atol=1e-6)
 
     other = weight.detach().clone()
@@ -220,7 +229,12 @@ def test_replayed_steps_are_those_of_the_reference(
     thread = threading.Thread(target=assert_learned, args=(x, weight, routing))
     thread.start()
     thread.join()
-    assert replays == [1, 1]
+    assert replays == [0, 0]
+    monkeypatch.setattr(learning, "REPLAY_LIFE", -1)
+    assert_learned(x, other, routing)  # takes the place of the first one
+    monkeypatch.setattr(learning, "MAX_REPLAY_BYTES", 0)
+    assert_learned(x, other, routing)
+    assert replays == [0, 0, 1]
 
 
 def test_addresses_that_kernels_were_not_compiled_for(

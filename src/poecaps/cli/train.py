@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from poecaps import plotting
+from poecaps._devices import keep_freed_memory
 from poecaps._progress import Counter
 from poecaps.cli.generate import (
     ROWS,
@@ -99,6 +100,7 @@ def train_command(preset_given: str) -> Callable[..., None]:
             )
         folder = (resume or out or unused_folder(config.data)).expanduser()
         config.validate()
+        keep_freed_memory()
         result = _train(config, folder, resume is not None, quiet, tensorboard)
         if Distributed.from_environment().is_main:
             _finish(result, quiet=quiet, figures=figures)

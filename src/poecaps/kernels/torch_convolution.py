@@ -80,10 +80,14 @@ class Strided(NamedTuple):
         """
         inplace = self.filters is None
         if bias is not None:
-            # Expanded to one bias per image: its gradient is then summed for each image first,
-            # which is five times as fast on a GPU.
-            bias = bias.to(x.dtype).view(-1, 1, 1).expand(len(x), -1, 1, 1)
-            x, inplace = x.add_(bias) if inplace else x + bias, True
+            bias = bias.to(x.dtype).view(-1, 1, 1)
+            if inplace:
+                # Expanded to one bias per image: its gradient is then summed for each image first,
+                # which is five times as fast on a GPU.
+                x = x.add_(bias.expand(len(x), -1, 1, 1))
+            else:
+                # Not expanded, so that the sum has the layout of x.
+                x, inplace = x + bias, True
         return nn.functional.leaky_relu(x, negative_slope, inplace=inplace)
 
 
@@ -119,9 +123,11 @@ def encode(
         strided = Strided.of(parameters.conv2_weight, grid, images)
     if images.shape[1] > FEW_CHANNELS:
         hidden = nn.functional.conv2d(images, parameters.conv1_weight, parameters.conv1_bias)
+        hidden = nn.functional.leaky_relu(hidden, negative_slope, inplace=True)
     else:
+        # Permuted afterwards: autograd copies the gradient of a view that is changed in place.
         hidden = _conv2d_by_matmul(images, parameters.conv1_weight, parameters.conv1_bias)
-    hidden = nn.functional.leaky_relu(hidden, negative_slope, inplace=True)
+        hidden = nn.functional.leaky_relu(hidden, negative_slope, inplace=True).permute(0, 3, 1, 2)
     features = strided.conv2d(hidden)
     return strided.bias_and_leaky_relu(features, parameters.conv2_bias, negative_slope)
 
@@ -176,14 +182,14 @@ def drop_features(features: Tensor, dropout: float, uniform: Tensor | None) -> T
 
 
 def _conv2d_by_matmul(images: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Convolve images: (B, C, H, W), (F, C, S, S), (F,) → (B, F, h, w), channels-last in memory."""
+    """Convolve images: (B, C, H, W), (F, C, S, S), (F,) → (B, h, w, F)."""
     kind = images.device.type
     if torch.is_autocast_enabled(kind):
         images = images.to(torch.get_autocast_dtype(kind))
     columns = _im2col(images, weight.shape[-1])
     if bias is not None:
         columns.select(-1, weight[0].numel()).fill_(1)
-    return (columns @ _weight_matrix(weight, bias).to(columns.dtype)).permute(0, 3, 1, 2)
+    return columns @ _weight_matrix(weight, bias).to(columns.dtype)
 
 
 def _conv_transpose2d_by_matmul(hidden: Tensor, weight: Tensor) -> Tensor:

@@ -51,6 +51,11 @@ class Plan:
         The contiguous tensors of that call that a repetition replaces by its own.
     result
         Intermediate tensor of float32 that a repetition returns.
+
+    Attributes
+    ----------
+    bytes
+        Size of the workspace.
     """
 
     def __init__(
@@ -65,7 +70,7 @@ class Plan:
                     size = tensor.untyped_storage().nbytes()
                     slots.setdefault(where, _Slot(size, index, index)).last = index
         slots[_storage(result)].last = len(launches)
-        self._bytes = _place(list(slots.values()))
+        self.bytes = _place(list(slots.values()))
 
         # Every address: the argument whose address it is relative to, or the workspace, after them.
         relative: dict[tuple[int, int], int] = {}
@@ -99,7 +104,7 @@ class Plan:
         starts = [each.data_ptr() for each in arguments]
         if index != torch._C._cuda_getDevice() or any(start & 15 for start in starts):
             return None
-        workspace = arguments[0].new_empty(self._bytes // 4, dtype=torch.float32)
+        workspace = arguments[0].new_empty(self.bytes // 4, dtype=torch.float32)
         starts.append(workspace.data_ptr())
         addresses = [starts[base] + offset for base, offset in self._relative]
         stream = torch._C._cuda_getCurrentRawStream(index)
@@ -125,7 +130,16 @@ class Replay:
         Tensors at the addresses that every replay reads.
     written
         Tensor like those that the replays write.
+
+    Attributes
+    ----------
+    replays
+        Number of replays of all graphs.
+    last_replay
+        Number of the last one of this graph.
     """
+
+    replays = 0
 
     def __init__(self, plan: Plan, x: Tensor, constants: Sequence[Tensor], written: Tensor) -> None:
         own = self._x, self._written = x.clone(), torch.empty_like(written)
@@ -136,9 +150,11 @@ class Replay:
             return result
 
         self._result, self._replay = captured(repeat, x.device)
+        self.last_replay = Replay.replays
 
     def repeat(self, x: Tensor, written: Tensor) -> Tensor:
         """Launch the graph: → the result, which the next call overwrites."""
+        Replay.replays = self.last_replay = Replay.replays + 1
         self._x.copy_(x)
         self._replay()
         written.copy_(self._written)
