@@ -96,21 +96,6 @@ def take_screenshot(address: str, path: Path) -> None:
         page.screenshot(path=path)
 
 
-def take_screenshot_of_chains(address: str, path: Path, steps: int = 275) -> None:
-    """Take the screenshot of eight chains, of a model with a density."""
-    with opened(address) as page:
-        page.set_viewport_size({"width": 1200, "height": 1300})
-        page.locator("#chains-tab").click()
-        page.locator("#chains-steps").select_option("5")
-        count = page.locator("#chains-count")
-        for step in range(5, steps + 5, 5):
-            page.locator("#chains-step").click()
-            count.filter(has_text=f"step {step}").wait_for()
-        page.mouse.move(0, 0)
-        page.evaluate("document.activeElement.blur()")
-        page.locator("#chains-panel").screenshot(path=path)
-
-
 def main(
     run: str,
     /,
@@ -119,7 +104,6 @@ def main(
     pause: float = 30,
     rounds: int = 3,
     picture: Path | None = None,
-    chains: Path | None = None,
 ) -> None:
     """Measure the latency with one model.
 
@@ -135,16 +119,10 @@ def main(
         Number of rounds.
     picture
         Only write a screenshot of the page to this PNG file: docs/images/explorer.png.
-    chains
-        Only write a screenshot of the chains of a model with a density to this PNG file:
-        docs/images/chains.png.
     """
     with running_explorer(run) as address:
         if picture is not None:
             take_screenshot(address, picture)
-            return
-        if chains is not None:
-            take_screenshot_of_chains(address, chains)
             return
         for _ in range(rounds):
             low, median, high, highest = np.percentile(
