@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -136,7 +137,7 @@ def test_time_is_limited_and_nothing_is_left_behind(digits: ExplorerModel, fake:
 def test_the_folder_of_a_killed_explorer_is_deleted_by_the_next_one(
     digits: ExplorerModel, fake: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(live.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     left, foreign = tmp_path / f"{live.PREFIX}left", tmp_path / f"{live.PREFIX}foreign"
     for folder in (left, foreign, tmp_path / "other"):
         (folder / "model").mkdir(parents=True)
