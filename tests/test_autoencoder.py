@@ -147,6 +147,14 @@ def test_a_pixel_decoder_can_darken_pixels_that_no_feature_reaches(
         assert torch.sigmoid(decoder.logits(features))[:, :, -1].max().item() < 0.1
         decoder.copy_from(model)
         torch.testing.assert_close(decoder.logits(features), model.logits(features, (28, 28)))
+        mean = torch.rand(1, 28, 28, generator=generator)
+        decoder.start_border(mean)
+        images = torch.sigmoid(decoder.logits(features))
+    torch.testing.assert_close(images[:, :, -1], mean[:, -1].expand(2, 1, 28))
+    torch.testing.assert_close(images[..., -1], mean[..., -1].expand(2, 1, 28))
+    torch.testing.assert_close(
+        images[..., :-1, :-1], model.decode(features, (28, 28))[..., :-1, :-1]
+    )
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 # Factor of the pixel bias. Adam changes every parameter by about the learning rate in a step. The
 # logit of a pixel is a sum over many filters, but has only one pixel bias.
 PIXEL_BIAS_SCALE = 10.0
+BLACK = 0.5 / 255  # lightest value of a pixel that is shown as black
 
 
 class Stem(nn.Module):
@@ -423,6 +424,20 @@ class PixelDecoder(nn.Module):
             self.deconv2_bias.copy_(autoencoder.deconv2_bias)
         if self.deconv1_bias is not None and autoencoder.deconv1_bias is not None:
             self.deconv1_bias.copy_(autoencoder.deconv1_bias)
+
+    @torch.no_grad()
+    def start_border(self, mean: Tensor) -> None:
+        """Give pixels that no feature reaches the values of a mean image (C, H, W), by their bias.
+
+        From 0 they would need many steps, and show as a frame until then.
+        """
+        height, width = feature_grid(self.conv1_weight.shape[-1], self.stem.size(self.size))
+        random = torch.Generator().manual_seed(0)
+        features = torch.rand(8, len(self.conv2_weight), height, width, generator=random)
+        logits = self.logits(features.to(mean))
+        unreached = (logits == logits[0]).all(0)
+        bias = self.pixel_bias + (torch.logit(mean, eps=BLACK) - logits[0]) / PIXEL_BIAS_SCALE
+        self.pixel_bias.copy_(torch.where(unreached, bias, self.pixel_bias))
 
     def logits(self, features: Tensor) -> Tensor:
         """Compute images before their sigmoid: (B, F, h, w) → (B, C, H, W)."""

@@ -356,6 +356,22 @@ def test_models_can_be_switched(page: Page, colours: ExplorerModel) -> None:
     expect(page.locator("#python")).to_contain_text("runs/colours")
 
 
+def test_a_model_that_is_loaded_is_not_taken_for_the_one_that_is_shown(
+    opened: Callable[..., Page], problems: list[str]
+) -> None:
+    page, held = opened(), list[Any]()
+    page.route("**/api/models/colours", lambda route: held.append(route))
+    menu = page.get_by_role("combobox", name="Model")
+    menu.select_option("colours")
+    expect(page.get_by_role("main")).to_have_attribute("aria-busy", "true")
+    held[0].abort()
+    expect(page.get_by_role("main")).to_have_attribute("aria-busy", "false")
+    expect(menu).to_have_value("digits")
+    expect(page.get_by_role("alert")).not_to_be_empty()
+    assert all("ERR_FAILED" in each for each in problems)
+    problems.clear()
+
+
 @pytest.mark.parametrize("screen", SCREENS)
 def test_a_single_model_is_named(browser: Browser, digits: ExplorerModel, screen: str) -> None:
     size, name = (

@@ -123,6 +123,15 @@ def test_the_page_works_without_a_server(static_page: Page, digits: ExplorerMode
     expect(page.get_by_role("alert")).to_be_empty()
 
 
+def test_a_static_build_names_the_folder_of_a_run_and_not_its_path(
+    static_page: Page, digits: ExplorerModel
+) -> None:
+    read = "async () => (await fetch('models/0-digits.json')).text()"
+    assert str(digits.source) not in static_page.evaluate(read)
+    static_page.get_by_label("Parameter 2", exact=True).fill("3.5")
+    expect(static_page.locator("#python")).to_contain_text('poecaps.load("digits")')
+
+
 def test_a_folder_that_is_not_empty_is_left_alone(
     digits: ExplorerModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

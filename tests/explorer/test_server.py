@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 import os
@@ -21,7 +22,7 @@ import pytest
 from PIL import Image
 
 from benchmarks.explorer_load import load
-from poecaps.explorer import chains
+from poecaps.explorer import chains, server
 from poecaps.explorer.render import ExplorerModel, Setting
 from poecaps.explorer.security import is_loopback, new_token, require_token
 from poecaps.explorer.server import STATIC, create_app, serve
@@ -129,6 +130,25 @@ def test_pictures_in_colour_of_any_size_are_seen(client: httpx.Client, kind: str
         headers={"content-type": f"image/{kind}"},
     )
     assert np.array(answer.json()["image"]).shape == (20, 23, 3)
+
+
+def test_maps_that_were_used_last_are_kept(
+    digits: ExplorerModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "MAX_RESULTS", 2)
+    computed: list[int] = []
+
+    def slow(_: ExplorerModel, expert: int) -> int:
+        computed.append(expert)
+        return expert
+
+    async def ask(*experts: int) -> list[int]:
+        return [await registry.compute_once(slow, digits, expert) for expert in experts]
+
+    registry = server.ModelRegistry([digits])
+    assert asyncio.run(ask(0, 1, 0, 2, 0, 1)) == [0, 1, 0, 2, 0, 1]
+    assert computed == [0, 1, 2, 1]
+    registry.close()
 
 
 def test_lines_of_python_are_the_models(client: httpx.Client, digits: ExplorerModel) -> None:

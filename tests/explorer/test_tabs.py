@@ -280,6 +280,8 @@ def test_watching_a_training(page: Page) -> None:
 
     page.route(re.compile("/api/training([?]|/start|/stop|$)"), answer)
     page.get_by_role("tab", name="Train").click()
+    state.update(run=7, status="finished")  # started by another page
+    expect(page.locator("#training-status")).to_have_text("finished", timeout=10_000)
     page.locator("#training-experts").select_option("5")
     page.get_by_role("button", name="Train", exact=True).click()
     status = page.locator("#training-status")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -22,6 +22,7 @@ from tests.explorer.conftest import serving
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from poecaps.explorer.render import ExplorerModel
 
@@ -125,12 +126,31 @@ def test_time_is_limited_and_nothing_is_left_behind(digits: ExplorerModel, fake:
     training.start("mnist-sample", live.MIN_IMAGES, 2, 13)
     assert training.folder is not None
     assert training.process is not None
-    folder = Path(training.folder.name)
+    folder = training.folder
     training.process.wait(60)
     state = training.snapshot()
     assert (state["status"], state["error"]) == ("stopped", "stopped after 0 seconds, the limit")
     training.close()
     assert not folder.exists()
+
+
+def test_the_folder_of_a_killed_explorer_is_deleted_by_the_next_one(
+    digits: ExplorerModel, fake: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    left, foreign = tmp_path / f"{live.PREFIX}left", tmp_path / f"{live.PREFIX}foreign"
+    for folder in (left, foreign, tmp_path / "other"):
+        (folder / "model").mkdir(parents=True)
+    (left / live.LOCK).touch()  # as the system leaves it: without a lock
+    (tmp_path / "other" / live.LOCK).touch()
+    training = live.LiveTraining([digits], str)
+    training.start("mnist-sample", live.MIN_IMAGES, 2, 13)
+    assert training.folder is not None
+    live.sweep()
+    kept = {foreign, tmp_path / "other"}
+    assert set(tmp_path.iterdir()) == kept | {training.folder}
+    training.close()
+    assert set(tmp_path.iterdir()) == kept
 
 
 def test_a_training_that_cannot_start(

@@ -383,6 +383,18 @@ def test_images_whose_border_varies_get_a_margin(
     assert run_record.read(tmp_path / "run")["config"]["model"]["margin"] == expected
 
 
+@pytest.mark.parametrize(("side", "expected"), [(8, 1), (18, 0)])
+def test_a_row_at_the_border_of_small_images_is_enough_for_a_margin(
+    side: int, expected: int, tmp_path: Path
+) -> None:
+    images = np.random.default_rng(0).integers(0, 256, (30, side, side), np.uint8)
+    images[:, 0] = images[:, :, 0] = images[:, :, -1] = 0
+    np.save(tmp_path / "x.npy", images)
+    config = without_epochs(tmp_path / "x.npy")
+    config = replace(config, model=replace(config.model, margin=None))
+    assert train(config, tmp_path / "run").architecture.margin == expected
+
+
 def test_larger_colour_images_are_learned_with_all_options(tmp_path: Path) -> None:
     """Saved, loaded and resumed; the colours are those of the images."""
     images = np.random.default_rng(0).integers(100, 200, (32, 40, 40, 3), np.uint8)

@@ -175,6 +175,8 @@ def test_the_pixel_decoder_and_the_lowest_decoder_learn_sharp_images(
         entropy = torch.nn.functional.binary_cross_entropy(drawn, images)
         expected = (drawn - images).abs().mean() + 0.2 * entropy
         relative = (drawn - images).square().sum() / (images - images.mean(0)).square().sum()
+    border = images.mean(0)[:, -1].clamp(0.5 / 255, 1 - 0.5 / 255)  # no feature reaches it
+    torch.testing.assert_close(drawn[7, :, -1], border)
     line = next(line for line in metrics(tmp_path / "run") if line["stage"] == "pixel decoder")
     assert line["loss"] == pytest.approx(expected.item(), rel=1e-3)
     assert line["reconstruction_error"] == pytest.approx(relative.item(), rel=1e-3)

@@ -181,7 +181,7 @@ def _describe(model: ExplorerModel, arrays: Arrays) -> dict[str, Any]:
     typical = [base64.b64encode(pictures.write(each)).decode() for each in model.typical_images]
     return {
         "name": model.name,
-        "source": model.source,
+        "source": Path(model.source).resolve().name,  # the path is nobody's business
         "image_shape": list(network.architecture.image_shape),
         "experts": model.experts,
         "parameters": model.parameters,

@@ -49,7 +49,7 @@ from poecaps.explorer.security import (
     is_loopback,
     require_token,
 )
-from poecaps.explorer.training import LiveTraining, TrainingError, UnknownSourceError
+from poecaps.explorer.training import LiveTraining, TrainingError, UnknownSourceError, sweep
 from poecaps.network import CapsuleNetwork
 
 if TYPE_CHECKING:
@@ -68,6 +68,7 @@ MEDIA_TYPES = {
     ".svg": "image/svg+xml",
 }
 TRAINED = "trained-here"  # name of a model that was trained in the explorer
+MAX_RESULTS = 64  # of a model that are kept; a map has at most 3 MB
 THREADS = 2  # each computes on one core, so that a long request does not delay a short one
 ALL_ADDRESSES = ("0.0.0.0", "::")  # noqa: S104 (recognized, not used as a default)
 MAX_SCALE = 20
@@ -165,7 +166,10 @@ class ModelRegistry:
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> R:
-        """Call a function that takes seconds once for each of its arguments, in a thread for it."""
+        """Call a function that takes seconds once for each of its arguments, in a thread for it.
+
+        Of the results of a model, those that were used last are kept.
+        """
 
         def result() -> R:
             known = self.results.setdefault(model, {})
@@ -173,6 +177,9 @@ class ModelRegistry:
             if key not in known:
                 known[key] = function(model, *args, **kwargs)
             found: R = known[key]
+            known[key] = known.pop(key)  # the last one was used last
+            while len(known) > MAX_RESULTS:
+                del known[next(iter(known))]
             return found
 
         return await asyncio.get_running_loop().run_in_executor(self.slow_thread, result)
@@ -648,6 +655,7 @@ def serve(
         If the token is invalid, or None at a host where others can connect.
     """
     require_token(token, host)
+    sweep()
     torch.set_num_threads(1)  # the threads of the registry share the cores
     is_public = not is_loopback(host)
     names = [*LOCAL_HOSTS, host, *([socket.gethostname()] if is_public else [])]

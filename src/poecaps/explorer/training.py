@@ -2,7 +2,8 @@
 
 The process (`learner.py`) can be killed at any time, its time and memory are limited, and it writes
 to a new temporary folder only. The folder is deleted when the next training starts or the explorer
-ends; until then the trained model can be explored.
+ends; until then the trained model can be explored. The folder of an explorer that was killed is
+deleted when another one starts (`sweep`).
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 import threading
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from poecaps import data
+from poecaps._files import lock
 from poecaps.autoencoder import feature_grid
 from poecaps.data import datasets
 from poecaps.explorer import learner
@@ -41,6 +44,8 @@ MIN_EXPERTS, MAX_EXPERTS = 2, 20
 MAX_SECONDS = 300.0
 MAX_FEATURE_BYTES = 600_000_000  # of all images; there are fewer of them if they are large
 MAX_POINTS = 2000  # of the curves
+PREFIX = "poecaps-explorer-"  # of the names of the folders
+LOCK = ".lock"  # in the folder, owned by the explorer
 LOGGER = logging.getLogger(__name__)
 
 
@@ -96,7 +101,8 @@ class LiveTraining:
         self.lock = threading.Lock()
         self.state = State()
         self.process: subprocess.Popen[str] | None = None
-        self.folder: tempfile.TemporaryDirectory[str] | None = None
+        self.folder: Path | None = None
+        self.resources = ExitStack()  # the folder, and the lock in it
 
     def sources(self) -> dict[str, str]:
         """Return the names of images to learn from, each with a label."""
@@ -137,8 +143,7 @@ class LiveTraining:
                 raise TrainingError("a model is being trained already; stop it first")
             self._remove_folder()
             try:
-                self.folder = tempfile.TemporaryDirectory(prefix="poecaps-explorer-")
-                folder = Path(self.folder.name)
+                self.folder = folder = self._make_folder()
                 np.save(folder / learner.IMAGES, pixels)
                 self.process = process = self._launch(folder)
             except OSError as error:
@@ -187,6 +192,12 @@ class LiveTraining:
         count = max(MIN_IMAGES, min(count, len(images), most))
         chosen = np.linspace(0, len(images) - 1, count).astype(int)
         return as_pixels(images.batch(chosen))
+
+    def _make_folder(self) -> Path:
+        temporary = tempfile.TemporaryDirectory(prefix=PREFIX)
+        folder = Path(self.resources.enter_context(temporary))
+        self.resources.enter_context(lock(folder / LOCK))
+        return folder
 
     def _launch(self, folder: Path) -> subprocess.Popen[str]:
         hidden = ("POECAPS_TOKEN",)
@@ -275,9 +286,19 @@ class LiveTraining:
         if self.process is not None:
             self.process.kill()
             self.process.wait()
-        if self.folder is not None:
-            self.folder.cleanup()
+        self.resources.close()
         self.folder = None
+
+
+def sweep() -> None:
+    """Delete the folders that killed explorers left; that of a living one is locked, and stays."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        with suppress(OSError):
+            is_own = not hasattr(os, "getuid") or folder.lstat().st_uid == os.getuid()
+            if is_own and not folder.is_symlink() and (folder / LOCK).is_file():
+                with lock(folder / LOCK):
+                    pass
+                shutil.rmtree(folder)
 
 
 def _is_large_enough(images: ImageSet | None) -> bool:

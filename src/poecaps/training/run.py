@@ -56,6 +56,7 @@ if TYPE_CHECKING:
 # Pixels at the border vary if their variance over the images is at least this share of that of all
 # pixels: 0 for MNIST, 0.2 for Fashion-MNIST, 1.1 for the photographs of CIFAR-10.
 BORDER_SHARE, BORDER_IMAGES = 0.5, 1000
+SMALL_BORDER_SHARE = 0.1  # of images with smaller filters, of which one row is a large part
 
 LOCK = ".lock"  # in the folder of a run, owned by the process that trains
 
@@ -433,7 +434,9 @@ def _with_margin_that_fits(config: Config, data: ImageSet) -> Config:
     order = torch.randperm(len(data), generator=torch.Generator().manual_seed(0))
     variance = data.batch(order[:BORDER_IMAGES]).var(0, correction=0).mean(0)  # (H, W)
     border = torch.cat([variance[0], variance[-1], variance[1:-1, 0], variance[1:-1, -1]])
-    varies = bool(border.mean() >= BORDER_SHARE * variance.mean())
+    is_small = config.model.kernel_size < ModelOptions().kernel_size
+    share = SMALL_BORDER_SHARE if is_small else BORDER_SHARE
+    varies = bool(border.mean() >= share * variance.mean())
     margin = config.model.kernel_size // 2 if varies else 0
     return replace(config, model=replace(config.model, margin=margin))
 

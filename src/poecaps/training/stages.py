@@ -662,6 +662,7 @@ class PixelDecoderTrainer(StageTrainer):
         self.cache.compute_codes(self.top)
         if fresh:
             self.pixel_decoder.copy_from(self.cache.network.autoencoder)
+            self.pixel_decoder.start_border(self.cache.images(self.cache.probe_indices()).mean(0))
 
     def data_on_device(self) -> bool:
         """Return whether all inputs of the stage are in the memory of the device."""

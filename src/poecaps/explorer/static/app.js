@@ -306,7 +306,7 @@ async function open(name, state) {
   images.cancel();
   for (const each of [draws, traversals, pythonLines, effects]) each.cancel();
   const isNew = page.model?.name !== name;
-  const model = isNew ? await api.model(name) : page.model;
+  const model = isNew ? await load(name) : page.model;
   const next = state ?? {
     ...initialState(name), view: page.state.view,
     source: isNew && page.model ? encoder.sourceFor(model.image_shape) : null,
@@ -326,6 +326,20 @@ async function open(name, state) {
   encoder.follow(page.state.chosen);
   update();
   encoder.restore();
+}
+
+/** Load a model, which takes a while without a server; until then the page is dimmed. */
+async function load(name) {
+  const main = document.querySelector("main");
+  main.ariaBusy = "true";
+  try {
+    return await api.model(name);
+  } catch (error) {
+    if (page.model) byId("model").value = page.model.name;
+    throw error;
+  } finally {
+    main.ariaBusy = "false";
+  }
 }
 
 /** Build what depends on the model. */

@@ -7,6 +7,7 @@ import { LatestRequest } from "./requests.js";
 import { fromBase64 } from "./state.js";
 
 const INTERVAL = 500; // milliseconds between two requests while a model learns
+const IDLE_INTERVAL = 3000; // otherwise: another page may start a training
 const PLOT = { width: 1200, height: 200, margin: 8 }; // units of the viewBox; it is stretched
 const STAGES = {
   autoencoder: "Filters learn to see and to draw.",
@@ -30,6 +31,7 @@ export class Training {
   #latest = new LatestRequest();
   #points = [];
   #run = null; // its number
+  #error = null; // the last one that was shown
   #timer = 0;
   #isVisible = false;
 
@@ -80,6 +82,7 @@ export class Training {
     if (state.run !== this.#run) {
       this.#run = state.run;
       this.#points = [];
+      this.#error = null;
       byId("training-images-shown").replaceChildren();
       if (state.first > 0) { // points of another run were asked for
         this.#poll();
@@ -96,15 +99,18 @@ export class Training {
     this.#showProgress(state);
     this.#plot(state);
     for (const [name, images] of Object.entries(state.pictures ?? {})) this.#pictures(name, images);
-    if (state.error) showError(new Error(state.error));
+    if (state.error && state.error !== this.#error) showError(new Error(state.error));
+    this.#error = state.error;
     clearTimeout(this.#timer);
-    if (isRunning) this.#timer = setTimeout(() => this.#poll(), INTERVAL);
+    this.#timer = setTimeout(() => this.#poll(), isRunning ? INTERVAL : IDLE_INTERVAL);
   }
 
   #showProgress({ status, stages, stage, done, seconds_left: left }) {
     const time = left === null ? "" : `, about ${Math.ceil(left)} s left`;
-    byId("training-status").textContent = status === "running" && stage
+    const text = status === "running" && stage
       ? `${stage}, ${Math.round(100 * done)} %${time}` : STATUSES[status] ?? "";
+    const pill = byId("training-status");
+    if (pill.textContent !== text) pill.textContent = text; // it is read aloud
     byId("training-stages").replaceChildren(...stages.map((name) => {
       const at = stages.indexOf(stage);
       const isPast = stages.indexOf(name) < at || status === "finished";
