@@ -502,6 +502,16 @@ def swap_replicas(
     )
 
 
+def tempering_ladder(levels: int) -> tuple[float, ...]:
+    """Return inverse temperatures (1 − l/(levels − 1))^1.5 of the levels l, from 1 to 0.
+
+    With this power, replicas of a density that was learned from images are exchanged about as often
+    between any two neighbouring levels, except for the lowest ones, between which it is easy.
+    """
+    checks.require_int("levels", levels, 2)
+    return tuple((1 - level / (levels - 1)) ** 1.5 for level in range(levels))
+
+
 def geometric_ladder(levels: int, lowest: float = 0.05) -> tuple[float, ...]:
     """Return inverse temperatures from 1 down to `lowest`, by a constant factor, then 0."""
     checks.require_int("levels", levels, 2)

@@ -28,7 +28,7 @@ from poecaps.training import (
     resume,
     train,
 )
-from poecaps.training.chains import LearningChains
+from poecaps.training.chains import LearningChains, make_chains
 from poecaps.training.checkpoint import CHECKPOINT, read_checkpoint
 from poecaps.training.config import DensityStage, stage_options
 from poecaps.training.distributed import Distributed, RandomNumbers
@@ -47,6 +47,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "usual": ({}, {}),
     "without linear coordinates": ({"linear_dims": 0}, {"average": 0.0}),
     "groups": ({}, {"groups": 4}),
+    "tempered": ({}, {"levels": 4, "lifetime": 0}),
     "persistent": ({"base_components": 0}, {"lifetime": 0, "optimizer": "sgd"}),
     "routed on the ball": ({"base": "ball", "base_components": 0, "iterations": 3}, {}),
 }
@@ -421,6 +422,9 @@ def test_only_the_preset_energy_has_a_density() -> None:
         ({"groups": 3, "chains": 6}, ValueError, "density.groups must be 0, or at least 4 with"),
         ({"groups": 4, "chains": 10}, ValueError, "divide density.chains, 10, but is 4"),
         ({"groups": 4, "lifetime": 0}, ValueError, "groups must be 0, or at least 4 with"),
+        ({"levels": 4}, ValueError, "levels must be 0, or at least 2 with density.lifetime 0"),
+        ({"levels": 1, "lifetime": 0}, ValueError, "levels must be 0, or at least 2 with"),
+        ({"levels": 3, "lifetime": 0}, ValueError, "divide density.chains, 16, but is 3"),
         ({"leapfrog_steps": 0}, ValueError, "leapfrog_steps must be .* from 1 to 100"),
         ({"target_acceptance": 0.0}, ValueError, "density.target_acceptance between 0 and 1"),
         ({"target_acceptance": 1.0}, ValueError, "density.target_acceptance between 0 and 1"),
@@ -481,7 +485,7 @@ def chains_on(
     **options: Any,
 ) -> LearningChains:
     stage = DensityStage(**{"chains": 600, "lifetime": 60, "leapfrog_steps": 3} | options)
-    chains = LearningChains(density, stage, distributed or Distributed())
+    chains = make_chains(density, stage, distributed or Distributed())
     chains.step_size.value.fill_(0.5)
     chains.start(generator)
     return chains
@@ -530,25 +534,32 @@ def test_some_chains_are_always_at_the_model(
             assert share == pytest.approx(1 / 3, abs=1.5 / (groups or count) + 0.05)
 
 
-@pytest.mark.parametrize("groups", [0, 4])
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"lifetime": 150}, 0.5),
+        ({"lifetime": 150, "groups": 4}, 0.354),
+        ({"lifetime": 0, "levels": 8}, 0.354),
+    ],
+    ids=["no weights", "groups", "tempered"],
+)
 @pytest.mark.parametrize("learns", [False, True])
-def test_groups_have_the_probabilities_of_the_modes(
-    learns: bool, groups: int, generator: torch.Generator
+def test_groups_and_tempered_chains_have_the_probabilities_of_the_modes(
+    learns: bool, options: dict[str, Any], expected: float, generator: torch.Generator
 ) -> None:
     """Annealing finds both modes equally often, but one has 35 % of the probability.
 
     A density that learns has equal modes at first, and does not wait for the next annealing.
     """
     density = two_modes((10.0, 10.0 if learns else 10.2)).float()
-    chains = chains_on(density, generator, chains=2000, groups=groups, lifetime=150)
+    chains = chains_on(density, generator, chains=4000 if "levels" in options else 2000, **options)
     random = RandomNumbers(generator, Distributed())
     found = []
     for step in range(450):
-        if learns and step == 150:
+        if learns and step == 140:
             density.log_strength.data.copy_(torch.tensor((10.0, 10.2)).log())
         capsules, weight = chains.advance(random)
         found.append((weight * (capsules.flatten() > 0)).sum().item())
-    expected = 0.354 if groups else 0.5
     assert statistics.mean(found[150:]) == pytest.approx(expected, abs=0.05)
     assert statistics.mean(found[150:160]) == pytest.approx(expected, abs=0.12)
 

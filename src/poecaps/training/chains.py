@@ -16,7 +16,9 @@ from poecaps.sampling import (
     StepSize,
     hmc_step,
     start_chains,
+    swap_replicas,
     systematic,
+    tempering_ladder,
 )
 
 if TYPE_CHECKING:
@@ -34,6 +36,14 @@ if TYPE_CHECKING:
 # turns. 0 would be annealed importance sampling, in which few chains have all the weight.
 RESAMPLED_POWER = 0.5
 GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
+
+
+def make_chains(
+    density: CapsuleDensity, options: DensityStage, distributed: Distributed
+) -> LearningChains:
+    """Return the chains that the options ask for."""
+    kind = TemperedChains if options.levels else LearningChains
+    return kind(density, options, distributed)
 
 
 class LearningChains:
@@ -257,3 +267,88 @@ class LearningChains:
         self.distributed.all_reduce_mean([mean])
         self.acceptance.copy_(mean[0])
         self.step_size.update(self.acceptance)
+
+
+class TemperedChains(LearningChains):
+    """Persistent chains of parallel tempering, which cross between the modes of a density.
+
+    Every chain at the model (t = 1) is accompanied by one at each of `options.levels` − 1 lower
+    inverse temperatures, down to the base measure (t = 0), from which it is drawn anew in every
+    step. After each step of the sampler, neighbours are exchanged (`poecaps.sampling.
+    swap_replicas`), so that new states travel from the base measure to the model. All of this
+    leaves P invariant: while the density changes slowly, the chains at t = 1 are draws of P itself,
+    and each mode has as many of them as it is probable.
+
+    References
+    ----------
+    G. Desjardins, A. Courville, Y. Bengio, P. Vincent, O. Delalleau, "Tempered Markov chain Monte
+    Carlo for training of Restricted Boltzmann Machines", 2010.
+
+    Parameters
+    ----------
+    density, options, distributed
+        See `LearningChains`. The number of chains counts those at all levels.
+    """
+
+    def __init__(
+        self, density: CapsuleDensity, options: DensityStage, distributed: Distributed
+    ) -> None:
+        if options.chains % (options.levels * distributed.size):
+            raise ValueError(
+                f"density.chains must be a multiple of density.levels times the number of "
+                f"processes, {options.levels}·{distributed.size}, but is {options.chains}"
+            )
+        super().__init__(density, options, distributed)
+        self.ladder = self.position.new_tensor(tempering_ladder(options.levels))
+
+    @torch.no_grad()
+    def advance(self, random: RandomNumbers) -> tuple[Tensor, Tensor]:
+        """Make one step with all chains, and exchange neighbours; see `LearningChains.advance`."""
+        t = self._levels().flatten()
+        fresh = self.density.base.from_noise(random.normal(*self.position.shape))
+        position = torch.where((t == 0).unsqueeze(-1), fresh, self.position)
+        target = DensityTarget(self.density)
+        chains, accepted = hmc_step(
+            target,
+            start_chains(target, position, t),
+            random.normal(*self.position.shape),
+            random.uniform(len(position)),
+            step_size=self.step_size.value,
+            leapfrog_steps=self.options.leapfrog_steps,
+        )
+        for odd in (False, True):
+            chains = self._exchange(chains, random, odd=odd)
+        self.position.copy_(chains.position)
+        self.energy.copy_(chains.energy)
+        at_model = (t >= 1).to(t)
+        weight = at_model / at_model.sum()
+        self._adapt((accepted * weight).sum())
+        self.step += 1
+        return self.density.base.from_white(self.position), weight
+
+    def at_model(self) -> Tensor:
+        """Return which chains of this process are at t = 1: (C,) of bool."""
+        return self._levels().flatten() >= 1
+
+    def log_partition(self) -> float:
+        """Estimate log Z from the chains of this process: a product of ratios of neighbours."""
+        energy = self.energy.view(-1, self.options.levels).double()
+        change = -(self.ladder[:-1] - self.ladder[1:]).double() * energy[:, 1:]
+        return (torch.logsumexp(change, 0) - math.log(len(change))).sum().item()
+
+    def _names(self) -> dict[str, Tensor]:
+        weights = ("log_weight", "log_ratio")
+        return {name: each for name, each in super()._names().items() if name not in weights}
+
+    def _levels(self) -> Tensor:
+        """Return t of all chains, of which those that exchange states are neighbours: (·, L)."""
+        return self.ladder.expand(len(self.position) // self.options.levels, -1)
+
+    def _exchange(self, chains: Chains, random: RandomNumbers, *, odd: bool) -> Chains:
+        """Exchange the states of every second pair of neighbours."""
+        levels = self.options.levels
+        order = torch.arange(len(chains.energy), device=self.ladder.device).view(-1, levels)
+        by_level = order.T.flatten()
+        uniform = random.uniform(len(order), levels - 1).T
+        swapped, _ = swap_replicas(chains.select(by_level), self.ladder, uniform, odd=odd)
+        return swapped.select(by_level.argsort())

@@ -195,6 +195,8 @@ class DensityStage(CapsuleStage):
     """Steps after which a chain starts anew from the base measure; 0: chains are persistent."""
     groups: int = 0
     """Groups of chains of the same age, which are weighted and resampled; 0: no weights."""
+    levels: int = 0
+    """Temperatures of parallel tempering, between the model and the base measure; 0: none."""
     leapfrog_steps: int = 5
     """Leapfrog steps of a trajectory of Hamiltonian Monte Carlo."""
     target_acceptance: float = 0.8
@@ -219,6 +221,12 @@ class DensityStage(CapsuleStage):
             raise ValueError(
                 f"{name}.groups must be 0, or at least 4 with {name}.lifetime above 0 and divide "
                 f"{name}.chains, {self.chains}, but is {self.groups}"
+            )
+        checks.require_int(f"{name}.levels", self.levels, 0)
+        if self.levels and (self.lifetime or self.levels < 2 or self.chains % self.levels):
+            raise ValueError(
+                f"{name}.levels must be 0, or at least 2 with {name}.lifetime 0 and divide "
+                f"{name}.chains, {self.chains}, but is {self.levels}"
             )
         checks.require_int(f"{name}.leapfrog_steps", self.leapfrog_steps, 1, MAX_ITERATIONS)
         checks.require_share(f"{name}.target_acceptance", self.target_acceptance)

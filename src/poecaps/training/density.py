@@ -10,7 +10,7 @@ import torch
 from poecaps import _checks as checks
 from poecaps._files import ModelError
 from poecaps.likelihood import estimate_log_partition, fit_log_partition
-from poecaps.training.chains import LearningChains
+from poecaps.training.chains import make_chains
 from poecaps.training.config import DensityStage
 from poecaps.training.distributed import Distributed, RandomNumbers
 from poecaps.training.errors import TrainingError
@@ -50,7 +50,7 @@ class DensityLearner:
         self, density: CapsuleDensity, options: DensityStage, distributed: Distributed
     ) -> None:
         self.density, self.options, self.distributed = density, options, distributed
-        self.chains = LearningChains(density, options, distributed)
+        self.chains = make_chains(density, options, distributed)
         self.average = [each.detach().clone() for each in density.parameters()]
 
     def loss(self, x: Tensor, random: RandomNumbers) -> Tensor:
