@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
 # Set before torch is imported: the tests compute too little for several threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -8,6 +9,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import hypothesis
 import pytest
 import torch
+
+from tests.processes import Commands
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 hypothesis.settings.register_profile(
     "poecaps",
@@ -35,3 +41,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def generator() -> torch.Generator:
     return torch.Generator().manual_seed(20260215)
+
+
+@pytest.fixture(scope="session")
+def commands() -> Iterator[Commands]:
+    """Commands in processes of their own; the process that starts them is started for the first."""
+    with Commands() as started:
+        yield started

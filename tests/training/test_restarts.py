@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from poecaps import CapsuleExperts
+    from tests.processes import Commands
 
 VIEWS = ViewOptions(count=3, rotation=30.0, mirror=True)
 
@@ -174,12 +175,14 @@ def test_a_damaged_start_is_an_error(
         resume(tmp_path / "run")
 
 
-def test_two_processes_with_restarts_learn_what_one_learns(data: Path, tmp_path: Path) -> None:
+def test_two_processes_with_restarts_learn_what_one_learns(
+    commands: Commands, data: Path, tmp_path: Path
+) -> None:
     arguments = """--autoencoder.epochs 1 --encoder.epochs 2 --decoder.epochs 0
         --pixel-decoder.epochs 0 --encoder.winners 1 --encoder.target-firing 0.5
         --encoder.restarts 3 --encoder.views.count 3 --encoder.views.rotation 30
         --encoder.views.mirror"""
-    finish(torchrun(data, tmp_path / "two", *EXACT, *arguments.split()))
+    finish(torchrun(commands, data, tmp_path / "two", *EXACT, *arguments.split()))
     train(config_with(data), tmp_path / "one")
     two, one = weights(tmp_path / "two"), weights(tmp_path / "one")
     ours, theirs = selections(tmp_path / "two"), selections(tmp_path / "one")
