@@ -121,7 +121,9 @@ def run(command: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    import tests.torchrun  # noqa: F401
+    import torch.distributed.run  # noqa: F401
+
+    import poecaps.cli.main  # noqa: F401
 
     if given := serve():
         run(given)
