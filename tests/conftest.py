@@ -22,20 +22,28 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("poecaps")
 
-# Files that take long. They come first, so that the processes of `make test` end together.
+# Files that take long, the longest first. They come before all others, so that the processes of
+# `make test` end together.
 LONG = (
     "test_triton_facts.py",
-    "test_distributed.py",
-    "test_faults.py",
-    "test_fuzz.py",
     "test_browser.py",
-    "test_simd.py",
     "test_documentation.py",
+    "test_distributed.py",
+    "test_simd.py",
+    "test_checkpoint.py",
+    "test_faults.py",
+    "test_sklearn.py",
+    "test_sampling.py",
+    "test_tabs.py",
+    "test_layer.py",
+    "test_operators.py",
+    "test_server.py",
 )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.path.name not in LONG)
+    order = {name: place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: order.get(item.path.name, len(LONG)))
 
 
 @pytest.fixture

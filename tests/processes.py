@@ -38,7 +38,7 @@ class Process:
         while (status := self.poll()) is None:
             if time.monotonic() > end:
                 raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
-            time.sleep(0.005)
+            time.sleep(0.02)
         return status
 
     def communicate(self, timeout: float = 300) -> tuple[str, str]:

@@ -164,7 +164,7 @@ def until_stage(process: Process, folder: Path, stage: int) -> dict[str, Any]:
     before: dict[str, Any] = {}
     while before.get("stage", 0) < stage:
         assert process.poll() is None, process.communicate()
-        time.sleep(0.01)
+        time.sleep(0.02)
         if (folder / CHECKPOINT).exists():
             _, before = read_tensors(folder / CHECKPOINT)
     return before
@@ -235,7 +235,7 @@ def test_a_run_goes_on_with_fewer_or_more_processes(
     process = torchrun(commands, data, folder, "--process-timeout", "100", resume=True, size=4)
     while read_tensors(folder / CHECKPOINT)[1]["stage"] < 3:
         assert process.poll() is None, process.communicate()
-        time.sleep(0.01)
+        time.sleep(0.02)
     for each in children(process):
         os.kill(each, signal.SIGKILL)
     process.communicate(timeout=300)
@@ -255,7 +255,7 @@ def test_an_interrupt_of_one_process_stops_all_between_two_steps(
     )
     while not (folder / "metrics.jsonl").exists():
         assert process.poll() is None, process.communicate()
-        time.sleep(0.01)
+        time.sleep(0.02)
     os.kill(children(process)[1], signal.SIGINT)
     _, err = process.communicate(timeout=300)
     assert process.returncode != 0
