@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 import torch
 
-import poecaps
 from poecaps.data import ImageSet
 from poecaps.serialization import read_tensors
 from poecaps.training import resume, train
@@ -26,6 +25,7 @@ from poecaps.training.checkpoint import CHECKPOINT
 from poecaps.training.distributed import Distributed, RandomNumbers
 from poecaps.training.interrupts import Interrupts
 from poecaps.training.trainer import Trainer
+from tests import worker
 from tests.training.runs import OPTIONS, assert_same_weights, config_for, metrics, weights
 from tests.training.test_density import density_config
 from tests.training.test_views import config_with
@@ -34,16 +34,9 @@ if TYPE_CHECKING:
     from tests.processes import Commands, Process
 
 EXACT = ["--precision", "float32"]  # because bfloat16 rounds each share by itself
-
-
 # torchrun starts `python -m poecaps`, or forks, which saves the import of PyTorch.
 EXECUTED = ["-m", "poecaps"]
-FORKED = [
-    "--start-method",
-    "fork",
-    "--run-path",
-    str(Path(poecaps.__file__).with_name("__main__.py")),
-]
+FORKED = ["--start-method", "fork", "--run-path", worker.__file__]
 
 
 def torchrun(
