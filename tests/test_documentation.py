@@ -62,8 +62,8 @@ MARK = re.compile(r"not run: \w+( \S+)+")
 GENERATED = re.compile(r"<!-- table: [^\n]+ -->\n(?:[^\n]+\n)*")  # by benchmarks.report
 # Another name for one of the first two would not be run.
 LANGUAGES = {"python", "sh", "text", "math", "bibtex"}
-# Number of images of each bundled set, for pages that state results and for all others.
-IMAGES = {"claims": {"train": 2000, "test": 500}, "others": {"train": 300, "test": 100}}
+# Number of images of each bundled set, for the Python of MANY and for everything else.
+IMAGES = {"many": {"train": 2000, "test": 500}, "few": {"train": 300, "test": 100}}
 PICTURES = ("my/pictures",)  # folders of pictures that commands name
 EXPLORER = "http://127.0.0.1:8000"  # address of the explorer in the documentation
 EXPLORER_TOKEN = "sT0iGkmXw4d7Zq2r"
@@ -72,6 +72,8 @@ CLAIMS = {
     "README.md": (r"afterwards about (\d+) %", r"(\d+)% of variance lost"),
     "docs/index.md": (r"It prints (\d+) %", r"(\d+)% of 500 test images"),
 }
+# Pages that state results, or take parts of a set.
+MANY = {*CLAIMS, "docs/how-to/layer.md"}
 
 
 @dataclass(frozen=True)
@@ -174,7 +176,7 @@ def demo(bundled: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
     """Train a smaller version of the model of `make demo`."""
     folder = tmp_path_factory.mktemp("runs") / "demo"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(datasets, "BUNDLED", bundled["others"])
+        patch.setattr(datasets, "BUNDLED", bundled["few"])
         poecaps.train(replace(small(PRESETS["default"]()), device="cpu"), folder)
     return folder
 
@@ -187,7 +189,7 @@ def world(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[None]:
-    monkeypatch.setattr(datasets, "BUNDLED", bundled["others"])
+    monkeypatch.setattr(datasets, "BUNDLED", bundled["few"])
     shutil.copytree(demo, tmp_path / "runs" / "demo")
     numbers = np.random.default_rng(0)
     for name in PICTURES:
@@ -244,8 +246,8 @@ def test_python_runs(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if page in CLAIMS:
-        monkeypatch.setattr(datasets, "BUNDLED", bundled["claims"])
+    if page in MANY:
+        monkeypatch.setattr(datasets, "BUNDLED", bundled["many"])
     if any(EXPLORER in block.body for block in PYTHON[page]):
         request.getfixturevalue("explorer")
     names: dict[str, Any] = {"__name__": "__main__"}

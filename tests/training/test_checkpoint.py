@@ -65,8 +65,11 @@ def test_a_run_killed_twice_has_bit_identical_weights(
     """kill -9 at some moment, twice, and `poecaps train --resume` each time."""
     folder = tmp_path / "run"
     silent = ("--quiet", "--no-figures")
-    start = ("train", "--data", data, "--out", folder, *silent, *OPTIONS)
-    go_on = ("train", "--resume", folder, *silent)
+    start: tuple[str | Path, ...] = (
+        *("train", "--data", data, "--out", folder),
+        *(*silent, *OPTIONS),
+    )
+    go_on: tuple[str | Path, ...] = ("train", "--resume", folder, *silent)
     for arguments, lines in ((start, 4), (go_on, 16)):
         process = commands.start(*arguments)
         wait_for_lines(process, folder, lines)
@@ -123,11 +126,15 @@ def test_a_second_command_is_told_who_trains(
     commands: Commands, data: Path, tmp_path: Path
 ) -> None:
     folder, often = tmp_path / "run", ("--autoencoder.epochs", "1000000")
-    start = ("train", "--data", data, "--out", folder, "--quiet", *OPTIONS, *often)
+    start: tuple[str | Path, ...] = (
+        *("train", "--data", data, "--out", folder, "--quiet"),
+        *(*OPTIONS, *often),
+    )
     process = commands.start(*start)
     try:
         wait_for_lines(process, folder, 2)
-        for second in (start, ("train", "--resume", folder, "--quiet")):
+        again: tuple[str | Path, ...] = ("train", "--resume", folder, "--quiet")
+        for second in (start, again):
             told = commands.start(*second)
             _, err = told.communicate()
             assert told.returncode == 1
