@@ -1,6 +1,7 @@
 # make install   create a virtual environment in .venv with the exact versions of constraints.txt
 # make test      install missing packages and run the tests, in TEST_PROCESSES=2 processes; those of the explorer need Chromium
 # make test-neon install a cross compiler and QEMU (Debian) and test the C code on an emulated ARM CPU
+# make test-api  send 200 generated requests to each operation of the explorer
 # make faults    let a small training fail at every call to the file system: about 5 minutes
 # make fuzz      alter valid files and use them, for SECONDS=600, from a random SEED that it prints
 # make demo      train on the bundled digits and generate new ones, in runs/demo: about 3 minutes on two cores
@@ -29,7 +30,7 @@ TEST_PROCESSES ?= 2
 DEMO        := runs/demo
 DEMO_ENERGY := runs/energy
 
-.PHONY: install demo demo-energy docs browser test test-neon faults fuzz attack soak bench report build check format clean
+.PHONY: install demo demo-energy docs browser test test-neon test-api faults fuzz attack soak bench report build check format clean
 
 install: $(VENV)/.installed
 
@@ -77,6 +78,9 @@ test-neon: install
 	      gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user-static >/dev/null; \
 	  else echo "install aarch64-linux-gnu-gcc and qemu-aarch64-static" >&2; fi
 	POECAPS_NEON=required $(BIN)/python -m pytest -q tests/kernels/test_neon.py
+
+test-api: install
+	POECAPS_API_EXAMPLES=200 $(BIN)/python -m pytest -q tests/explorer/test_server.py -k schemathesis
 
 faults: install
 	$(BIN)/python -m tests.faults --steps 3

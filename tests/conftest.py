@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
 # Set before torch is imported: the tests compute too little for several threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -9,6 +10,11 @@ import hypothesis
 import pytest
 import torch
 
+from tests.processes import Commands
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
 hypothesis.settings.register_profile(
     "poecaps",
     deadline=None,  # no test depends on time
@@ -16,22 +22,37 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("poecaps")
 
-# Files that take long. They come first, so that the processes of `make test` end together.
+# Files that take long, the longest first. They come before all others, so that the processes of
+# `make test` end together.
 LONG = (
     "test_triton_facts.py",
-    "test_distributed.py",
-    "test_faults.py",
-    "test_fuzz.py",
     "test_browser.py",
-    "test_simd.py",
     "test_documentation.py",
+    "test_distributed.py",
+    "test_simd.py",
+    "test_checkpoint.py",
+    "test_faults.py",
+    "test_sklearn.py",
+    "test_sampling.py",
+    "test_tabs.py",
+    "test_layer.py",
+    "test_operators.py",
+    "test_server.py",
 )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.path.name not in LONG)
+    order = {name: place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: order.get(item.path.name, len(LONG)))
 
 
 @pytest.fixture
 def generator() -> torch.Generator:
     return torch.Generator().manual_seed(20260215)
+
+
+@pytest.fixture(scope="session")
+def commands() -> Iterator[Commands]:
+    """Commands in processes of their own; the process that starts them is started for the first."""
+    with Commands() as started:
+        yield started

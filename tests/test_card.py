@@ -21,6 +21,7 @@ from PIL import Image
 import poecaps
 from poecaps import Architecture, CapsuleNetwork, card, evaluation, hub
 from poecaps.cli.main import main
+from poecaps.evaluation import judge
 from poecaps.training import PRESETS, record
 from tests.networks import TINY_DENSITY, shorten_chains, untrained_with_density
 
@@ -32,6 +33,11 @@ SMALL = shlex.split(
     "--batch-size 16 --autoencoder.epochs 1 --encoder.epochs 1 --decoder.epochs 1 "
     "--pixel-decoder.epochs 1 --device cpu"
 )
+
+
+@pytest.fixture(autouse=True)
+def _short_training_of_judges(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(judge, "MAX_EPOCHS", 1)
 
 
 @pytest.fixture(scope="module")

@@ -62,8 +62,8 @@ MARK = re.compile(r"not run: \w+( \S+)+")
 GENERATED = re.compile(r"<!-- table: [^\n]+ -->\n(?:[^\n]+\n)*")  # by benchmarks.report
 # Another name for one of the first two would not be run.
 LANGUAGES = {"python", "sh", "text", "math", "bibtex"}
-# Number of images of each bundled set, for the Python blocks and for the commands.
-IMAGES = {"python": {"train": 2000, "test": 500}, "sh": {"train": 300, "test": 100}}
+# Number of images of each bundled set, for the Python of MANY and for everything else.
+IMAGES = {"many": {"train": 2000, "test": 500}, "few": {"train": 300, "test": 100}}
 PICTURES = ("my/pictures",)  # folders of pictures that commands name
 EXPLORER = "http://127.0.0.1:8000"  # address of the explorer in the documentation
 EXPLORER_TOKEN = "sT0iGkmXw4d7Zq2r"
@@ -72,6 +72,8 @@ CLAIMS = {
     "README.md": (r"afterwards about (\d+) %", r"(\d+)% of variance lost"),
     "docs/index.md": (r"It prints (\d+) %", r"(\d+)% of 500 test images"),
 }
+# Pages that state results, or take parts of a set.
+MANY = {*CLAIMS, "docs/how-to/layer.md"}
 
 
 @dataclass(frozen=True)
@@ -158,8 +160,8 @@ def small(config: Config) -> Config:
 def bundled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Make folders like that of the bundled sets, with fewer images."""
     return {
-        language: some_of_the_bundled(tmp_path_factory.mktemp(language), count)
-        for language, count in IMAGES.items()
+        name: some_of_the_bundled(tmp_path_factory.mktemp(name), count)
+        for name, count in IMAGES.items()
     }
 
 
@@ -174,7 +176,7 @@ def demo(bundled: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
     """Train a smaller version of the model of `make demo`."""
     folder = tmp_path_factory.mktemp("runs") / "demo"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(datasets, "BUNDLED", bundled["sh"])
+        patch.setattr(datasets, "BUNDLED", bundled["few"])
         poecaps.train(replace(small(PRESETS["default"]()), device="cpu"), folder)
     return folder
 
@@ -187,7 +189,7 @@ def world(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[None]:
-    monkeypatch.setattr(datasets, "BUNDLED", bundled["python"])
+    monkeypatch.setattr(datasets, "BUNDLED", bundled["few"])
     shutil.copytree(demo, tmp_path / "runs" / "demo")
     numbers = np.random.default_rng(0)
     for name in PICTURES:
@@ -203,9 +205,8 @@ def world(
 
 
 @pytest.fixture
-def commands(world: None, bundled: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use still fewer images, and let `poecaps explore` print its address and exit."""
-    monkeypatch.setattr(datasets, "BUNDLED", bundled["sh"])
+def shell(world: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `poecaps explore` print its address and exit."""
     monkeypatch.setattr(server, "serve", lambda *_, ready, **__: ready(f"{EXPLORER}/"))
     monkeypatch.setattr("webbrowser.open", lambda _: True)
 
@@ -238,8 +239,15 @@ def explorer(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")
 @pytest.mark.parametrize("page", PYTHON)
 def test_python_runs(
-    page: str, world: None, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
+    page: str,
+    world: None,
+    bundled: dict[str, Path],
+    request: pytest.FixtureRequest,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if page in MANY:
+        monkeypatch.setattr(datasets, "BUNDLED", bundled["many"])
     if any(EXPLORER in block.body for block in PYTHON[page]):
         request.getfixturevalue("explorer")
     names: dict[str, Any] = {"__name__": "__main__"}
@@ -253,7 +261,7 @@ def test_python_runs(
 
 
 @pytest.mark.parametrize("page", COMMANDS)
-def test_commands_run(page: str, commands: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_run(page: str, shell: None, capsys: pytest.CaptureFixture[str]) -> None:
     for block in COMMANDS[page]:
         for program, *arguments in block.commands():
             if program == "poecaps":

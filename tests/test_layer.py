@@ -10,13 +10,13 @@ import math
 import os
 import shutil
 import socket
+import sys
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.spawn import spawn
 
 from poecaps import CapsuleExperts, squash
 from poecaps import functional as F
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from poecaps.kernels.dispatch import Backend
+    from tests.processes import Commands
 
 OPTIONS = [(axis, agreement) for axis in F.AXES for agreement in F.AGREEMENTS]
 I, K, J, D = 6, 4, 5, 3  # noqa: E741
@@ -481,7 +482,7 @@ def test_compile(generator: torch.Generator) -> None:
     The inductor, which needs a C++ compiler, compiles the graphs of aot_eager.
     """
     backend = "aot_eager" if shutil.which("g++") is None else "inductor"
-    layer = make_layer(generator, dtype=torch.float32, winners=3).eval()
+    layer = make_layer(generator, dtype=torch.float32, winners=3, iterations=2).eval()
     x = capsules(generator, dtype=torch.float32)
 
     def both(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -502,7 +503,7 @@ def test_compile_with_dynamic_shapes_and_other_sharpness(generator: torch.Genera
     layer = make_layer(generator, dtype=torch.float32, iterations=2)
     x = capsules(generator, dtype=torch.float32)
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=True)
-    for count, sharpness in ((8, 1.0), (5, 1.0), (5, 2.0), (7, 3.0)):
+    for count, sharpness in ((8, 1.0), (5, 1.0), (7, 2.0)):
         layer.sharpness = sharpness
         torch.testing.assert_close(compiled(x[:count]), layer(x[:count]))
 
@@ -628,12 +629,18 @@ def ddp_worker(rank: int, rendezvous: str, results: str) -> None:
     )  # the interpreter's own way out now and then aborts in gloo's threads, after all is done
 
 
-def test_distributed_data_parallel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_distributed_data_parallel(commands: Commands, tmp_path: Path) -> None:
     """Two processes with half a batch each end with the gradient of the whole batch."""
     loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", loopback)
     rendezvous = (tmp_path / "rendezvous").as_uri()
-    spawn(ddp_worker, (rendezvous, str(tmp_path)), nprocs=2)
+    workers = [
+        commands.start(
+            str(rank), rendezvous, tmp_path, module=__name__, GLOO_SOCKET_IFNAME=loopback
+        )
+        for rank in range(2)
+    ]
+    for worker in workers:
+        assert worker.wait() == 0, worker.communicate()
     generator = torch.Generator().manual_seed(3)
     layer = make_layer(generator)
     layer(capsules(generator, 8)).square().mean().backward()
@@ -767,3 +774,7 @@ def test_folding_the_balance_keeps_winners_and_coefficients(generator: torch.Gen
     assert not layer.balance.any()
     with pytest.raises(ValueError, match='needs agreement="cosine"'):
         CapsuleExperts(3, 2, 2, 2, agreement="inner").fold_balance()
+
+
+if __name__ == "__main__":
+    ddp_worker(int(sys.argv[1]), *sys.argv[2:])

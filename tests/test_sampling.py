@@ -204,14 +204,15 @@ def test_every_chain_may_have_states_of_its_own(
     density = from_zoo(name, generator)
     only = torch.eye(density.out_capsules)
     first, last = Known(density, on=only[0]), Known(density, on=only[-1])
-    start = torch.cat([known.draws(COUNT, generator) for known in (first, last)])
+    count = chains_for(density)
+    start = torch.cat([known.draws(count, generator) for known in (first, last)])
     options = settings("hmc", generator, anneal=0, steps=8, ladder=ladder)
-    on = only[[0, -1]].repeat_interleave(COUNT, 0)
-    drawn = sample(density, 2 * COUNT, on=on, start=start, **options).capsules
-    first.assert_are_draws(drawn[:COUNT])
-    last.assert_are_draws(drawn[COUNT:])
+    on = only[[0, -1]].repeat_interleave(count, 0)
+    drawn = sample(density, 2 * count, on=on, start=start, **options).capsules
+    first.assert_are_draws(drawn[:count])
+    last.assert_are_draws(drawn[count:])
     with pytest.raises(AssertionError):
-        last.assert_are_draws(drawn[:COUNT])
+        last.assert_are_draws(drawn[:count])
 
 
 def test_equal_states_of_every_chain_are_those_of_all_chains(generator: torch.Generator) -> None:

@@ -158,7 +158,7 @@ def test_the_step_size_is_adapted_after_a_start_and_another_temperature_only(
 
 
 def test_about_as_many_steps_are_accepted_as_wanted(model: ExplorerModel) -> None:
-    parts = walk(model, walk(model, start(model, 8, seed=0, anneal=100), 100)[-1], 200)
+    parts = walk(model, walk(model, start(model, 8, seed=0, anneal=100), 100)[-1], 100)
     share = np.mean([part.accepted for part in parts])
     assert abs(share - TARGET_ACCEPTANCE) < 0.15
 

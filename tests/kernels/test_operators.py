@@ -14,7 +14,7 @@ from poecaps.kernels import operators
 from poecaps.kernels.cpu import routing
 from poecaps.layer import CapsuleDecoder
 from tests.kernels.operator_calls import SIZES, operator_calls
-from tests.kernels.problems import OPTIONS, needs_simd, problem
+from tests.kernels.problems import needs_simd, problem
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -52,7 +52,7 @@ def compiled(function: Callable[..., Any], **given: Any) -> Callable[..., Any]:
 
 @pytest.mark.parametrize(
     ("sizes", "normalize", "agreement"),
-    [(SIZES[n % len(SIZES)], *each) for n, each in enumerate(OPTIONS)],
+    [(SIZES[0], "inputs", "cosine"), (SIZES[1], "outputs", "inner")],
 )
 def test_opcheck(
     sizes: tuple[int, ...], normalize: str, agreement: str, generator: torch.Generator

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from tests.kernels import shards
+from tests.kernels import interpreter
 from tests.kernels.problems import needs_triton
 
 ROOT = Path(__file__).parents[2]
@@ -21,30 +21,25 @@ FILES = (
     "tests/kernels/triton_convolution_facts.py",
     "tests/training/fused_adam_facts.py",
 )
-PROCESSES = 2
 
 
 @needs_triton
-def test_the_facts_in_processes_of_their_own() -> None:
+def test_the_facts_in_a_process_of_their_own() -> None:
     """Triton decides when it is imported whether to interpret, so facts cannot share the process
-    of other tests. The interpreter is slow, but several of them run in parallel.
+    of other tests.
     """
     environment = dict(os.environ)
     if not torch.cuda.is_available():
         environment["TRITON_INTERPRET"] = "1"
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
-    command += ["-p", shards.__name__, *FILES]
-    started = [
-        subprocess.Popen(
-            command,
-            env=environment | {shards.VARIABLE: f"{shard}/{PROCESSES}"},
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for shard in range(PROCESSES)
-    ]
-    output = [process.communicate()[0] for process in started]
-    for process, text in zip(started, output, strict=True):
-        assert process.returncode == 0, text
+    command += ["-p", interpreter.__name__, *FILES]
+    done = subprocess.run(
+        command,
+        env=environment,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout

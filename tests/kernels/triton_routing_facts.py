@@ -102,26 +102,33 @@ def test_routing_and_its_gradient(
     assert_same_routing(*problem(sizes, generator), options)
 
 
-@pytest.mark.parametrize(("normalize", "agreement"), OPTIONS)
+@pytest.mark.parametrize(
+    ("normalize", "agreement", "is_alone"),
+    [
+        ("inputs", "cosine", True),
+        ("inputs", "inner", False),
+        ("outputs", "cosine", False),
+        ("outputs", "inner", True),
+    ],
+)
 def test_the_gradient_of_the_coefficients(
-    normalize: F.Axis, agreement: F.Agreement, generator: torch.Generator
+    normalize: F.Axis, agreement: F.Agreement, is_alone: bool, generator: torch.Generator
 ) -> None:
     """Alone, and beside that of the preactivations."""
     x, weight = problem(ODD, generator)
     grad_c = torch.randn(2, 7, 5, generator=generator).to(DEVICE)
     grad_z = torch.randn(2, 5, 4, generator=generator).to(DEVICE)
     options = asdict(routing_options(normalize, agreement))
-    for is_alone in (True, False):
-        slopes = []
-        for module, dtype in ((backend, torch.float32), (F, torch.float64)):
-            leaves = [each.to(dtype, copy=True).requires_grad_() for each in (x, weight)]
-            routed = module.routing_by_agreement(*leaves, **options)
-            loss = (routed.coefficients * grad_c).sum()
-            if not is_alone:
-                loss = loss + (routed.preactivation * grad_z).sum()
-            slopes.append(torch.autograd.grad(loss, leaves))
-        for ours, exact in zip(*slopes, strict=True):
-            assert_close(ours, exact)
+    slopes = []
+    for module, dtype in ((backend, torch.float32), (F, torch.float64)):
+        leaves = [each.to(dtype, copy=True).requires_grad_() for each in (x, weight)]
+        routed = module.routing_by_agreement(*leaves, **options)
+        loss = (routed.coefficients * grad_c).sum()
+        if not is_alone:
+            loss = loss + (routed.preactivation * grad_z).sum()
+        slopes.append(torch.autograd.grad(loss, leaves))
+    for ours, exact in zip(*slopes, strict=True):
+        assert_close(ours, exact)
 
 
 @pytest.mark.parametrize("sizes", SIZES)

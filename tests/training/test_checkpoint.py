@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -22,6 +21,9 @@ from poecaps.training import Progress, TrainingError, resume, train
 from poecaps.training.checkpoint import CHECKPOINT
 from poecaps.training.metrics import METRICS
 from tests.training.runs import OPTIONS, Stop, assert_same_weights, config_for, metrics
+
+if TYPE_CHECKING:
+    from tests.processes import Commands, Process
 
 
 @pytest.mark.parametrize(
@@ -48,11 +50,7 @@ def test_a_resumed_run_has_bit_identical_weights(
     assert metrics(tmp_path / "run") == metrics(finished)
 
 
-def command(*arguments: str | Path) -> list[str]:
-    return [sys.executable, "-m", "poecaps", *map(str, arguments)]
-
-
-def wait_for_lines(process: subprocess.Popen[Any], folder: Path, lines: int) -> None:
+def wait_for_lines(process: Process, folder: Path, lines: int) -> None:
     """Wait until a run has written so many lines of metrics."""
     while process.poll() is None:
         if (folder / METRICS).exists() and (folder / METRICS).read_text().count("\n") >= lines:
@@ -62,18 +60,22 @@ def wait_for_lines(process: subprocess.Popen[Any], folder: Path, lines: int) -> 
 
 
 def test_a_run_killed_twice_has_bit_identical_weights(
-    data: Path, finished: Path, tmp_path: Path
+    commands: Commands, data: Path, finished: Path, tmp_path: Path
 ) -> None:
     """kill -9 at some moment, twice, and `poecaps train --resume` each time."""
     folder = tmp_path / "run"
-    start = command("train", "--data", data, "--out", folder, "--quiet", "--no-figures", *OPTIONS)
-    go_on = command("train", "--resume", folder, "--quiet", "--no-figures")
+    silent = ("--quiet", "--no-figures")
+    start: tuple[str | Path, ...] = (
+        *("train", "--data", data, "--out", folder),
+        *(*silent, *OPTIONS),
+    )
+    go_on: tuple[str | Path, ...] = ("train", "--resume", folder, *silent)
     for arguments, lines in ((start, 4), (go_on, 16)):
-        process = subprocess.Popen(arguments)
+        process = commands.start(*arguments)
         wait_for_lines(process, folder, lines)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    subprocess.run(go_on, check=True)
+        process.kill()
+        assert process.wait() == -signal.SIGKILL
+    assert commands.start(*go_on).wait() == 0
     assert_same_weights(folder, finished)
     assert metrics(folder) == metrics(finished)
     starts = [
@@ -99,20 +101,11 @@ def test_a_run_killed_before_its_first_step_can_be_resumed(
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_saves_and_prints_the_command_to_resume(
-    number: signal.Signals, data: Path, finished: Path, tmp_path: Path
+    number: signal.Signals, commands: Commands, data: Path, finished: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "a run"
-    arguments = command(
+    process = commands.start(
         "train", "--data", data, "--out", folder, *OPTIONS, "--checkpoint-every", "100000"
-    )
-    process = subprocess.Popen(
-        arguments,
-        stderr=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(
-            signal.SIGINT, signal.default_int_handler
-        ),  # even if the tests ignore it
     )
     wait_for_lines(process, folder, 16)
     process.send_signal(number)
@@ -129,17 +122,24 @@ def test_an_interrupt_saves_and_prints_the_command_to_resume(
     assert_same_weights(folder, finished)
 
 
-def test_a_second_command_is_told_who_trains(data: Path, tmp_path: Path) -> None:
+def test_a_second_command_is_told_who_trains(
+    commands: Commands, data: Path, tmp_path: Path
+) -> None:
     folder, often = tmp_path / "run", ("--autoencoder.epochs", "1000000")
-    start = command("train", "--data", data, "--out", folder, "--quiet", *OPTIONS, *often)
-    process = subprocess.Popen(start)
+    start: tuple[str | Path, ...] = (
+        *("train", "--data", data, "--out", folder, "--quiet"),
+        *(*OPTIONS, *often),
+    )
+    process = commands.start(*start)
     try:
         wait_for_lines(process, folder, 2)
-        for second in (start, command("train", "--resume", folder, "--quiet")):
-            told = subprocess.run(second, capture_output=True, text=True)
+        again: tuple[str | Path, ...] = ("train", "--resume", folder, "--quiet")
+        for second in (start, again):
+            told = commands.start(*second)
+            _, err = told.communicate()
             assert told.returncode == 1
-            assert told.stderr.count("\n") == 1
-            assert f"{folder} is in use by process {process.pid} on " in told.stderr
+            assert err.count("\n") == 1
+            assert f"{folder} is in use by process {process.pid} on " in err
     finally:
         process.kill()
         process.wait()
@@ -265,6 +265,20 @@ def test_reading_an_untrusted_checkpoint_runs_no_code(tmp_path: Path) -> None:
     assert touched.exists()
 
 
+@pytest.fixture(scope="module")
+def stopped(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that has stopped at its tenth step."""
+
+    def stop(progress: Progress) -> None:
+        if progress.step == 10:
+            raise Stop
+
+    folder = tmp_path_factory.mktemp("stopped") / "run"
+    with pytest.raises(Stop):
+        train(config_for(data, checkpoint_every=0), folder, report=stop)
+    return folder
+
+
 @pytest.mark.parametrize(
     ("about", "state", "message"),
     [
@@ -313,17 +327,13 @@ def test_an_altered_checkpoint_is_one_clear_error(
     about: dict[str, Any],
     state: dict[str, torch.Tensor | None],
     message: str,
-    data: Path,
+    stopped: Path,
     tmp_path: Path,
 ) -> None:
-    def stop(progress: Progress) -> None:
-        if progress.step == 10:
-            raise Stop
-
-    with pytest.raises(Stop):
-        train(config_for(data, checkpoint_every=0), tmp_path / "run", report=stop)
-    tensors, before = read_tensors(tmp_path / "run" / CHECKPOINT)
+    folder = tmp_path / "run"
+    shutil.copytree(stopped, folder)
+    tensors, before = read_tensors(folder / CHECKPOINT)
     changed = {name: value for name, value in (tensors | state).items() if value is not None}
-    write_tensors(tmp_path / "run" / CHECKPOINT, changed, before | about)
+    write_tensors(folder / CHECKPOINT, changed, before | about)
     with pytest.raises(ModelError, match=message):
-        resume(tmp_path / "run")
+        resume(folder)

@@ -9,11 +9,10 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -26,54 +25,44 @@ from poecaps.training.checkpoint import CHECKPOINT
 from poecaps.training.distributed import Distributed, RandomNumbers
 from poecaps.training.interrupts import Interrupts
 from poecaps.training.trainer import Trainer
+from tests import worker
 from tests.training.runs import OPTIONS, assert_same_weights, config_for, metrics, weights
 from tests.training.test_density import density_config
 from tests.training.test_views import config_with
 
-# torchrun, but a stopped process is killed after one second instead of thirty.
-TORCHRUN = """
-from torch.distributed import run
-from torch.distributed.elastic.multiprocessing.api import PContext
-PContext.close.__defaults__ = (None, 1)
-run.main()
-"""
+if TYPE_CHECKING:
+    from tests.processes import Commands, Process
+
 EXACT = ["--precision", "float32"]  # because bfloat16 rounds each share by itself
+# torchrun starts `python -m poecaps`, or forks, which saves the import of PyTorch.
+EXECUTED = ["-m", "poecaps"]
+FORKED = ["--start-method", "fork", "--run-path", worker.__file__]
 
 
 def torchrun(
-    data: Path, folder: Path, *options: str, restarts: int = 0, resume: bool = False, size: int = 2
-) -> subprocess.Popen[str]:
+    commands: Commands,
+    data: Path,
+    folder: Path,
+    *options: str,
+    program: list[str] = FORKED,
+    restarts: int = 0,
+    resume: bool = False,
+    size: int = 2,
+) -> Process:
     loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
-    launcher = [
-        *(sys.executable, "-c", TORCHRUN),
-        "--standalone",
-        "--nproc-per-node",
-        str(size),
-    ]
-    launcher += ["--max-restarts", str(restarts), "--local-addr", "127.0.0.1"]
+    launcher = ["--standalone", "--nproc-per-node", str(size), "--max-restarts", str(restarts)]
     start = ["--data", str(data), "--out", str(folder), *OPTIONS]
-    arguments = [
-        *(*launcher, "-m", "poecaps", "train"),
+    return commands.start(
+        *(*launcher, "--local-addr", "127.0.0.1", *program, "train"),
         *(["--resume", str(folder)] if resume else start),
         *(*options, "--no-figures"),
-    ]
-    environment = os.environ | {
-        "GLOO_SOCKET_IFNAME": loopback,
-        "OMP_NUM_THREADS": "1",
-    }
-    return subprocess.Popen(
-        arguments,
-        env=environment,
-        stderr=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(
-            signal.SIGINT, signal.default_int_handler
-        ),  # even if the tests ignore it
+        module="tests.torchrun",
+        GLOO_SOCKET_IFNAME=loopback,
+        OMP_NUM_THREADS="1",
     )
 
 
-def finish(process: subprocess.Popen[str]) -> str:
+def finish(process: Process) -> str:
     try:
         _, err = process.communicate(timeout=300)
     except subprocess.TimeoutExpired:
@@ -85,10 +74,10 @@ def finish(process: subprocess.Popen[str]) -> str:
 
 
 @pytest.fixture(scope="module")
-def pair(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def pair(commands: Commands, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two processes that each see 8 of the 16 images of a batch."""
     folder = tmp_path_factory.mktemp("pair") / "run"
-    err = finish(torchrun(data, folder, *EXACT))
+    err = finish(torchrun(commands, data, folder, *EXACT, program=EXECUTED))
     assert err.count("epoch 3.0/3") == 4  # only the first process prints progress
     return folder
 
@@ -117,20 +106,26 @@ def test_two_processes_learn_what_one_learns(pair: Path, single: Path) -> None:
     assert json.loads((pair / "run.json").read_text())["starts"][0]["processes"] == 2
 
 
-@pytest.mark.parametrize("groups", [0, 4])
-def test_two_processes_share_chains_and_views(groups: int, data: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "chains",
+    [{"groups": 4, "lifetime": 6}, {"levels": 4, "lifetime": 0}],
+    ids=["groups", "tempered"],
+)
+def test_two_processes_share_chains_and_views(
+    chains: dict[str, int], commands: Commands, data: Path, tmp_path: Path
+) -> None:
     """Chains, images, views and random numbers are divided; the decoders have no steps."""
     arguments = f"""
-        --density.groups {groups}
+        {" ".join(f"--density.{name} {value}" for name, value in chains.items())}
         --autoencoder.epochs 1 --encoder.epochs 2 --decoder.epochs 0 --pixel-decoder.epochs 0
         --model.density.experts 3 4 --model.density.linear-dims 2 --model.density.strength 2
         --model.density.base-components 4 --density.epochs 2 --density.chains 16
-        --density.lifetime 6 --density.leapfrog-steps 2 --density.partition-chains 4
+        --density.leapfrog-steps 2 --density.partition-chains 4
         --density.partition-steps 3 --encoder.winners 1 --encoder.target-firing 0.5
         --encoder.views.count 3 --encoder.views.rotation 30 --encoder.views.mirror"""
-    finish(torchrun(data, tmp_path / "two", *EXACT, *arguments.split()))
+    finish(torchrun(commands, data, tmp_path / "two", *EXACT, *arguments.split()))
     encoder = config_with(data).encoder
-    config = density_config(data, stage={"groups": groups})
+    config = density_config(data, stage=chains)
     train(replace(config, encoder=encoder, precision="float32"), tmp_path / "one")
     ours, theirs = weights(tmp_path / "two"), weights(tmp_path / "one")
     parts = ("density.", "whitening.", "encoders.")
@@ -154,19 +149,19 @@ def test_the_logged_loss_is_that_of_the_whole_batch(pair: Path, single: Path) ->
     assert len(theirs) > 10
 
 
-def children(process: subprocess.Popen[str]) -> list[int]:
+def children(process: Process) -> list[int]:
     return [
         int(each)
         for each in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     ]
 
 
-def until_stage(process: subprocess.Popen[str], folder: Path, stage: int) -> dict[str, Any]:
+def until_stage(process: Process, folder: Path, stage: int) -> dict[str, Any]:
     """Wait until a run is in a stage, such as 1, the first encoder; return its checkpoint."""
     before: dict[str, Any] = {}
     while before.get("stage", 0) < stage:
         assert process.poll() is None, process.communicate()
-        time.sleep(0.01)
+        time.sleep(0.02)
         if (folder / CHECKPOINT).exists():
             _, before = read_tensors(folder / CHECKPOINT)
     return before
@@ -179,11 +174,11 @@ needs_proc = pytest.mark.skipif(
 
 @needs_proc
 def test_killed_workers_cost_at_most_the_steps_since_the_last_checkpoint(
-    data: Path, pair: Path, tmp_path: Path
+    commands: Commands, data: Path, pair: Path, tmp_path: Path
 ) -> None:
     """First the one that writes the checkpoints is killed, then the other one."""
     folder = tmp_path / "run"
-    process = torchrun(data, folder, *EXACT, restarts=2)
+    process = torchrun(commands, data, folder, *EXACT, restarts=2)
     before: list[dict[str, Any]] = []
     for victim, stage in enumerate((1, 3)):  # the first encoder, the first decoder
         before.append(until_stage(process, folder, stage))
@@ -202,11 +197,11 @@ def test_killed_workers_cost_at_most_the_steps_since_the_last_checkpoint(
 @needs_proc
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_stopped_worker_ends_the_attempt_and_the_next_one_goes_on(
-    victim: int, data: Path, pair: Path, tmp_path: Path
+    victim: int, commands: Commands, data: Path, pair: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
     timeout = ["--process-timeout", "5"]
-    process = torchrun(data, folder, *EXACT, *timeout, restarts=3)  # for a slow machine
+    process = torchrun(commands, data, folder, *EXACT, *timeout, restarts=3)  # for a slow machine
     before = until_stage(process, folder, 1)
     os.kill(children(process)[victim], signal.SIGSTOP)
     err = finish(process)
@@ -220,24 +215,24 @@ def test_a_stopped_worker_ends_the_attempt_and_the_next_one_goes_on(
 
 @needs_proc
 def test_a_run_goes_on_with_fewer_or_more_processes(
-    data: Path, single: Path, tmp_path: Path
+    commands: Commands, data: Path, single: Path, tmp_path: Path
 ) -> None:
     """Begun by two, of which one is stopped, continued by four, then by one."""
     folder = tmp_path / "run"
-    process = torchrun(data, folder, *EXACT, "--process-timeout", "15")
+    process = torchrun(commands, data, folder, *EXACT, "--process-timeout", "15")
     until_stage(process, folder, 1)
     os.kill(children(process)[1], signal.SIGSTOP)
     _, err = process.communicate(timeout=300)
     assert process.returncode != 0
     assert len(re.findall("^poecaps: ", err, re.MULTILINE)) == 1  # of the process that waited
-    process = torchrun(data, folder, resume=True, size=3)
+    process = torchrun(commands, data, folder, resume=True, size=3)
     _, err = process.communicate(timeout=300)
     assert process.returncode != 0
     assert "must be a multiple of the number of processes, 3, but is 16" in err
-    process = torchrun(data, folder, "--process-timeout", "100", resume=True, size=4)
+    process = torchrun(commands, data, folder, "--process-timeout", "100", resume=True, size=4)
     while read_tensors(folder / CHECKPOINT)[1]["stage"] < 3:
         assert process.poll() is None, process.communicate()
-        time.sleep(0.01)
+        time.sleep(0.02)
     for each in children(process):
         os.kill(each, signal.SIGKILL)
     process.communicate(timeout=300)
@@ -248,16 +243,16 @@ def test_a_run_goes_on_with_fewer_or_more_processes(
 
 
 def test_an_interrupt_of_one_process_stops_all_between_two_steps(
-    data: Path, pair: Path, tmp_path: Path
+    commands: Commands, data: Path, pair: Path, tmp_path: Path
 ) -> None:
     """The process that is not interrupted saves, and what it saved is a whole step of both."""
     folder = tmp_path / "run"
     process = torchrun(
-        data, folder, *EXACT, "--checkpoint-every", "100000", "--autoencoder.epochs", "60"
+        commands, data, folder, *EXACT, "--checkpoint-every", "100000", "--autoencoder.epochs", "60"
     )
     while not (folder / "metrics.jsonl").exists():
         assert process.poll() is None, process.communicate()
-        time.sleep(0.01)
+        time.sleep(0.02)
     os.kill(children(process)[1], signal.SIGINT)
     _, err = process.communicate(timeout=300)
     assert process.returncode != 0
@@ -269,11 +264,11 @@ def test_an_interrupt_of_one_process_stops_all_between_two_steps(
 
 
 def test_a_restart_does_not_go_on_with_the_run_of_another(
-    data: Path, pair: Path, tmp_path: Path
+    commands: Commands, data: Path, pair: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(pair, tmp_path / "other")
     before = {file.name: file.read_bytes() for file in (tmp_path / "other").iterdir()}
-    process = torchrun(data, tmp_path / "other", *EXACT, restarts=1)
+    process = torchrun(commands, data, tmp_path / "other", *EXACT, restarts=1)
     _, err = process.communicate(timeout=300)
     assert process.returncode != 0
     message = "is not empty; choose a new folder, or resume its run with"

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from poecaps import CapsuleExperts
+    from tests.processes import Commands
 
 VIEWS = ViewOptions(count=3, rotation=30.0, mirror=True)
 
@@ -250,12 +251,14 @@ def test_a_single_encoder_may_be_left(data: Path, tmp_path: Path) -> None:
     assert selection["starts"] == [selection["kept"]]
 
 
-def test_two_processes_with_restarts_learn_what_one_learns(data: Path, tmp_path: Path) -> None:
+def test_two_processes_with_restarts_learn_what_one_learns(
+    commands: Commands, data: Path, tmp_path: Path
+) -> None:
     arguments = """--autoencoder.epochs 1 --encoder.epochs 2 --decoder.epochs 0
         --pixel-decoder.epochs 0 --encoder.winners 1 --encoder.target-firing 0.5
         --encoder.restarts 3 --encoder.halvings 1 --encoder.views.count 3
         --encoder.views.rotation 30 --encoder.views.mirror"""
-    finish(torchrun(data, tmp_path / "two", *EXACT, *arguments.split()))
+    finish(torchrun(commands, data, tmp_path / "two", *EXACT, *arguments.split()))
     train(config_with(data, halvings=1), tmp_path / "one")
     two, one = weights(tmp_path / "two"), weights(tmp_path / "one")
     ours, theirs = selections(tmp_path / "two"), selections(tmp_path / "one")
