@@ -15,6 +15,9 @@ draws
 resampled_draws
     The same with chains that are weighted and resampled while they are annealed: every mode is
     drawn as often as it is probable, and not as often as the annealing finds it.
+tempered_draws
+    The same with states of persistent chains that exchange states with chains at other temperatures
+    (parallel tempering): draws of P itself, if the chains cross between its modes.
 base_draws, reconstructions
     The same for draws of the base measure alone, and for the capsules of training images: what the
     experts start from, and the best that any density over these capsules can give.
@@ -64,6 +67,8 @@ if TYPE_CHECKING:
 
 HELD_OUT = 5000  # images
 CONFIDENT = 0.9  # probability from which on the classifier recognises an image
+STATES_OF_A_CHAIN = 16  # that are kept of a chain of parallel tempering
+LEVELS = 32  # of its ladder
 DRAWS_FOR_TIME = 80  # as many as `poecaps generate` draws
 
 
@@ -118,6 +123,9 @@ STUDY: dict[str, Variant] = {
     "energy, persistent chains": energy_with(**_ALONE, density__lifetime=0),
     "energy, no average": energy_with(**_ALONE, density__average=0.0),
     "energy": Variant("energy"),
+    "energy, tempered chains": energy_with(
+        **_ALONE, density__lifetime=0, density__levels=LEVELS, density__chains=64 * LEVELS
+    ),
     "energy, weighted chains": energy_with(**_ALONE, **_WEIGHTED),
     "energy, weighted chains, strengths 2 ×": energy_with(
         **_ALONE, **_WEIGHTED, density__strength_rate=2.0
@@ -215,6 +223,8 @@ def run(job: Job) -> dict[str, Any]:
     }
     resampled = sample_from_noise(model.density, o.samples, o.steps, job.seed, resample=True)
     row["resampled_draws"] = measure(resampled.capsules)
+    tempered = sample_by_tempering(model.density, o.samples, o.steps, job.seed)
+    row["tempered_draws"] = measure(tempered)
     base_draws = draw_from_base(model.density, o.samples, job.seed)
     row["base_draws"] = measure(base_draws)
     row["reconstructions"] = measure(capsules_of(model, training, o.samples))
@@ -293,6 +303,22 @@ def sample_from_noise(
         resample=resample,
         generator=torch.Generator(density.weight.device).manual_seed(seed),
     )
+
+
+@torch.no_grad()
+def sample_by_tempering(density: CapsuleDensity, count: int, steps: int, seed: int) -> Tensor:
+    """Draw by parallel tempering, sixteen times with each chain: (count, I, K)."""
+    chains = -(-count // STATES_OF_A_CHAIN)
+    samples = sampling.sample(
+        density,
+        chains,
+        steps=steps + steps // 2,
+        anneal=steps // 2,
+        ladder=sampling.tempering_ladder(LEVELS),
+        keep_every=max(1, steps // STATES_OF_A_CHAIN),
+        generator=torch.Generator(density.weight.device).manual_seed(seed),
+    )
+    return torch.cat(samples.strip[-STATES_OF_A_CHAIN:])[:count]
 
 
 def draw(density: CapsuleDensity, count: int, steps: int, seed: int) -> tuple[Samples, float]:
@@ -376,6 +402,11 @@ RESAMPLED_COLUMNS = {
     "classes, resampled": ("resampled_draws.tied.classes", ".2f"),
     "Fréchet distance, resampled": ("resampled_draws.tied.frechet", ".0f"),
 }
+TEMPERED_COLUMNS = {
+    "recognisable, tempered": ("tempered_draws.tied.recognisable", ".1%"),
+    "classes, tempered": ("tempered_draws.tied.classes", ".2f"),
+    "Fréchet distance, tempered": ("tempered_draws.tied.frechet", ".0f"),
+}
 TIME_COLUMNS = {
     "training, s": ("training_seconds", ".0f"),
     "80 draws, s": ("draws.seconds", ".1f"),
@@ -384,7 +415,9 @@ TIME_COLUMNS = {
 
 def table(rows: Sequence[Mapping[str, Any]], columns: variants.Columns | None = None) -> str:
     """Format rows as a Markdown table, by default with all columns; see `variants.table`."""
-    columns = columns or NATS_COLUMNS | DRAW_COLUMNS | RESAMPLED_COLUMNS | TIME_COLUMNS
+    columns = columns or (
+        NATS_COLUMNS | DRAW_COLUMNS | RESAMPLED_COLUMNS | TEMPERED_COLUMNS | TIME_COLUMNS
+    )
     return variants.table(rows, {name: name for name in STUDY}, columns, "density")
 
 

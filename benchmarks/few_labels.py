@@ -17,8 +17,7 @@ import torch
 import poecaps
 from benchmarks import machine
 from benchmarks.baselines import CODE_SIZE, PrincipalComponents, limit
-from benchmarks.intervals import mean_interval
-from benchmarks.report import markdown_table
+from benchmarks.report import few_label_table as table
 from poecaps._modules import in_batches
 from poecaps.data import load
 from poecaps.evaluation import NetworkEncoder, linear_probe
@@ -66,16 +65,6 @@ def measure(
                 accuracies[name].append(probe.test_accuracy)
         result[str(count)] = accuracies
     return result
-
-
-def table(result: Accuracies) -> str:
-    """Format accuracies as a Markdown table."""
-    names = next(iter(result.values()))
-    rows = [
-        [f"{int(count):,}", *(mean_interval(accuracies[name]).text(".3f") for name in names)]
-        for count, accuracies in result.items()
-    ]
-    return markdown_table(["labels", *names], rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

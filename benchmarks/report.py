@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from benchmarks.criteria import CHOSEN, by_measure, early, effects, many
 from benchmarks.density import DRAW_COLUMNS, NATS_COLUMNS, RESAMPLED_COLUMNS
 from benchmarks.density import table as density_table
+from benchmarks.intervals import mean_interval
 from benchmarks.libraries import PARTS
 from benchmarks.pixels import table as pixels_table
 from benchmarks.routing import COPY_RATES, ORDERS, PLAIN_TORCH, PRODUCT_RATES, SIZE_NAMES, share
@@ -850,6 +851,21 @@ def class_criteria(data: str, measure: str) -> str:
     return by_measure(numbers(data, "criteria"), measure)
 
 
+def few_labels(data: str) -> str:
+    """List the accuracy of linear classifiers that learned from few labels."""
+    return few_label_table(numbers(data, "few-labels"))
+
+
+def few_label_table(result: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
+    """Format the accuracies of `benchmarks.few_labels`, by number of labels and by features."""
+    names = next(iter(result.values()))
+    rows = [
+        [f"{int(count):,}", *(mean_interval(accuracies[name]).text(".3f") for name in names)]
+        for count, accuracies in result.items()
+    ]
+    return markdown_table(["labels", *names], rows)
+
+
 def class_many(data: str) -> str:
     """Give the results of many encoders, most of which were dropped on the way."""
     return many(numbers(data, "criteria"))
@@ -888,6 +904,7 @@ TABLES: dict[str, Callable[..., str]] = {  # name in the comment of a page: tabl
     "density-draws": density_draws,
     "density-parts": density_parts,
     "density-pixels": density_pixels,
+    "few-labels": few_labels,
     "class-effects": class_effects,
     "class-criteria": class_criteria,
     "class-early": class_early,

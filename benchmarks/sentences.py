@@ -310,6 +310,7 @@ COMPLETE_PAGES: dict[str, tuple[str, ...]] = {
     "docs/results-comparison.md": (
         "that of the RBMs (0.968–0.970)",  # ranges over models
         "The NMI of an RBM, 0.13–0.29",
+        "its 95 % interval",  # the level
     ),
 }
 RESULT = re.compile(r"\d+\.\d+|\d+ %")

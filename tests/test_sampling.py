@@ -23,12 +23,12 @@ from poecaps.sampling import (
     StepSize,
     autocorrelation,
     effective_sample_size,
-    geometric_ladder,
     hmc_step,
     sample,
     split_rhat,
     start_chains,
     swap_replicas,
+    tempering_ladder,
 )
 from tests.densities import ZOO, Known, from_zoo, make_density, two_modes
 
@@ -456,14 +456,11 @@ def test_the_acceptance_is_that_of_the_lowest_temperature(generator: torch.Gener
     assert samples.acceptance < 0.5
 
 
-def test_a_geometric_ladder_falls_by_a_constant_factor() -> None:
-    assert geometric_ladder(5, 0.001) == pytest.approx((1, 0.1, 0.01, 0.001, 0))
-    assert geometric_ladder(3, 0.2) == (1, 0.2, 0)
-    assert geometric_ladder(2) == (1, 0)
-    with pytest.raises(ValueError, match="levels must be a whole number of at least 2"):
-        geometric_ladder(1)
-    with pytest.raises(ValueError, match="lowest must be between 0 and 1, but is 1"):
-        geometric_ladder(4, 1.0)
+def test_the_ladder_of_tempering_falls_from_the_model_to_the_base_measure() -> None:
+    assert tempering_ladder(5) == pytest.approx((1, 0.75**1.5, 0.5**1.5, 0.125, 0))
+    assert tempering_ladder(2) == (1, 0)
+    with pytest.raises(ValueError, match="levels must be a whole number of at least 2, but is 1"):
+        tempering_ladder(1)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -50,12 +50,12 @@ __all__ = [
     "Target",
     "autocorrelation",
     "effective_sample_size",
-    "geometric_ladder",
     "hmc_step",
     "sample",
     "split_rhat",
     "start_chains",
     "swap_replicas",
+    "tempering_ladder",
 ]
 
 # Share of the steps of a chain from noise in which it is annealed from the base measure.
@@ -510,15 +510,6 @@ def tempering_ladder(levels: int) -> tuple[float, ...]:
     """
     checks.require_int("levels", levels, 2)
     return tuple((1 - level / (levels - 1)) ** 1.5 for level in range(levels))
-
-
-def geometric_ladder(levels: int, lowest: float = 0.05) -> tuple[float, ...]:
-    """Return inverse temperatures from 1 down to `lowest`, by a constant factor, then 0."""
-    checks.require_int("levels", levels, 2)
-    if not 0 < lowest < 1:
-        raise ValueError(f"lowest must be between 0 and 1, but is {lowest}")
-    steps = max(1, levels - 2)
-    return (*(lowest ** (level / steps) for level in range(levels - 1)), 0.0)
 
 
 class StepSize:

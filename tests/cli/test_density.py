@@ -17,7 +17,7 @@ import poecaps
 from poecaps import likelihood as likelihoods
 from poecaps.cli.main import main
 from poecaps.code_density import DENSITY_DOMAINS
-from poecaps.sampling import Samples, geometric_ladder
+from poecaps.sampling import Samples, tempering_ladder
 from tests.cli.conftest import arrays
 from tests.networks import shorten_chains, tiny_network
 
@@ -125,7 +125,7 @@ def test_tempering_prints_how_often_states_were_exchanged(
     assert "exchanges" not in capsys.readouterr().out
     assert main(["sample", str(dense), *SHORT, "--steps", "30", "--temper", "4", *out]) == 0
     (line,) = re.findall(r"^exchanges accepted +(.*)$", capsys.readouterr().out, re.M)
-    samples = drawn(dense, steps=30, ladder=geometric_ladder(4))
+    samples = drawn(dense, steps=30, ladder=tempering_ladder(4))
     assert line.split() == [f"{rate:.2f}" for rate in samples.swap_rates]
     assert len(line.split()) == 3  # pairs of neighbours
     assert any(float(rate) > 0 for rate in line.split())
@@ -176,7 +176,7 @@ def test_images_are_generated_from_the_density(
         "tied": (["--tied", "--out", str(copy / "figures" / "tied.png")], {"tied": True}),
         "tempered": (
             ["--temper", "3", "--out", str(copy / "figures" / "tempered.png")],
-            {"ladder": geometric_ladder(3)},
+            {"ladder": tempering_ladder(3)},
         ),
     }
     found = []

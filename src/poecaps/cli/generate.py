@@ -24,7 +24,7 @@ from poecaps.cli.options import (
 from poecaps.cli.outputs import FIGURES, default_output, require_png, say
 from poecaps.code_density import DOMAIN_INFO, DOMAINS, Domain
 from poecaps.network import DENSITY_STEPS, TRAVERSAL_REACH, TRAVERSAL_STEPS, CapsuleNetwork
-from poecaps.sampling import geometric_ladder
+from poecaps.sampling import tempering_ladder
 
 if TYPE_CHECKING:
     from poecaps.data import ImageSet
@@ -168,7 +168,7 @@ def temperatures(temper: int | None) -> tuple[float, ...] | None:
     if temper is None:
         return None
     checks.require_int("temper", temper, 2)
-    return geometric_ladder(temper)
+    return tempering_ladder(temper)
 
 
 def draw_density(
