@@ -17,7 +17,7 @@ import torch
 import poecaps
 from benchmarks import machine
 from benchmarks.baselines import CODE_SIZE, PrincipalComponents, limit
-from benchmarks.report import few_label_table as table
+from benchmarks.report import few_label_table
 from poecaps._modules import in_batches
 from poecaps.data import load
 from poecaps.evaluation import NetworkEncoder, linear_probe
@@ -112,7 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         COUNTS,
         options.subsets,
     )
-    print(table(result))
+    print(few_label_table(result))
     machine.write(result, options.json)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from benchmarks.few_labels import measure, table
+from benchmarks.few_labels import measure
+from benchmarks.report import few_label_table
 
 
 def test_a_code_that_states_the_label_needs_few_labels(generator: torch.Generator) -> None:
@@ -17,6 +18,6 @@ def test_a_code_that_states_the_label_needs_few_labels(generator: torch.Generato
     assert found["20"]["clear"] == [1, 1, 1]
     assert found["20"]["again"] == found["20"]["clear"]
     assert max(found["20"]["noise"]) < 0.8
-    lines = table(found).splitlines()
+    lines = few_label_table(found).splitlines()
     assert lines[0] == "| labels | clear | again | noise |"
     assert lines[2].startswith("| 20 | 1.000 ± 0.000 |")
