@@ -24,6 +24,8 @@ from poecaps.training.config import CRITERIA
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from benchmarks.variants import Variant
+
 
 @pytest.mark.parametrize("name", STUDY)
 def test_a_variant_is_valid_and_changes_only_its_options(name: str) -> None:
@@ -32,21 +34,25 @@ def test_a_variant_is_valid_and_changes_only_its_options(name: str) -> None:
     assert changed_options(config, "default") == {"data": "mnist", "seed": 3, **STUDY[name].changes}
 
 
-@pytest.mark.usefixtures("same_process")
-def test_every_encoder_is_measured(
-    bars: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    small = restarts_with(
+def small_with(**epochs: int) -> Variant:
+    """Return three small encoders with views."""
+    return restarts_with(
         model__features=8,
         model__capsule_dim=4,
         model__experts=((3, 5),),
         model__equalized_components=2,
-        autoencoder__epochs=1,
-        encoder__epochs=1,
         encoder__restarts=3,
         encoder__views__count=2,
         batch_size=16,
+        **epochs,
     )
+
+
+@pytest.mark.usefixtures("same_process")
+def test_every_encoder_is_measured(
+    bars: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = small_with(autoencoder__epochs=1, encoder__epochs=1)
     monkeypatch.setitem(STUDY, "small", small)
     rows = tmp_path / "rows.json"
     arguments = ["--data", str(bars), "--device", "cpu", "--only", "small", "--held-out", "20"]
@@ -70,17 +76,7 @@ def test_an_early_comparison_is_compared_with_the_end(
     bars: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With `--compare`, all encoders are compared on the way, and learn to the end."""
-    small = restarts_with(
-        model__features=8,
-        model__capsule_dim=4,
-        model__experts=((3, 5),),
-        model__equalized_components=2,
-        autoencoder__epochs=0,
-        encoder__epochs=2,
-        encoder__restarts=3,
-        encoder__views__count=2,
-        batch_size=16,
-    )
+    small = small_with(autoencoder__epochs=0, encoder__epochs=2)
     halved = replace(small, changes={**small.changes, "encoder.halvings": 1})
     monkeypatch.setitem(STUDY, "small", small)
     monkeypatch.setitem(STUDY, "halved", halved)

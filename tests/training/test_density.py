@@ -422,8 +422,12 @@ def test_only_the_preset_energy_has_a_density() -> None:
         ({"groups": 3, "chains": 6}, ValueError, "density.groups must be 0, or at least 4 with"),
         ({"groups": 4, "chains": 10}, ValueError, "divide density.chains, 10, but is 4"),
         ({"groups": 4, "lifetime": 0}, ValueError, "groups must be 0, or at least 4 with"),
-        ({"levels": 4}, ValueError, "levels must be 0, or at least 2 with density.lifetime 0"),
-        ({"levels": 1, "lifetime": 0}, ValueError, "levels must be 0, or at least 2 with"),
+        (
+            {"levels": 4},
+            ValueError,
+            r"levels needs persistent chains, density.lifetime 0, but that is",
+        ),
+        ({"levels": 1, "lifetime": 0}, ValueError, "levels must be 0, or at least 2 and divide"),
         ({"levels": 3, "lifetime": 0}, ValueError, "divide density.chains, 16, but is 3"),
         ({"leapfrog_steps": 0}, ValueError, "leapfrog_steps must be .* from 1 to 100"),
         ({"target_acceptance": 0.0}, ValueError, "density.target_acceptance between 0 and 1"),
@@ -651,6 +655,21 @@ def test_the_chains_estimate_the_partition_function_of_a_density_that_learns(
             assert chains.log_partition() == pytest.approx(exact, abs=tolerance)
             assert error < 0.2
     assert exact - first > 1  # so that the estimate for the first density would fail
+
+
+def test_tempered_chains_estimate_the_partition_function(
+    density: CapsuleDensity, generator: torch.Generator
+) -> None:
+    """By a product of ratios between neighbours, also of a density that has just changed."""
+    chains = chains_on(density, generator, chains=6000, levels=6, lifetime=0)
+    random = RandomNumbers(generator, Distributed())
+    for strength in (0.0, 0.3):
+        density.log_strength.data += strength
+        for _ in range(40):
+            chains.advance(random)
+        exact = exact_log_partition(density)
+        assert chains.log_partition() == pytest.approx(exact, abs=0.1)
+    assert chains.at_model().sum() == 1000
 
 
 def test_the_step_size_of_the_chains_is_adapted(

@@ -223,10 +223,15 @@ class DensityStage(CapsuleStage):
                 f"{name}.chains, {self.chains}, but is {self.groups}"
             )
         checks.require_int(f"{name}.levels", self.levels, 0)
-        if self.levels and (self.lifetime or self.levels < 2 or self.chains % self.levels):
+        if self.levels and self.lifetime:
             raise ValueError(
-                f"{name}.levels must be 0, or at least 2 with {name}.lifetime 0 and divide "
-                f"{name}.chains, {self.chains}, but is {self.levels}"
+                f"{name}.levels needs persistent chains, {name}.lifetime 0, but that is "
+                f"{self.lifetime}"
+            )
+        if self.levels == 1 or (self.levels and self.chains % self.levels):
+            raise ValueError(
+                f"{name}.levels must be 0, or at least 2 and divide {name}.chains, "
+                f"{self.chains}, but is {self.levels}"
             )
         checks.require_int(f"{name}.leapfrog_steps", self.leapfrog_steps, 1, MAX_ITERATIONS)
         checks.require_share(f"{name}.target_acceptance", self.target_acceptance)
