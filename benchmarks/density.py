@@ -17,7 +17,8 @@ resampled_draws
     drawn as often as it is probable, and not as often as the annealing finds it.
 tempered_draws
     The same with states of persistent chains that exchange states with chains at other temperatures
-    (parallel tempering): draws of P itself, if the chains cross between its modes.
+    (parallel tempering): draws of P itself, if the chains cross between its modes. With the lowest
+    rate of exchange between two levels of the ladder. `--levels 0` leaves them out.
 base_draws, reconstructions
     The same for draws of the base measure alone, and for the capsules of training images: what the
     experts start from, and the best that any density over these capsules can give.
@@ -68,7 +69,7 @@ if TYPE_CHECKING:
 HELD_OUT = 5000  # images
 CONFIDENT = 0.9  # probability from which on the classifier recognises an image
 STATES_OF_A_CHAIN = 16  # that are kept of a chain of parallel tempering
-LEVELS = 32  # of its ladder
+LEVELS = 48  # of its ladder
 DRAWS_FOR_TIME = 80  # as many as `poecaps generate` draws
 
 
@@ -223,8 +224,11 @@ def run(job: Job) -> dict[str, Any]:
     }
     resampled = sample_from_noise(model.density, o.samples, o.steps, job.seed, resample=True)
     row["resampled_draws"] = measure(resampled.capsules)
-    tempered = sample_by_tempering(model.density, o.samples, o.steps, job.seed)
-    row["tempered_draws"] = measure(tempered)
+    if o.levels:
+        tempered, swap_rate = sample_by_tempering(
+            model.density, o.samples, o.steps, o.levels, job.seed
+        )
+        row["tempered_draws"] = {"levels": o.levels, "swap_rate": swap_rate, **measure(tempered)}
     base_draws = draw_from_base(model.density, o.samples, job.seed)
     row["base_draws"] = measure(base_draws)
     row["reconstructions"] = measure(capsules_of(model, training, o.samples))
@@ -306,19 +310,32 @@ def sample_from_noise(
 
 
 @torch.no_grad()
-def sample_by_tempering(density: CapsuleDensity, count: int, steps: int, seed: int) -> Tensor:
-    """Draw by parallel tempering, sixteen times with each chain: (count, I, K)."""
+def sample_by_tempering(
+    density: CapsuleDensity, count: int, steps: int, levels: int, seed: int
+) -> tuple[Tensor, float]:
+    """Draw by parallel tempering, sixteen times with each chain.
+
+    The states of the first half of the steps are not kept: they depend on how the chains began.
+
+    Returns
+    -------
+    capsules : (count, I, K)
+    swap_rate
+        The lowest rate of exchange between two neighbouring levels.
+    """
     chains = -(-count // STATES_OF_A_CHAIN)
+    keep_every = max(1, steps // STATES_OF_A_CHAIN)
+    kept = keep_every * STATES_OF_A_CHAIN
     samples = sampling.sample(
         density,
         chains,
-        steps=steps + steps // 2,
-        anneal=steps // 2,
-        ladder=sampling.tempering_ladder(LEVELS),
-        keep_every=max(1, steps // STATES_OF_A_CHAIN),
+        steps=2 * kept,
+        anneal=kept,
+        ladder=sampling.tempering_ladder(levels),
+        keep_every=keep_every,
         generator=torch.Generator(density.weight.device).manual_seed(seed),
     )
-    return torch.cat(samples.strip[-STATES_OF_A_CHAIN:])[:count]
+    return torch.cat(samples.strip[-STATES_OF_A_CHAIN:])[:count], min(samples.swap_rates)
 
 
 def draw(density: CapsuleDensity, count: int, steps: int, seed: int) -> tuple[Samples, float]:
@@ -406,6 +423,7 @@ TEMPERED_COLUMNS = {
     "recognisable, tempered": ("tempered_draws.tied.recognisable", ".1%"),
     "classes, tempered": ("tempered_draws.tied.classes", ".2f"),
     "Fréchet distance, tempered": ("tempered_draws.tied.frechet", ".0f"),
+    "lowest swap rate": ("tempered_draws.swap_rate", ".2f"),
 }
 TIME_COLUMNS = {
     "training, s": ("training_seconds", ".0f"),
@@ -430,6 +448,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument(
         "--temperatures", type=int, default=2000, help="of the likelihood (default: 2000)"
+    )
+    parser.add_argument(
+        "--levels",
+        type=int,
+        default=LEVELS,
+        help=f"levels of parallel tempering; 0: no such draws (default: {LEVELS})",
     )
     parser.add_argument("--pictures", type=Path, help="folder for pictures of the draws")
     variants.run_study(parser, arguments, STUDY, run, table)

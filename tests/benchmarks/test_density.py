@@ -88,7 +88,7 @@ def test_a_variant_is_trained_and_measured(
     monkeypatch.setitem(STUDY, "small", energy_with(**SMALL))
     rows = tmp_path / "rows.json"
     arguments = ["--data", "mnist-sample", "--device", "cpu", "--only", "small"]
-    arguments += ["--samples", "20", "--steps", "30", "--temperatures", "5"]
+    arguments += ["--samples", "20", "--steps", "30", "--temperatures", "5", "--levels", "3"]
     arguments += ["--held-out", str(held_out), "--pictures", str(tmp_path / "pictures")]
     main([*arguments, "--seeds", "0,1", "--json", str(rows)])
     found = json.loads(rows.read_text())
@@ -101,7 +101,7 @@ def test_a_variant_is_trained_and_measured(
         assert 0 <= row["draws"]["tied"]["recognisable"] <= 1
         assert row["base_draws"]["tied"] != row["draws"]["tied"]
         assert row["resampled_draws"].keys() == row["base_draws"].keys()
-        assert row["tempered_draws"].keys() == row["base_draws"].keys()
+        assert row["tempered_draws"].keys() == {"levels", "swap_rate", *row["base_draws"]}
         assert row["reconstructions"]["tied"]["frechet"] < row["base_draws"]["tied"]["frechet"]
         assert row["nearest"]["images"]["tied"] > 0
         assert row["held_out"] == held_out
