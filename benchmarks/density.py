@@ -243,6 +243,8 @@ def run(job: Job) -> dict[str, Any]:
         file = f"{o.data}-{job.file_name}"
         save_pictures(model, samples.capsules, o.pictures / file)
         save_pictures(model, base_draws, o.pictures / f"{file}-base")
+        if o.levels:
+            save_pictures(model, tempered, o.pictures / f"{file}-tempered")
     return row
 
 

@@ -106,7 +106,7 @@ def test_a_variant_is_trained_and_measured(
         assert row["nearest"]["images"]["tied"] > 0
         assert row["held_out"] == held_out
         assert "--preset energy" in row["command"]
-    assert len(list((tmp_path / "pictures").glob("mnist-sample-small-[01]-*.png"))) == 8
+    assert len(list((tmp_path / "pictures").glob("mnist-sample-small-[01]-*.png"))) == 12
     capsys.readouterr()
     main(["--table", str(rows)])
     assert "| small | 2 |" in capsys.readouterr().out
