@@ -12,13 +12,10 @@ draws
     From chains that start from noise, decoded by the tied filters of the autoencoder and, if the
     model has one, by the pixel decoder: the share that a classifier recognises, the effective
     number of classes, the Fréchet distance, and the share that is recognisable only when mirrored.
-resampled_draws
-    The same with chains that are weighted and resampled while they are annealed: every mode is
-    drawn as often as it is probable, and not as often as the annealing finds it.
 tempered_draws
     The same with states of persistent chains that exchange states with chains at other temperatures
-    (parallel tempering): draws of P itself, if the chains cross between its modes. With the lowest
-    rate of exchange between two levels of the ladder. `--levels 0` leaves them out.
+    (parallel tempering, as `poecaps generate --domain model` draws): those of P itself. With the
+    lowest rate of exchange between two levels of the ladder. `--levels 0` leaves them out.
 base_draws, reconstructions
     The same for draws of the base measure alone, and for the capsules of training images: what the
     experts start from, and the best that any density over these capsules can give.
@@ -68,8 +65,6 @@ if TYPE_CHECKING:
 
 HELD_OUT = 5000  # images
 CONFIDENT = 0.9  # probability from which on the classifier recognises an image
-STATES_OF_A_CHAIN = 16  # that are kept of a chain of parallel tempering
-LEVELS = 48  # of its ladder
 DRAWS_FOR_TIME = 80  # as many as `poecaps generate` draws
 
 
@@ -88,6 +83,8 @@ _SMALL = {
     "model__density__base_components": 0,
     "model__density__base_max_variance": None,
     "density__chains": 512,
+    "density__lifetime": 300,
+    "density__levels": 0,
     "density__epochs": 5,
 }
 _PAPER = {
@@ -97,11 +94,16 @@ _PAPER = {
     "density__strength_rate": 0.0,
 }
 _STRONG = {**_SMALL, "model__density__strength": 20.0}
-_WEIGHTED = {
-    "density__groups": 8,
-    "density__chains": 4096,
-    "density__lifetime": 600,
-    "density__final_learning_rate_ratio": 0.01,
+_WIDE = {
+    "model__density__base_components": 1024,
+    "model__density__base_max_variance": 30.0,
+}
+_LONG = {"density__epochs": 26, "density__final_learning_rate_ratio": 0.01}
+_ANNEALED = {
+    **_WIDE,
+    "density__chains": 1024,
+    "density__lifetime": 300,
+    "density__levels": 0,
 }
 
 STUDY: dict[str, Variant] = {
@@ -121,21 +123,30 @@ STUDY: dict[str, Variant] = {
     "60 experts of 8, principal components": energy_with(
         **_ALONE, model__density__experts=(60, 8), model__density__strength=10.0
     ),
-    "energy, persistent chains": energy_with(**_ALONE, density__lifetime=0),
-    "energy, no average": energy_with(**_ALONE, density__average=0.0),
     "energy": Variant("energy"),
-    "energy, tempered chains": energy_with(
-        **_ALONE, density__lifetime=0, density__levels=LEVELS, density__chains=64 * LEVELS
+    "energy, 26 epochs": energy_with(**_ALONE, **_LONG),
+    "energy, variances up to 30": energy_with(**_ALONE, model__density__base_max_variance=30.0),
+    "energy, variances without a limit": energy_with(model__density__base_max_variance=None),
+    "energy, 128 components, 26 epochs": energy_with(
+        **_ALONE, **_LONG, model__density__base_components=128
     ),
-    "energy, weighted chains": energy_with(**_ALONE, **_WEIGHTED),
-    "energy, weighted chains, strengths 2 ×": energy_with(
-        **_ALONE, **_WEIGHTED, density__strength_rate=2.0
+    "energy, 1,024 components": energy_with(**_ALONE, **_WIDE),
+    "energy, 1,024 components, 26 epochs": energy_with(**_ALONE, **_WIDE, **_LONG),
+    "energy, annealed chains, 1,024 components": energy_with(**_ANNEALED),
+    "energy, annealed chains, 1,024 components, no average": energy_with(
+        **_ALONE, **_ANNEALED, density__average=0.0
     ),
-    "energy, weighted chains, 12,168 steps of half the rate": energy_with(
-        **_ALONE, **_WEIGHTED, density__learning_rate=1e-3, density__epochs=26
+    "energy, persistent chains, 1,024 components": energy_with(
+        **_ALONE, **{**_ANNEALED, "density__lifetime": 0}
     ),
-    "energy, variances up to 100, lives of 600 steps": energy_with(
-        model__density__base_max_variance=100.0, density__lifetime=600
+    "energy, annealed chains, 1,024 components, variances up to 100, lives of 600 steps": (
+        energy_with(
+            **{
+                **_ANNEALED,
+                "model__density__base_max_variance": 100.0,
+                "density__lifetime": 600,
+            }
+        )
     ),
 }
 
@@ -215,20 +226,21 @@ def run(job: Job) -> dict[str, Any]:
     row["nats"] = likelihood(model, images, temperatures=o.temperatures, seed=job.seed)
     classifier = load_classifier(o.data, device=model.device)
     measure = partial(measure_draws, model, images=images, classifier=classifier)
-    samples, seconds = draw(model.density, o.samples, o.steps, job.seed)
+    samples, seconds = draw(sample_from_noise, model.density, o.samples, o.steps, job.seed)
     row["draws"] = {
         "seconds": seconds,
         "acceptance": samples.acceptance,
         "split_rhat": samples.split_rhat,
         **measure(samples.capsules),
     }
-    resampled = sample_from_noise(model.density, o.samples, o.steps, job.seed, resample=True)
-    row["resampled_draws"] = measure(resampled.capsules)
     if o.levels:
-        tempered, swap_rate = sample_by_tempering(
-            model.density, o.samples, o.steps, o.levels, job.seed
-        )
-        row["tempered_draws"] = {"levels": o.levels, "swap_rate": swap_rate, **measure(tempered)}
+        tempered, seconds = draw(draw_by_tempering, model.density, o.samples, o.levels, job.seed)
+        row["tempered_draws"] = {
+            "seconds": seconds,
+            "levels": o.levels,
+            "swap_rate": min(tempered.swap_rates),
+            **measure(tempered.capsules),
+        }
     base_draws = draw_from_base(model.density, o.samples, job.seed)
     row["base_draws"] = measure(base_draws)
     row["reconstructions"] = measure(capsules_of(model, training, o.samples))
@@ -236,6 +248,7 @@ def run(job: Job) -> dict[str, Any]:
         name: nearest_training_images(model, capsules, training)
         for name, capsules in (
             ("draws", samples.capsules),
+            *((("tempered_draws", tempered.capsules),) if o.levels else ()),
             ("images", capsules_of(model, images, o.samples)),
         )
     }
@@ -244,7 +257,7 @@ def run(job: Job) -> dict[str, Any]:
         save_pictures(model, samples.capsules, o.pictures / file)
         save_pictures(model, base_draws, o.pictures / f"{file}-base")
         if o.levels:
-            save_pictures(model, tempered, o.pictures / f"{file}-tempered")
+            save_pictures(model, tempered.capsules, o.pictures / f"{file}-tempered")
     return row
 
 
@@ -296,55 +309,36 @@ def likelihood(
 
 
 @torch.no_grad()
-def sample_from_noise(
-    density: CapsuleDensity, count: int, steps: int, seed: int, *, resample: bool = False
-) -> Samples:
-    """Draw by chains from noise, as `poecaps generate --domain model` does."""
+def sample_from_noise(density: CapsuleDensity, count: int, steps: int, seed: int) -> Samples:
+    """Draw by chains that are annealed from noise, as `generate --domain model --temper 0` does."""
     anneal = round(sampling.ANNEALED_SHARE * steps)
     return sampling.sample(
         density,
         count,
         steps=steps - anneal,
         anneal=anneal,
-        resample=resample,
         generator=torch.Generator(density.weight.device).manual_seed(seed),
     )
 
 
 @torch.no_grad()
-def sample_by_tempering(
-    density: CapsuleDensity, count: int, steps: int, levels: int, seed: int
-) -> tuple[Tensor, float]:
-    """Draw by parallel tempering, sixteen times with each chain.
-
-    The states of the first half of the steps are not kept: they depend on how the chains began.
-
-    Returns
-    -------
-    capsules : (count, I, K)
-    swap_rate
-        The lowest rate of exchange between two neighbouring levels.
-    """
-    chains = -(-count // STATES_OF_A_CHAIN)
-    keep_every = max(1, steps // STATES_OF_A_CHAIN)
-    kept = keep_every * STATES_OF_A_CHAIN
-    samples = sampling.sample(
-        density,
-        chains,
-        steps=2 * kept,
-        anneal=kept,
-        ladder=sampling.tempering_ladder(levels),
-        keep_every=keep_every,
-        generator=torch.Generator(density.weight.device).manual_seed(seed),
-    )
-    return torch.cat(samples.strip[-STATES_OF_A_CHAIN:])[:count], min(samples.swap_rates)
+def draw_by_tempering(density: CapsuleDensity, count: int, levels: int, seed: int) -> Samples:
+    """Draw by parallel tempering, as `poecaps generate --domain model` does."""
+    generator = torch.Generator(density.weight.device).manual_seed(seed)
+    return sampling.draw(density, count, levels=levels, generator=generator)
 
 
-def draw(density: CapsuleDensity, count: int, steps: int, seed: int) -> tuple[Samples, float]:
-    """Draw from noise; return the samples, and the seconds of a second call for eighty draws."""
-    samples = sample_from_noise(density, count, steps, seed)
+def draw(
+    sampler: Callable[[CapsuleDensity, int, int, int], Samples],
+    density: CapsuleDensity,
+    count: int,
+    option: int,
+    seed: int,
+) -> tuple[Samples, float]:
+    """Draw by a sampler; return the draws, and the seconds of a second call for eighty draws."""
+    samples = sampler(density, count, option, seed)
     start = time.perf_counter()
-    sample_from_noise(density, DRAWS_FOR_TIME, steps, seed + 1).capsules.sum().item()
+    sampler(density, DRAWS_FOR_TIME, option, seed + 1).capsules.sum().item()
     return samples, round(time.perf_counter() - start, 2)
 
 
@@ -416,28 +410,24 @@ DRAW_COLUMNS = {
     "only mirrored": ("draws.tied.only_mirrored", ".1%"),
     "Fréchet distance, pixel decoder": ("draws.pixel_decoder.frechet", ".0f"),
 }
-RESAMPLED_COLUMNS = {
-    "recognisable, resampled": ("resampled_draws.tied.recognisable", ".1%"),
-    "classes, resampled": ("resampled_draws.tied.classes", ".2f"),
-    "Fréchet distance, resampled": ("resampled_draws.tied.frechet", ".0f"),
-}
 TEMPERED_COLUMNS = {
     "recognisable, tempered": ("tempered_draws.tied.recognisable", ".1%"),
     "classes, tempered": ("tempered_draws.tied.classes", ".2f"),
     "Fréchet distance, tempered": ("tempered_draws.tied.frechet", ".0f"),
+    "only mirrored, tempered": ("tempered_draws.tied.only_mirrored", ".1%"),
+    "Fréchet distance, tempered, pixel decoder": ("tempered_draws.pixel_decoder.frechet", ".0f"),
     "lowest swap rate": ("tempered_draws.swap_rate", ".2f"),
 }
 TIME_COLUMNS = {
     "training, s": ("training_seconds", ".0f"),
     "80 draws, s": ("draws.seconds", ".1f"),
+    "tempered, s": ("tempered_draws.seconds", ".1f"),
 }
 
 
 def table(rows: Sequence[Mapping[str, Any]], columns: variants.Columns | None = None) -> str:
     """Format rows as a Markdown table, by default with all columns; see `variants.table`."""
-    columns = columns or (
-        NATS_COLUMNS | DRAW_COLUMNS | RESAMPLED_COLUMNS | TEMPERED_COLUMNS | TIME_COLUMNS
-    )
+    columns = columns or NATS_COLUMNS | DRAW_COLUMNS | TEMPERED_COLUMNS | TIME_COLUMNS
     return variants.table(rows, {name: name for name in STUDY}, columns, "density")
 
 
@@ -454,8 +444,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--levels",
         type=int,
-        default=LEVELS,
-        help=f"levels of parallel tempering; 0: no such draws (default: {LEVELS})",
+        default=sampling.LEVELS,
+        help=f"levels of parallel tempering; 0: no such draws (default: {sampling.LEVELS})",
     )
     parser.add_argument("--pictures", type=Path, help="folder for pictures of the draws")
     variants.run_study(parser, arguments, STUDY, run, table)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from poecaps import Architecture, CapsuleNetwork, squash
+from poecaps import Architecture, CapsuleNetwork, sampling, squash
 from poecaps.options import DensityOptions
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ def shorten_chains(monkeypatch: pytest.MonkeyPatch, steps: int = 6) -> None:
         return draw(network, count, **{"steps": steps} | options)
 
     monkeypatch.setattr(CapsuleNetwork, "sample_density", drawn)
+    monkeypatch.setitem(sampling.draw.__kwdefaults__, "steps", max(steps, sampling.MAX_STATES))
 
 
 def untrained_with_density(

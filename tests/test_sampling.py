@@ -22,6 +22,7 @@ from poecaps.sampling import (
     Sampler,
     StepSize,
     autocorrelation,
+    draw,
     effective_sample_size,
     hmc_step,
     sample,
@@ -146,6 +147,47 @@ def test_chains_draw_from_the_density_with_a_ladder(
     torch.testing.assert_close(samples.free_energy[-1], energy)
     assert len(samples.swap_rates) == 3
     assert all(0.3 < rate < 1 for rate in samples.swap_rates)
+
+
+def test_modes_are_drawn_as_often_as_they_are_probable(generator: torch.Generator) -> None:
+    """Annealing finds both modes equally often, but one has 35 % of the probability."""
+    density = two_modes((10.0, 10.2))
+    annealed = sample(density, 2000, anneal=100, steps=20, generator=generator).capsules
+    assert (annealed > 0).double().mean().item() == pytest.approx(0.5, abs=0.05)
+    samples = draw(density, 2000, steps=600, levels=8, generator=generator)
+    assert samples.capsules.shape == (2000, 1, 1)
+    assert (samples.capsules > 0).double().mean().item() == pytest.approx(0.354, abs=0.05)
+    assert len(samples.swap_rates) == 7
+
+
+@pytest.mark.parametrize(
+    ("count", "chains", "every"), [(1, 1, 100), (5, 5, 100), (80, 16, 8), (300, 19, 2)]
+)
+def test_a_chain_gives_several_draws(
+    count: int, chains: int, every: int, generator: torch.Generator
+) -> None:
+    """At equal distances, the last of them at the end."""
+    density, seen = two_modes((3.0, 3.0)), []
+    samples = draw(
+        density,
+        count,
+        steps=100,
+        levels=3,
+        generator=generator,
+        report=lambda done, total: seen.append((done, total)),
+    )
+    total = 100 - 100 % every
+    assert seen[-1] == (total, total)
+    assert samples.capsules.shape == (count, 1, 1)
+    assert samples.free_energy.shape == (total - total // 5, chains)
+    kept = samples.free_energy.flip(0)[::every][: -(-count // chains)].flip(0)
+    energy = density.free_energy(samples.capsules).detach()
+    torch.testing.assert_close(energy, kept.flatten()[:count])
+
+
+def test_too_few_steps_for_the_draws_of_a_chain() -> None:
+    with pytest.raises(ValueError, match="steps must be a whole number of at least 16, but is 10"):
+        draw(two_modes((1.0, 1.0)), 256, steps=10, levels=2)
 
 
 def test_the_gibbs_sampler_is_exact_at_every_temperature(generator: torch.Generator) -> None:

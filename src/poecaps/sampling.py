@@ -49,6 +49,7 @@ __all__ = [
     "StepSize",
     "Target",
     "autocorrelation",
+    "draw",
     "effective_sample_size",
     "hmc_step",
     "sample",
@@ -64,6 +65,9 @@ INITIAL_STEP_SIZE = 0.1
 TARGET_ACCEPTANCE = 0.8  # near the optimum of HMC in many dimensions (Neal 2011: 0.65 to 0.9)
 ROUNDING = 1e-5  # share of the norm of a matrix that may be due to rounding
 ADAPTATION_RATE = 0.1  # of the logarithm of the step size, for each step
+# Draws by parallel tempering: steps of a chain and levels of the ladder, the most states that one
+# chain gives, and as many chains at least.
+DRAW_STEPS, LEVELS, MAX_STATES, MIN_CHAINS = 1500, 32, 16, 16
 
 
 # --------------------------------------------------------------------------------------------------
@@ -733,6 +737,63 @@ def sample(
         tuple((swaps / tries.clamp(min=1)).tolist()),
         tuple(strip),
     )
+
+
+def draw(
+    density: CapsuleDensity,
+    count: int,
+    *,
+    steps: int = DRAW_STEPS,
+    levels: int = LEVELS,
+    generator: torch.Generator | None = None,
+    report: Callable[[int, int], None] | None = None,
+) -> Samples:
+    """Draw from a density by parallel tempering.
+
+    Chains that are annealed from noise end in the modes that the annealing finds, whatever their
+    probability. Here, chains at several temperatures, down to the base measure, exchange their
+    states, so that they cross between the modes: a mode is drawn as often as it is probable.
+
+    A chain is annealed to its temperature in the first fifth of its steps. It forgets how it began
+    in the next two fifths, and gives up to sixteen states in the last two, at equal distances.
+
+    Parameters
+    ----------
+    density
+        The density.
+    count
+        Number of draws.
+    steps
+        Steps of a chain, rounded down to a multiple of the distance between two of its draws.
+    levels
+        Number of temperatures, see `tempering_ladder`. If `Samples.swap_rates` are below about 0.2,
+        there are too few of them.
+    generator, report
+        See `sample`.
+
+    Returns
+    -------
+    Samples
+        `Samples.capsules` holds the draws, those of one time after those of another. The other
+        attributes are those of the chains.
+    """
+    checks.require_int("count", count, 1)
+    chains = min(count, max(MIN_CHAINS, -(-count // MAX_STATES)))
+    states = -(-count // chains)
+    checks.require_int("steps", steps, max(5, states))
+    keep_every = steps if states == 1 else max(1, 2 * steps // (5 * states))
+    total = steps - steps % keep_every
+    samples = sample(
+        density,
+        chains,
+        steps=total - total // 5,
+        anneal=total // 5,
+        ladder=tempering_ladder(levels),
+        keep_every=keep_every,
+        generator=generator,
+        report=report,
+    )
+    return replace(samples, capsules=torch.cat(samples.strip[-states:])[:count], strip=())
 
 
 def _move(

@@ -44,7 +44,7 @@ SMALL: dict[str, Any] = {
     "autoencoder__epochs": 4,
     "density__epochs": 1,
     "density__chains": 16,
-    "density__lifetime": 6,
+    "density__levels": 4,
     "density__partition_chains": 32,
     "density__partition_steps": 50,
     "encoder__epochs": 0,

@@ -174,9 +174,17 @@ def test_images_are_generated_from_the_density(
         "model": ([], {}),
         "model-2": (["--expert", "2"], {"expert": 2}),
         "tied": (["--tied", "--out", str(copy / "figures" / "tied.png")], {"tied": True}),
+        "annealed": (
+            ["--temper", "0", "--out", str(copy / "figures" / "annealed.png")],
+            {"levels": 0},
+        ),
         "tempered": (
             ["--temper", "3", "--out", str(copy / "figures" / "tempered.png")],
-            {"ladder": tempering_ladder(3)},
+            {"levels": 3},
+        ),
+        "tempered-2": (
+            ["--expert", "2", "--temper", "3", "--out", str(copy / "figures" / "tempered-2.png")],
+            {"expert": 2, "levels": 3},
         ),
     }
     found = []
@@ -384,7 +392,7 @@ NO_DENSITY = "this model has no density; train one with the preset energy, or wi
         ("generate {dense} --domain learned --temper 3", OTHER_DOMAIN),
         ("generate {dense} --domain all --tied", OTHER_DOMAIN),
         ("generate {dense} --domain model --expert 3", "expert must be a whole number from 0 to 2"),
-        ("generate {dense} --domain model --steps 0", "steps must be a whole number of at least 2"),
+        ("generate {dense} --domain model --steps 0", "steps must be a whole number of at least 5"),
         ("generate {dense} --domain model --temper 1", "temper must be a whole number of at least"),
         ("generate {dense} --domain model --rows 0", "rows must be"),
         ("generate {dense} --domain model --steps 2 --out x.jpg", "let it end in .png"),

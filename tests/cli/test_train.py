@@ -19,6 +19,7 @@ import torch
 from PIL import Image
 
 import poecaps
+from poecaps import sampling
 from poecaps._json import dataclass_from_json
 from poecaps.cli.main import main
 from poecaps.cli.train import TrainingReporter
@@ -542,7 +543,7 @@ ENERGY = shlex.split("""
     --model.joint-components 4 --model.equalized-components 4 --model.density.experts 3 4
     --model.density.linear-dims 2 --model.density.base-components 4
     --autoencoder.epochs 1 --encoder.epochs 1 --decoder.epochs 1 --pixel-decoder.epochs 1
-    --density.epochs 1 --density.chains 8 --density.lifetime 6 --density.partition-chains 4
+    --density.epochs 1 --density.chains 8 --density.levels 4 --density.partition-chains 4
     --density.partition-steps 3 --batch-size 16 --device cpu
 """)
 
@@ -554,7 +555,7 @@ def test_the_preset_energy_trains_a_density_and_draws_from_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    monkeypatch.setattr("poecaps.cli.generate.DENSITY_STEPS", 6)
+    monkeypatch.setitem(sampling.draw.__kwdefaults__, "steps", 6)
     for pause in ("LIVE_DELAY", "LIVE_PAUSE"):
         monkeypatch.setattr(f"poecaps._progress.{pause}", 0.0)
     where = ["--data", str(source), "--out", str(tmp_path / "run")]

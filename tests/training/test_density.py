@@ -46,7 +46,6 @@ CHAINS, NUMBERS, COMPONENTS = 16, 32, 4  # 8 capsules of dimension 4
 VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "usual": ({}, {}),
     "without linear coordinates": ({"linear_dims": 0}, {"average": 0.0}),
-    "groups": ({}, {"groups": 4}),
     "tempered": ({}, {"levels": 4, "lifetime": 0}),
     "persistent": ({"base_components": 0}, {"lifetime": 0, "optimizer": "sgd"}),
     "routed on the ball": ({"base": "ball", "base_components": 0, "iterations": 3}, {}),
@@ -418,10 +417,6 @@ def test_only_the_preset_energy_has_a_density() -> None:
         ({"chains": 4}, ValueError, "chains must be a whole number from 5 to 1048576, but is 4"),
         ({"chains": 8.5}, TypeError, "chains must be a whole number"),
         ({"lifetime": -1}, ValueError, "lifetime must be a whole number of at least 0"),
-        ({"groups": -4}, ValueError, "groups must be a whole number of at least 0, but is -4"),
-        ({"groups": 3, "chains": 6}, ValueError, "density.groups must be 0, or at least 4 with"),
-        ({"groups": 4, "chains": 10}, ValueError, "divide density.chains, 10, but is 4"),
-        ({"groups": 4, "lifetime": 0}, ValueError, "groups must be 0, or at least 4 with"),
         (
             {"levels": 4},
             ValueError,
@@ -500,13 +495,12 @@ def density(generator: torch.Generator) -> CapsuleDensity:
     return make_density(generator, 2, 1, 2, 2, linear_dims=1).float()
 
 
-@pytest.mark.parametrize("groups", [0, 4])
 @pytest.mark.parametrize("lifetime", [1, 2, 3, 7, 49, 187])
 def test_every_chain_starts_anew_once_in_a_lifetime(
-    lifetime: int, groups: int, density: CapsuleDensity, generator: torch.Generator
+    lifetime: int, density: CapsuleDensity, generator: torch.Generator
 ) -> None:
     """No start is missed by rounding."""
-    chains = chains_on(density, generator, lifetime=lifetime, groups=groups, chains=64)
+    chains = chains_on(density, generator, lifetime=lifetime, chains=64)
     for start in (0, 1000 * lifetime):
         starts, arrivals = torch.zeros(64), torch.zeros(64)
         for step in range(start, start + 4 * lifetime):
@@ -520,12 +514,12 @@ def test_every_chain_starts_anew_once_in_a_lifetime(
         assert lifetime < 3 or torch.equal(arrivals, torch.full((64,), 4.0))
 
 
-@pytest.mark.parametrize(("count", "groups"), [(5, 0), (8, 0), (64, 0), (64, 4), (64, 8)])
+@pytest.mark.parametrize("count", [5, 8, 64])
 def test_some_chains_are_always_at_the_model(
-    count: int, groups: int, density: CapsuleDensity, generator: torch.Generator
+    count: int, density: CapsuleDensity, generator: torch.Generator
 ) -> None:
     for lifetime in (1, 2, 7, 50):
-        chains = chains_on(density, generator, chains=count, groups=groups, lifetime=lifetime)
+        chains = chains_on(density, generator, chains=count, lifetime=lifetime)
         for step in range(2 * lifetime):
             chains.step.fill_(step)
             share = (
@@ -535,20 +529,19 @@ def test_some_chains_are_always_at_the_model(
                 .item()
             )
             assert share > 0
-            assert share == pytest.approx(1 / 3, abs=1.5 / (groups or count) + 0.05)
+            assert share == pytest.approx(1 / 3, abs=1.5 / count + 0.05)
 
 
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
         ({"lifetime": 150}, 0.5),
-        ({"lifetime": 150, "groups": 4}, 0.354),
         ({"lifetime": 0, "levels": 8}, 0.354),
     ],
-    ids=["no weights", "groups", "tempered"],
+    ids=["annealed", "tempered"],
 )
 @pytest.mark.parametrize("learns", [False, True])
-def test_groups_and_tempered_chains_have_the_probabilities_of_the_modes(
+def test_only_tempered_chains_have_the_probabilities_of_the_modes(
     learns: bool, options: dict[str, Any], expected: float, generator: torch.Generator
 ) -> None:
     """Annealing finds both modes equally often, but one has 35 % of the probability.
@@ -566,25 +559,6 @@ def test_groups_and_tempered_chains_have_the_probabilities_of_the_modes(
         found.append((weight * (capsules.flatten() > 0)).sum().item())
     assert statistics.mean(found[150:]) == pytest.approx(expected, abs=0.05)
     assert statistics.mean(found[150:160]) == pytest.approx(expected, abs=0.12)
-
-
-def test_resampled_groups_have_the_right_weights(generator: torch.Generator) -> None:
-    """Annealing in ten steps gives chains of very different weights; one mode has 7.9 %."""
-    density = two_modes((30.0, 30.6)).float()
-    exact = exact_log_partition(density)
-    chains = chains_on(density, generator, chains=8000, groups=4, lifetime=15)
-    chains.step_size.value.fill_(0.3)
-    random = RandomNumbers(generator, Distributed())
-    shares, estimates, resampled = [], [], 0
-    for step in range(150):
-        capsules, weight = chains.advance(random)
-        resampled += int((chains.log_ratio.view(4, -1) == 0).all(1).sum())
-        if step >= 15:
-            shares.append((weight * (capsules.flatten() > 0)).sum().item())
-            estimates.append(chains.log_partition() - exact)
-    assert resampled > 50
-    assert statistics.mean(shares) == pytest.approx(0.0785, abs=0.02)
-    assert statistics.mean(estimates) == pytest.approx(0, abs=0.15)
 
 
 def test_chains_of_the_model_are_draws_with_weights_of_a_mean(
@@ -634,12 +608,11 @@ def test_persistent_chains_are_draws_and_never_start_anew(
     assert math.isnan(chains.log_partition())
 
 
-@pytest.mark.parametrize("groups", [0, 4])
 def test_the_chains_estimate_the_partition_function_of_a_density_that_learns(
-    groups: int, density: CapsuleDensity, generator: torch.Generator
+    density: CapsuleDensity, generator: torch.Generator
 ) -> None:
     """From the first step on, also with chains that did not begin at the start of a life."""
-    chains = chains_on(density, generator, chains=2400, groups=groups)
+    chains = chains_on(density, generator, chains=2400)
     random = RandomNumbers(generator, Distributed())
     first = exact_log_partition(density)
     for step in range(150):
@@ -651,8 +624,7 @@ def test_the_chains_estimate_the_partition_function_of_a_density_that_learns(
             weights = (chains.log_weight[chains.at_model()].double() - exact).exp()
             error = weights.std().item() / math.sqrt(len(weights))
             assert len(weights) >= 600
-            tolerance = 0.3 if groups else 4 * error  # resampled chains have equal weights
-            assert chains.log_partition() == pytest.approx(exact, abs=tolerance)
+            assert chains.log_partition() == pytest.approx(exact, abs=4 * error)
             assert error < 0.2
     assert exact - first > 1  # so that the estimate for the first density would fail
 
@@ -701,8 +673,6 @@ def test_processes_share_the_chains(density: CapsuleDensity, generator: torch.Ge
     assert torch.equal(torch.cat([part.position for part in parts]), one.position)
     with pytest.raises(ValueError, match=r"density.chains must be a multiple of the number of"):
         chains_on(density, generator, Distributed(0, 2), chains=11)
-    with pytest.raises(ValueError, match="groups must be a multiple of the number of processes, 2"):
-        chains_on(density, generator, Distributed(0, 2), chains=20, groups=5)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -108,8 +108,8 @@ def test_two_processes_learn_what_one_learns(pair: Path, single: Path) -> None:
 
 @pytest.mark.parametrize(
     "chains",
-    [{"groups": 4, "lifetime": 6}, {"levels": 4, "lifetime": 0}],
-    ids=["groups", "tempered"],
+    [{"levels": 0, "lifetime": 6}, {"levels": 4, "lifetime": 0}],
+    ids=["annealed", "tempered"],
 )
 def test_two_processes_share_chains_and_views(
     chains: dict[str, int], commands: Commands, data: Path, tmp_path: Path

@@ -17,11 +17,11 @@ from poecaps import plotting
 from poecaps._files import write_json
 from poecaps._modules import BATCH_SIZE, device_of, in_batches
 from poecaps._progress import Counter, counted
-from poecaps.cli.generate import temperatures
 from poecaps.cli.loading import load_images, open_model
 from poecaps.cli.options import Data, DataPath, Device, Model, OptionalSplit, output
 from poecaps.cli.outputs import FIGURES, default_output, require_png, say
 from poecaps.network import DENSITY_STEPS, CapsuleNetwork
+from poecaps.sampling import tempering_ladder
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -75,6 +75,8 @@ def sample(
     """
     checks.require_int("chains", chains, 1)
     checks.require_int("seed", seed, 0, 2**63 - 1)
+    if temper is not None:
+        checks.require_int("temper", temper, 2)
     network = open_model(run, device)
     target = out or default_output(run, FIGURES, "samples.png")
     require_png(target)  # before the chains run
@@ -93,7 +95,7 @@ def sample(
     drawn = network.sample_density(
         chains,
         steps=steps,
-        ladder=temperatures(temper),
+        ladder=None if temper is None else tempering_ladder(temper),
         keep_every=every if show else None,
         generator=torch.Generator(device_of(network)).manual_seed(seed),
         report=Counter("sampling", "steps"),

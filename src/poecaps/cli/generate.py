@@ -24,7 +24,7 @@ from poecaps.cli.options import (
 from poecaps.cli.outputs import FIGURES, default_output, require_png, say
 from poecaps.code_density import DOMAIN_INFO, DOMAINS, Domain
 from poecaps.network import DENSITY_STEPS, TRAVERSAL_REACH, TRAVERSAL_STEPS, CapsuleNetwork
-from poecaps.sampling import tempering_ladder
+from poecaps.sampling import DRAW_STEPS, LEVELS
 
 if TYPE_CHECKING:
     from poecaps.data import ImageSet
@@ -50,9 +50,16 @@ def generate(
     expert: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: each)")] = None,
     rows: int = ROWS,
     steps: Annotated[
-        int | None, arg(metavar="INT", help_behavior_hint=f"(default: {DENSITY_STEPS})")
+        int | None,
+        arg(
+            metavar="INT",
+            help_behavior_hint=f"(default: {DRAW_STEPS}; without tempering {DENSITY_STEPS})",
+        ),
     ] = None,
-    temper: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: none)")] = None,
+    temper: Annotated[
+        int | None,
+        arg(metavar="INT", help_behavior_hint=f"(default: {LEVELS}; with one expert on 0)"),
+    ] = None,
     tied: bool = False,
     seed: int = 0,
     out: Annotated[Path | None, output("PNG", "RUN/figures/DOMAIN.png")] = None,
@@ -71,7 +78,8 @@ def generate(
     steps
         Domains of the density: steps of each chain, from noise to its draw.
     temper
-        Domains of the density: chains at so many temperatures that exchange their states.
+        Domains of the density: chains at so many temperatures exchange their states, so that they
+        cross between the modes of the density. 0: each chain by itself, which is faster.
     tied
         Domains of the density: decode by the filters of the autoencoder, not the pixel decoder.
     seed
@@ -154,21 +162,15 @@ def density_options(
     quiet: bool = False,
 ) -> dict[str, Any]:
     """Return the options of `CapsuleNetwork.generate_from_density` for those of a command."""
+    if temper != 0 and temper is not None:
+        checks.require_int("temper", temper, 2)
     return {
-        "steps": DENSITY_STEPS if steps is None else steps,
-        "ladder": temperatures(temper),
+        "levels": temper,
         "tied": tied,
         "generator": torch.Generator(device_of(network)).manual_seed(seed),
         "report": None if quiet else Counter("sampling", "steps"),
+        **({} if steps is None else {"steps": steps}),
     }
-
-
-def temperatures(temper: int | None) -> tuple[float, ...] | None:
-    """Return the inverse temperatures of the option `--temper`."""
-    if temper is None:
-        return None
-    checks.require_int("temper", temper, 2)
-    return tempering_ladder(temper)
 
 
 def draw_density(

@@ -17,7 +17,6 @@ from poecaps.sampling import (
     hmc_step,
     start_chains,
     swap_replicas,
-    systematic,
     tempering_ladder,
 )
 
@@ -31,10 +30,6 @@ if TYPE_CHECKING:
     from poecaps.training.config import DensityStage
     from poecaps.training.distributed import Distributed, RandomNumbers
 
-# Power of the weights by which chains are resampled. With 1, a mode with little weight loses all of
-# its chains, and nothing limits its probability until annealing finds it again: the modes then take
-# turns. 0 would be annealed importance sampling, in which few chains have all the weight.
-RESAMPLED_POWER = 0.5
 GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 
 
@@ -63,19 +58,9 @@ class LearningChains:
 
         log w ← log w − (t′ F′(x) − t F(x))
 
-    So the mean of w over the chains at t = 1 estimates Z of the density as it is now, and the mean
-    of w f(x) estimates Z times the mean of f over the density (Jarzynski's equality).
-
-    Annealing does not find the modes of a density as often as they are probable. With
-    `options.groups`, all chains of a group have the same age. The draws of the model are weighted
-    with w / Σ w within their group, so that they have the modes in their proportions, also when the
-    density has just changed. While a group is annealed, its chains are resampled in proportion to
-    √w, the other half of log w remains their weight, so that modes with little weight keep chains.
-
-    References
-    ----------
-    D. Carbone, M. Hua, S. Coste, E. Vanden-Eijnden, "Efficient training of energy-based models
-    using Jarzynski equality", 2023.
+    So the mean of w over the chains at t = 1 estimates Z of the density as it is now (Jarzynski's
+    equality). The draws themselves are not weighted: the density learns how often annealing finds a
+    mode, and not how probable the mode is. `TemperedChains` are draws of P itself.
 
     Parameters
     ----------
@@ -96,28 +81,16 @@ class LearningChains:
                 f"density.chains must be a multiple of the number of processes, "
                 f"{distributed.size}, but is {options.chains}"
             )
-        if options.groups % distributed.size:
-            raise ValueError(
-                f"density.groups must be a multiple of the number of processes, "
-                f"{distributed.size}, but is {options.groups}"
-            )
         count, device = options.chains // distributed.size, density.weight.device
         size = density.in_capsules * density.in_dim
         # Any part of the multiples of the golden ratio is spread evenly, also that of one process.
         # None of them is 0: a chain that starts anew at a whole age could miss it by rounding.
-        if options.groups:
-            numbers = torch.arange(options.groups, dtype=torch.float64)
-            offsets = ((numbers + GOLDEN_RATIO) / options.groups).repeat_interleave(
-                options.chains // options.groups
-            )
-        else:
-            numbers = torch.arange(1, options.chains + 1, dtype=torch.float64)
-            offsets = (numbers * GOLDEN_RATIO) % 1
+        numbers = torch.arange(1, options.chains + 1, dtype=torch.float64)
+        offsets = (numbers * GOLDEN_RATIO) % 1
         self.all_offsets = offsets.to(device)
         self.offsets = distributed.shard(self.all_offsets)
         self.position = torch.zeros(count, size, device=device)
         self.log_weight = torch.zeros(count, device=device)
-        self.log_ratio = torch.zeros(count, device=device)  # to resample by
         self.energy = torch.zeros(count, device=device)  # F after the last step
         self.step_size = StepSize(
             torch.full((), INITIAL_STEP_SIZE, device=device), options.target_acceptance
@@ -150,8 +123,6 @@ class LearningChains:
         target = DensityTarget(self.density)
         chains = start_chains(target, position, t)
         self._add_weights(chains.energy, t, before, is_new)
-        if self.options.groups:
-            chains = self._resample(chains, random)
         chains, accepted = hmc_step(
             target,
             chains,
@@ -200,7 +171,6 @@ class LearningChains:
         return {
             "position": self.position,
             "log_weight": self.log_weight,
-            "log_ratio": self.log_ratio,
             "energy": self.energy,
             "step_size": self.step_size.value,
             "acceptance": self.acceptance,
@@ -226,40 +196,13 @@ class LearningChains:
 
     def _add_weights(self, energy: Tensor, t: Tensor, before: Tensor, is_new: Tensor) -> None:
         """Add −(t′ F′ − t F) to the weights; those of new chains start at 0."""
-        zero = torch.zeros_like(energy)
-        change = before * self.energy - t * energy
-        is_annealed = (before < 1).to(change)
-        log_ratio = torch.where(is_new, zero, self.log_ratio)
-        self.log_ratio.copy_(log_ratio + RESAMPLED_POWER * is_annealed * change)
-        self.log_weight.copy_(torch.where(is_new, zero, self.log_weight) + change)
-
-    def _resample(self, chains: Chains, random: RandomNumbers) -> Chains:
-        """Resample the groups in which fewer than half of the chains are effective."""
-        log_ratio = self._by_group(self.log_ratio)
-        groups, size = log_ratio.shape
-        needed = size * log_ratio.softmax(1).square().sum(1, keepdim=True) > 2
-        numbers = torch.arange(size, device=log_ratio.device)
-        index = torch.where(needed, systematic(log_ratio, random.uniform(groups)), numbers)
-        index = (index + size * torch.arange(groups, device=index.device).unsqueeze(1)).flatten()
-        # A chain is chosen in proportion to its ratio, which its weight no longer has to count.
-        mean = torch.logsumexp(log_ratio, 1, keepdim=True) - math.log(size)
-        counted = torch.where(needed, mean - log_ratio, torch.zeros_like(log_ratio)).flatten()
-        self.log_weight.copy_((self.log_weight + counted)[index])
-        self.log_ratio.copy_((log_ratio * ~needed).flatten())
-        return chains.select(index)
+        known = torch.where(is_new, torch.zeros_like(energy), self.log_weight)
+        self.log_weight.copy_(known + before * self.energy - t * energy)
 
     def _weights(self, t: Tensor) -> Tensor:
         """Return the weights of chains at t in the mean over the draws of the model: (C,)."""
         at_model = self._inverse_temperature(self.all_offsets, self.step)[0] >= 1
-        weight = (t >= 1).to(t) * self.distributed.size / at_model.sum().clamp(min=1)
-        if self.options.groups:
-            log_weights = self._by_group(self.log_weight)
-            weight = weight * (log_weights.softmax(1) * log_weights.shape[1]).flatten()
-        return weight
-
-    def _by_group(self, values: Tensor) -> Tensor:
-        """Arrange numbers of the chains of this process by groups: (C,) → (groups, C / groups)."""
-        return values.view(self.options.groups // self.distributed.size, -1)
+        return (t >= 1).to(t) * self.distributed.size / at_model.sum().clamp(min=1)
 
     def _adapt(self, acceptance: Tensor) -> None:
         """Adapt the step size to the mean acceptance at t = 1."""
@@ -337,8 +280,7 @@ class TemperedChains(LearningChains):
         return (torch.logsumexp(change, 0) - math.log(len(change))).sum().item()
 
     def _names(self) -> dict[str, Tensor]:
-        weights = ("log_weight", "log_ratio")
-        return {name: each for name, each in super()._names().items() if name not in weights}
+        return {name: each for name, each in super()._names().items() if name != "log_weight"}
 
     def _levels(self) -> Tensor:
         """Return t of all chains, of which those that exchange states are neighbours: (·, L)."""

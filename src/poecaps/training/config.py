@@ -193,8 +193,6 @@ class DensityStage(CapsuleStage):
     """Number of chains, of all processes together."""
     lifetime: int = 300
     """Steps after which a chain starts anew from the base measure; 0: chains are persistent."""
-    groups: int = 0
-    """Groups of chains of the same age, which are weighted and resampled; 0: no weights."""
     levels: int = 0
     """Temperatures of parallel tempering, between the model and the base measure; 0: none."""
     leapfrog_steps: int = 5
@@ -215,18 +213,11 @@ class DensityStage(CapsuleStage):
         checks.require_int(f"{name}.lifetime", self.lifetime, 0)
         # Of fewer than 5 chains that are annealed, none may be at t = 1 in some of the steps.
         checks.require_int(f"{name}.chains", self.chains, 5 if self.lifetime else 2, MAX_SIZE)
-        checks.require_int(f"{name}.groups", self.groups, 0)
-        # Of fewer than 4 groups, none may be at t = 1 in some of the steps.
-        if self.groups and (not self.lifetime or self.groups < 4 or self.chains % self.groups):
-            raise ValueError(
-                f"{name}.groups must be 0, or at least 4 with {name}.lifetime above 0 and divide "
-                f"{name}.chains, {self.chains}, but is {self.groups}"
-            )
         checks.require_int(f"{name}.levels", self.levels, 0)
         if self.levels and self.lifetime:
             raise ValueError(
                 f"{name}.levels needs persistent chains, {name}.lifetime 0, but that is "
-                f"{self.lifetime}"
+                f"{self.lifetime}; set one of them to 0"
             )
         if self.levels == 1 or (self.levels and self.chains % self.levels):
             raise ValueError(
@@ -421,13 +412,20 @@ def energy() -> Config:
         experts=(600, 8),
         linear_dims=8,
         strength=5.0,
-        base_components=1024,
-        base_max_variance=30.0,
+        base_components=256,
+        base_max_variance=5.0,
     )
     return replace(
         base,
         model=replace(base.model, density=density),
-        density=DensityStage(epochs=13, learning_rate=2e-3, final_learning_rate_ratio=0.1),
+        density=DensityStage(
+            epochs=13,
+            learning_rate=2e-3,
+            final_learning_rate_ratio=0.1,
+            chains=2048,
+            lifetime=0,
+            levels=32,
+        ),
     )
 
 
