@@ -31,14 +31,13 @@ from benchmarks.baselines import CODE_SIZE, PCA, Budget, limit
 from benchmarks.coloured_digits import (
     GROUNDS,
     SEED,
-    SPLITS,
     add_photographs,
     coloured_digits,
-    load_photographs,
 )
 from benchmarks.internals import command_for, find_device
 from benchmarks.variants import Job, Variant, preset_with
 from poecaps import plotting
+from poecaps.data import load
 from poecaps.evaluation import NetworkEncoder, evaluate, train_classifier
 
 if TYPE_CHECKING:
@@ -82,19 +81,27 @@ class Images:
 
 def make_images(name: str, options: Any) -> Images:
     """Make the images of a set; they do not depend on the seed of a model."""
-    learned, kept = (load_photographs(options.photographs, split) for split in SPLITS)
-    if learned is not None and variants.measured_part(options) == "held-out":
-        number = torch.arange(len(learned)) % HELD_OUT_PHOTOGRAPHS
-        learned, kept = learned.subset(number.nonzero()[:, 0]), learned.subset(number == 0)
-    if name == PHOTOGRAPHS:
-        if learned is None or kept is None:
-            raise ValueError(f"the images {PHOTOGRAPHS} need --photographs")
-        return Images(limit(learned, options.limit), limit(kept, options.limit))
+    learned = kept = None
+    if name in ("photograph", PHOTOGRAPHS):
+        learned, kept = photographs_of(options)
+        if name == PHOTOGRAPHS:
+            return Images(limit(learned, options.limit), limit(kept, options.limit))
     training, measured = (limit(part, options.limit) for part in variants.load_images(options))
     return Images(
         coloured_digits(training, name, SEED, photographs=learned),
         coloured_digits(measured, name, SEED + 1, photographs=kept),
     )
+
+
+def photographs_of(options: argparse.Namespace) -> tuple[ImageSet, ImageSet]:
+    """Return the photographs to learn from and those to measure on."""
+    if options.photographs is None:
+        raise ValueError("the images of photographs need --photographs")
+    learned = load(options.photographs)
+    if variants.measured_part(options) == "test":
+        return learned, load(options.photographs, split="test")
+    number = torch.arange(len(learned)) % HELD_OUT_PHOTOGRAPHS
+    return learned.subset(number.nonzero()[:, 0]), learned.subset((number == 0).nonzero()[:, 0])
 
 
 def run(job: Job) -> dict[str, Any]:

@@ -141,11 +141,6 @@ def draw_colours(ink: Tensor, ground: Tensor, generator: torch.Generator) -> Ten
     return candidates[torch.arange(len(ink)), farthest].view(-1, 3, 1, 1)
 
 
-def load_photographs(path: str | None, split: Split) -> ImageSet | None:
-    """Load a part of the photographs, or None without a path."""
-    return None if path is None else load(path, split=split)
-
-
 def _labels(data: ImageSet) -> np.ndarray[Any, Any]:
     if data.labels is None:
         raise ValueError(f"--data must have labels, but {data.source} has none")
@@ -176,7 +171,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parts: dict[str, np.ndarray[Any, Any]] = {}
     for number, split in enumerate(SPLITS):
         grey = load(options.data, split=split, path=options.path)
-        photographs = load_photographs(options.photographs, split)
+        photographs = load(options.photographs, split=split) if options.photographs else None
         images = coloured_digits(
             grey, options.ground, options.seed + number, photographs=photographs
         )

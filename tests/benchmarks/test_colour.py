@@ -215,7 +215,8 @@ def test_held_out_digits_have_photographs_of_their_own(
     assert numbers[0] == {10 * number for number in range(20)} - numbers[1]
 
 
-def test_photographs_alone_need_the_option() -> None:
-    options = colour.make_parser().parse_args([])
-    with pytest.raises(ValueError, match="photographs alone need --photographs"):
-        colour.make_images(colour.PHOTOGRAPHS, options)
+@pytest.mark.parametrize("name", ["photograph", colour.PHOTOGRAPHS])
+def test_photographs_need_the_option(name: str) -> None:
+    options = colour.make_parser().parse_args(["--data", "mnist-sample"])
+    with pytest.raises(ValueError, match="need --photographs"):
+        colour.make_images(name, options)
