@@ -8,7 +8,9 @@ as "plain: several scales". `--pictures FOLDER` writes eighty draws of each, and
 their reconstructions, not selected. `--table FILE` prints FILE as a table.
 
 Each set also has a row for 320 principal components of its pixels, as many numbers as a code has,
-with samples from the density that poecaps fits to its codes.
+with samples from the density that poecaps fits to its codes. Of 320 training images or fewer, some
+components have no variance, and the probe is at chance. On the grounds plain and gradient, where a
+digit is as often darker as lighter, hardly any direction of the pixels tells the class.
 
 Samples are judged by a classifier that is trained on the labels of the same training images, as
 `poecaps evaluate` does for images of your own. `judge` in a row is its accuracy on the images that
