@@ -145,6 +145,31 @@ def test_autocast_does_not_round_it(generator: torch.Generator) -> None:
     assert ((weight.grad - grad).norm() / grad.norm()).item() < 1e-4
 
 
+@pytest.mark.parametrize("channels", [1, 3])
+def test_an_autoencoder_learns_under_autocast(
+    channels: int, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CPUs that are fast with bfloat16, but have no matrix units for it, use both."""
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", bool, raising=False)
+    model = ConvAutoencoder(channels, features=32, generator=generator).eval()
+    assert winograd.why_not(model.conv2_weight, (6, 6)) is None
+    images = torch.rand(4, channels, 28, 28, generator=generator)
+    gradients = []
+    for enabled in (False, True):
+        model.zero_grad()
+        with (
+            winograd.in_training(),
+            torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled),
+        ):
+            loss = model.loss(images)
+        loss.backward()
+        gradients.append(
+            torch.cat([g.flatten() for p in model.parameters() if (g := p.grad) is not None])
+        )
+    exact, rounded = gradients
+    assert ((rounded - exact).norm() / exact.norm()).item() < 0.05
+
+
 @pytest.mark.parametrize(
     ("weight", "grid", "reason"),
     [

@@ -183,10 +183,7 @@ def drop_features(features: Tensor, dropout: float, uniform: Tensor | None) -> T
 
 def _conv2d_by_matmul(images: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Convolve images: (B, C, H, W), (F, C, S, S), (F,) → (B, h, w, F)."""
-    kind = images.device.type
-    if torch.is_autocast_enabled(kind):
-        images = images.to(torch.get_autocast_dtype(kind))
-    columns = _im2col(images, weight.shape[-1])
+    columns = _im2col(_as_autocast(images), weight.shape[-1])
     if bias is not None:
         columns.select(-1, weight[0].numel()).fill_(1)
     return columns @ _weight_matrix(weight, bias).to(columns.dtype)
@@ -194,12 +191,20 @@ def _conv2d_by_matmul(images: Tensor, weight: Tensor, bias: Tensor | None) -> Te
 
 def _conv_transpose2d_by_matmul(hidden: Tensor, weight: Tensor) -> Tensor:
     """Convolve with transposed filters: (B, F, h, w), (F, C, S, S) → (B, C, H, W)."""
+    # Minimal filtering computes in float32 also under autocast, which backward passes are not.
+    hidden = _as_autocast(hidden)
     # Compilers differentiate the forward pass themselves.
     compiling = torch.compiler.is_compiling()
     transposed: Callable[..., Tensor] = (
         _ConvTranspose2d.forward if compiling else _ConvTranspose2d.apply
     )
     return transposed(hidden, _weight_matrix(weight).to(hidden.dtype), *weight.shape[1:3])
+
+
+def _as_autocast(x: Tensor) -> Tensor:
+    """Return x in the precision of autocast, if that is on."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
 
 class _ConvTranspose2d(torch.autograd.Function):
