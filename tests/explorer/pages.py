@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
     from poecaps.explorer.render import ExplorerModel, Setting
 
-# For what is the same on a wide screen, where `test_all_can_be_done_by_keyboard` reaches all controls.
+# For what is the same on a wide screen, where `test_all_can_be_done_by_keyboard` reaches the
+# controls.
 on_a_phone = pytest.mark.parametrize("page", ["phone"], indirect=True)
 
 
