@@ -162,7 +162,7 @@ def test_a_stroke_is_undone(opened: Callable[..., Page]) -> None:
     page.clock.install()  # from now on, time passes only in `run_for`
     page.clock.pause_at(page.evaluate("Date.now() + 1000"))
     sketch(page, (0.6, 0.2), (0.3, 0.8))
-    page.clock.run_for(1000)  # the stroke is complete
+    page.clock.run_for(1000)  # the stroke is encoded as a whole
     page.clock.resume()
     expect(page).not_to_have_url(link)
     page.keyboard.press("Control+z")
