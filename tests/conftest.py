@@ -25,19 +25,20 @@ hypothesis.settings.load_profile("poecaps")
 # Files that take long, the longest first. They come before all others, so that the processes of
 # `make test` end together.
 LONG = (
-    "test_triton_facts.py",
     "test_browser.py",
-    "test_documentation.py",
     "test_distributed.py",
-    "test_simd.py",
-    "test_checkpoint.py",
-    "test_faults.py",
-    "test_sklearn.py",
-    "test_sampling.py",
-    "test_tabs.py",
+    "test_documentation.py",
     "test_layer.py",
-    "test_operators.py",
+    "test_tabs.py",
+    "test_simd.py",
+    "test_triton_facts.py",
+    "test_checkpoint.py",
+    "test_sklearn.py",
+    "test_faults.py",
+    "test_sampling.py",
+    "test_restarts.py",
     "test_server.py",
+    "test_operators.py",
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,15 +15,21 @@ if TYPE_CHECKING:
 
     from poecaps.explorer.render import ExplorerModel, Setting
 
+# For what is the same on a wide screen, where `test_all_can_be_done_by_keyboard` reaches the
+# controls.
+on_a_phone = pytest.mark.parametrize("page", ["phone"], indirect=True)
+
 
 def pixels(page: Page, canvas: str = "#image") -> Any:
     """Pixels of a canvas of the page: (H, W)."""
     read = """canvas => {
         const context = canvas.getContext('2d');
         const data = context.getImageData(0, 0, canvas.width, canvas.height).data;
-        return [canvas.height, canvas.width, Array.from(data).filter((_, i) => i % 4 === 0)]; }"""
-    height, width, values = page.locator(canvas).evaluate(read)
-    return np.array(values, np.uint8).reshape(height, width)
+        let text = '';
+        for (let i = 0; i < data.length; i += 4) text += String.fromCharCode(data[i]);
+        return [canvas.height, canvas.width, btoa(text)]; }"""
+    height, width, text = page.locator(canvas).evaluate(read)
+    return np.frombuffer(base64.b64decode(text), np.uint8).reshape(height, width)
 
 
 def shows(page: Page, expected: Any, canvas: str = "#image") -> None:

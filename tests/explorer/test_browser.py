@@ -17,7 +17,7 @@ from poecaps.explorer import chains
 from poecaps.explorer.render import Setting
 from poecaps.explorer.server import create_app
 from tests.explorer.conftest import SCREENS, TOKEN, serving
-from tests.explorer.pages import after, drawn, pixels, shows, sketch, wait_until_still
+from tests.explorer.pages import after, drawn, on_a_phone, pixels, shows, sketch, wait_until_still
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,6 +35,7 @@ def test_moving_a_slider_changes_the_image(page: Page, digits: ExplorerModel) ->
     shows(page, drawn(digits, Setting(0, (0.0, 0.0, 3.5))), "#small-image")
 
 
+@on_a_phone
 def test_the_sign_flips_at_a_click(page: Page, digits: ExplorerModel) -> None:
     flip = page.get_by_role("button", name="Flip sign")
     flip.click()
@@ -44,6 +45,7 @@ def test_the_sign_flips_at_a_click(page: Page, digits: ExplorerModel) -> None:
     shows(page, drawn(digits, Setting(0)))
 
 
+@on_a_phone
 def test_magnitude_and_firing(page: Page) -> None:
     fires = float(page.locator("#fires").inner_text().split()[1])
     after(page, lambda: page.get_by_label("Magnitude").fill("2.5"))
@@ -52,6 +54,7 @@ def test_magnitude_and_firing(page: Page) -> None:
     assert float(page.locator("#fires").inner_text().split()[1]) == fires
 
 
+@on_a_phone
 def test_choosing_and_mixing_experts(page: Page, digits: ExplorerModel) -> None:
     shelf = page.locator("#shelf button")
     shelf.nth(2).click()
@@ -64,6 +67,7 @@ def test_choosing_and_mixing_experts(page: Page, digits: ExplorerModel) -> None:
     shows(page, drawn(digits, Setting(1)))
 
 
+@on_a_phone
 def test_drawing_at_random(page: Page, digits: ExplorerModel) -> None:
     page.get_by_role("button", name="New draw").click()
     expect(page.get_by_label("Seed", exact=True)).not_to_have_value("0")
@@ -99,6 +103,7 @@ def test_a_drawn_digit_is_seen_and_loaded(page: Page) -> None:
     assert pixels(page, "#reconstruction").max() == 0
 
 
+@on_a_phone
 def test_a_test_image_and_where_each_expert_listens(page: Page, digits: ExplorerModel) -> None:
     page.get_by_label("Test image", exact=True).fill("7")
     page.get_by_role("button", name="Use", exact=True).click()
@@ -117,6 +122,7 @@ def test_a_test_image_and_where_each_expert_listens(page: Page, digits: Explorer
     assert page.locator("#heat").evaluate("canvas => [canvas.width, canvas.height]") == [6, 6]
 
 
+@on_a_phone
 def test_a_file_is_opened_and_a_broken_one_tells_why(
     page: Page, picture_file: Path, tmp_path: Path
 ) -> None:
@@ -145,6 +151,7 @@ def test_a_dropped_file_is_seen(opened: Callable[..., Page], picture_file: Path)
     shows(page, np.asarray(Image.open(picture_file)), "#seen")
 
 
+@on_a_phone
 def test_a_copied_link_brings_everything_back(
     page: Page, opened: Callable[..., Page], address: str
 ) -> None:
@@ -197,6 +204,7 @@ def test_nonsense_in_a_link_does_no_harm(opened: Callable[..., Page]) -> None:
     expect(other.get_by_role("alert")).to_contain_text("elsewhere, which is not open here")
 
 
+@on_a_phone
 def test_python_and_picture_can_be_taken_along(page: Page, digits: ExplorerModel) -> None:
     page.get_by_label("Parameter 1", exact=True).fill("-3.5")
     settings = [Setting(0, (0.0, -3.5))]
@@ -347,6 +355,7 @@ def test_a_server_that_is_gone_is_reported(
     problems.clear()
 
 
+@on_a_phone
 def test_models_can_be_switched(page: Page, colours: ExplorerModel) -> None:
     page.get_by_role("combobox", name="Model").select_option("colours")
     expect(page.locator("#shelf button")).to_have_count(3)
@@ -442,6 +451,7 @@ def test_chains_walk_step_by_step(walking: Page, walks: ExplorerModel) -> None:
     expect(walking.locator("#chains-acceptance")).to_have_text(re.compile(r"acceptance [01]\.\d\d"))
 
 
+@on_a_phone
 def test_playing_moves_the_pictures_until_the_pause(walking: Page) -> None:
     walking.get_by_label("Steps at a time").select_option("5")
     after(walking, walking.get_by_role("button", name="Play").click, "#chains-grid canvas >> nth=0")
@@ -488,6 +498,7 @@ def test_the_past_is_thinned_out_when_it_is_full(opened: Callable[..., Page]) ->
     expect(page.locator("#chains-t")).to_have_text("t = 1.00")
 
 
+@on_a_phone
 def test_chains_start_again_from_the_same_or_another_seed(
     walking: Page, walks: ExplorerModel
 ) -> None:
@@ -504,6 +515,7 @@ def test_chains_start_again_from_the_same_or_another_seed(
     chain_shows(walking, chains.start(walks, chains.MAX_CHAINS, seed))
 
 
+@on_a_phone
 def test_chains_start_from_a_drawn_digit(walking: Page, walks: ExplorerModel) -> None:
     option = walking.locator("#chains-start option[value=image]")
     expect(option).to_be_disabled()
@@ -527,6 +539,7 @@ def test_chains_start_from_a_drawn_digit(walking: Page, walks: ExplorerModel) ->
     expect(walking.get_by_label("Start from")).to_have_value("noise")
 
 
+@on_a_phone
 def test_a_chain_is_followed(walking: Page, walks: ExplorerModel) -> None:
     chosen = walking.locator("#chains-grid button").nth(3)
     chosen.click()

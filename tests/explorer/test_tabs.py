@@ -13,7 +13,7 @@ from playwright.sync_api import expect
 
 from poecaps.explorer import maps
 from poecaps.explorer.render import Setting
-from tests.explorer.pages import after, drawn, pixels, shows, sketch, wait_until_still
+from tests.explorer.pages import after, drawn, on_a_phone, pixels, shows, sketch, wait_until_still
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -89,6 +89,7 @@ def test_the_heat_map_follows_the_strongest_expert(
         )
 
 
+@on_a_phone
 def test_a_drawing_stays_when_the_model_changes(page: Page) -> None:
     sketch(page, (0.3, 0.2), (0.6, 0.8))
     wait_until_still(page)
@@ -132,6 +133,7 @@ def test_drawing_with_keys(opened: Callable[..., Page]) -> None:
 # Undo
 
 
+@on_a_phone
 def test_changes_are_undone_and_redone(page: Page, digits: ExplorerModel) -> None:
     undo, redo = (page.get_by_role("button", name=name) for name in ("Undo", "Redo"))
     expect(undo).to_be_disabled()
@@ -157,7 +159,11 @@ def test_a_stroke_is_undone(opened: Callable[..., Page]) -> None:
     wait_until_still(page)
     expect(page).to_have_url(re.compile("&i="))
     first, link = pixels(page, "#sketch"), page.url
+    page.clock.install()  # from now on, time passes only in `run_for`
+    page.clock.pause_at(page.evaluate("Date.now() + 1000"))
     sketch(page, (0.6, 0.2), (0.3, 0.8))
+    page.clock.run_for(1000)  # the stroke is encoded as a whole
+    page.clock.resume()
     expect(page).not_to_have_url(link)
     page.keyboard.press("Control+z")
     shows(page, first, "#sketch")
@@ -215,6 +221,7 @@ def test_walking_on_the_map(page: Page, digits: ExplorerModel) -> None:
     expect(page.locator("#mix-text")).to_have_text("All experts are mixed.")
 
 
+@on_a_phone
 def test_interpolating_between_two_images(page: Page, digits: ExplorerModel) -> None:
     page.get_by_role("tab", name="Interpolate").click()
     strip = page.get_by_role("group", name="Images from start to end").get_by_role("button")
@@ -235,6 +242,7 @@ def test_interpolating_between_two_images(page: Page, digits: ExplorerModel) -> 
     expect(page.get_by_role("status")).to_contain_text("Encode an image first")
 
 
+@on_a_phone
 def test_watching_a_training(page: Page) -> None:
     black = base64.b64encode(bytes(28 * 28)).decode()
     state: dict[str, Any] = {
