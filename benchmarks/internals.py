@@ -189,7 +189,7 @@ class StageSteps:
         step = TrainingStep(stage, self.optimizer, distributed, self.generator)
         self.step = Graphed(step, device, self.generator) if self.cuda_graph else step
         order = torch.randperm(len(data), generator=torch.Generator().manual_seed(0)).to(device)
-        size = config.batch_size
+        size = config.batch_size_for(len(data))
         self.batches = order[: len(data) // size * size].split(size)
         self.taken = 0
 

@@ -98,7 +98,7 @@ def generate(
                 "--expert draws from one expert, but --domain model-experts draws a column for "
                 "each; add --domain model"
             )
-        network = open_model(run, device)
+        network = open_model(run, device, "density")
         name = domain if expert is None else f"{domain}-{expert}"
         path = out or default_output(run, FIGURES, f"{name}.png")
         require_png(path)  # before the chains run

@@ -23,7 +23,7 @@ from poecaps.cli.generate import (
     draw_domain,
     draw_reconstructions,
 )
-from poecaps.cli.loading import load_images
+from poecaps.cli.loading import load_images, untrained_note
 from poecaps.cli.outputs import FIGURES, say, write_card
 from poecaps.code_density import DOMAINS
 from poecaps.training import (
@@ -206,6 +206,9 @@ def _train(
         for line in _describe_selections(result):
             say(line)
         _warn_of_failure(result)
+        note = untrained_note(folder)
+        if note:
+            say(f"note: {note}", file=sys.stderr)
     return result
 
 

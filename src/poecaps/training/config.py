@@ -27,6 +27,9 @@ CRITERIA: tuple[Criterion, ...] = get_args(Criterion)
 DecoderTarget = Literal["capsules", "reconstruction"]
 DECODER_TARGETS: tuple[DecoderTarget, ...] = get_args(DecoderTarget)
 MAX_EPOCHS, MAX_RESTARTS = 10**6, 1000
+# Without a given batch size, an epoch has at least so many steps, as far as batches of the smallest
+# size allow it; sets of at least 4,096 images have the usual one.
+USUAL_BATCH_SIZE, SMALLEST_BATCH_SIZE, USUAL_STEPS = 128, 16, 32
 MAX_PROCESS_TIMEOUT = 1e6  # seconds; torch counts milliseconds in 32 bits
 
 
@@ -265,8 +268,8 @@ class Config:
     """Stage 4: the pixel decoder, if the model has one."""
     multi_scale: float = 0.0
     """Weight of the error of pixels at several scales in the first and the last stage; 0: none."""
-    batch_size: int = 128
-    """Images per step, of all processes together."""
+    batch_size: int | None = None
+    """Images per step, of all processes together; None: 128, or fewer for fewer images."""
     seed: int = 0
     """Seed of all random numbers; on one machine's CPU, the same seed gives the same result."""
     device: str = "auto"
@@ -333,7 +336,8 @@ class Config:
         if self.held_out == 1:
             raise ValueError("held_out must be below 1, so that images to learn from are left")
         checks.require_nonnegative("multi_scale", self.multi_scale)
-        checks.require_int("batch_size", self.batch_size, 1, MAX_SIZE)
+        if self.batch_size is not None:
+            checks.require_int("batch_size", self.batch_size, 1, MAX_SIZE)
         checks.require_nonnegative("checkpoint_every", self.checkpoint_every)
         checks.require_positive("process_timeout", self.process_timeout)
         if self.process_timeout > MAX_PROCESS_TIMEOUT:
@@ -347,6 +351,28 @@ class Config:
             if not isinstance(text, str):
                 raise TypeError(f"{name} must be a string, but is {text!r}")
         checks.require_choice("precision", self.precision, PRECISIONS)
+
+    def batch_size_for(self, images: int) -> int:
+        """Return the number of images per step for so many training images.
+
+        If it is not given, it is the largest power of two from 16 to 128 with which an epoch has at
+        least 32 steps, or 16: a model that sees few images needs them in many steps.
+        """
+        if self.batch_size is not None:
+            return self.batch_size
+        largest = int(2 ** math.floor(math.log2(max(1, images // USUAL_STEPS))))
+        return min(max(largest, SMALLEST_BATCH_SIZE), USUAL_BATCH_SIZE)
+
+    def untrained(self) -> dict[str, str]:
+        """Return which of experts and decoder keep their random weights, each with the reason.
+
+        The pixel decoder's stage also trains the capsule decoder, if there is only one layer.
+        """
+        reasons = {"experts": "encoder.epochs 0"} if self.encoder.epochs == 0 else {}
+        also = len(self.model.experts) == 1 and self.pixel_decoder.epochs > 0
+        if self.decoder.epochs == 0 and not also:
+            reasons["decoder"] = "decoder.epochs 0"
+        return reasons
 
 
 def stage_options(config: Config) -> dict[str, str]:

@@ -52,7 +52,7 @@ def fine_tune(
     TrainingError
         If training diverges; the network is of no use then.
     """
-    device = device_of(network)
+    device, batch_size = device_of(network), config.batch_size_for(len(data))
     cache = FeatureCache(data, network, device, Distributed(), bfloat16=False)
     order = torch.Generator().manual_seed(seed)
     random = RandomNumbers(torch.Generator(device).manual_seed(seed), Distributed())
@@ -70,7 +70,7 @@ def fine_tune(
         )
         network.eval()
         stage.module.train()
-        for indices in torch.randperm(len(data), generator=order).split(config.batch_size):
+        for indices in torch.randperm(len(data), generator=order).split(batch_size):
             optimizer.zero_grad(set_to_none=True)
             stage.loss(indices, random).backward()
             optimizer.step()

@@ -96,17 +96,18 @@ class Trainer:
         report: Report | None = None,
         held_out: ImageSet | None = None,
     ) -> None:
-        if config.batch_size % distributed.size:
+        batch_size = config.batch_size_for(len(data))
+        if batch_size % distributed.size:
             raise ValueError(
                 f"batch_size must be a multiple of the number of processes, {distributed.size}, "
-                f"but is {config.batch_size}; start another number of processes"
+                f"but is {batch_size}; start another number of processes"
             )
         self.config, self.folder, self.report = config, folder, report
         self.device, self.distributed, self.interrupts = device, distributed, interrupts
         architecture = Architecture.of(config.model, data.shape)
         generator = make_generator(config.seed, Stream.NETWORK)
         self.network = CapsuleNetwork(architecture, generator=generator).to(device)
-        self.batch_size = min(config.batch_size, len(data) - len(data) % distributed.size)
+        self.batch_size = min(batch_size, len(data) - len(data) % distributed.size)
         self.steps_per_epoch = len(data) // self.batch_size
         bfloat16 = use_bfloat16(config.precision, device)
         self.cache = FeatureCache(
