@@ -36,7 +36,7 @@ from poecaps.training import (
     run_training,
 )
 from poecaps.training.checkpoint import newest_checkpoint
-from poecaps.training.config import Preset  # noqa: TC001 (tyro reads the annotations)
+from poecaps.training.config import Preset, stage_options
 from poecaps.training.distributed import Distributed
 from poecaps.training.errors import SavedInterrupt
 from poecaps.training.metrics import METRICS
@@ -49,6 +49,8 @@ if TYPE_CHECKING:
     from poecaps.data import ImageSet
 
 RECONSTRUCTIONS = 40  # images of the figure
+# A stage that decodes pixels and loses this share of their variance after so few steps needs more.
+FEW_STEPS, LARGE_ERROR, MORE_EPOCHS = 250, 0.5, 10
 
 
 def train_command(preset_given: str) -> Callable[..., None]:
@@ -238,16 +240,38 @@ def _describe_selections(result: TrainingResult) -> Iterator[str]:
 
 
 def _warn_of_failure(result: TrainingResult) -> None:
-    """Warn of stages that have learned nothing, for example because they had only a few steps."""
+    """Warn of stages that have learned little: few images make few steps."""
+    config, images = result.config, int(result.record["data"]["images"])
+    steps_per_epoch = max(1, images // config.batch_size_for(images))
+    fields = stage_options(config)
+    few = []
     for stage, values in result.metrics.items():
-        error = values.get("reconstruction_error", 0.0)
-        if error >= 1 and not stage.startswith("encoder"):
-            option = "-".join(word for word in stage.split() if not word.isdigit())
+        error, epochs = (
+            values.get("reconstruction_error", 0.0),
+            getattr(config, fields[stage]).epochs,
+        )
+        steps = epochs * steps_per_epoch
+        if stage in ("autoencoder", "pixel decoder") and steps < FEW_STEPS and error >= LARGE_ERROR:
+            few.append(f"the {stage} had {steps} steps (error {error:.2g})")
+        elif error >= 1 and not stage.startswith("encoder"):
+            option = fields[stage].replace("_", "-")
             say(
                 f"warning: the {stage} does no better than the mean image (error {error:.2g}); "
                 f"use more images, or increase --{option}.epochs",
                 file=sys.stderr,
             )
+    if few:
+        names = [name for name in dict.fromkeys(fields.values()) if name != "density"]
+        options = (
+            f"--{name.replace('_', '-')}.epochs {MORE_EPOCHS * getattr(config, name).epochs}"
+            for name in names
+            if getattr(config, name).epochs
+        )
+        say(
+            f"warning: {images:,} images are few: {' and '.join(few)}; for {MORE_EPOCHS} times as "
+            f"many: {' '.join(options)}, and --preset fast to save time",
+            file=sys.stderr,
+        )
 
 
 def _finish(result: TrainingResult, *, quiet: bool, figures: bool) -> None:
