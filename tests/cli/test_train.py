@@ -19,7 +19,6 @@ import torch
 from PIL import Image
 
 import poecaps
-from poecaps import sampling
 from poecaps._json import dataclass_from_json
 from poecaps.cli.main import main
 from poecaps.cli.train import TrainingReporter
@@ -29,6 +28,7 @@ from poecaps.training import PRESETS, Progress, record
 from poecaps.training.checkpoint import CHECKPOINT, PREVIOUS
 from poecaps.training.config import Config
 from tests.cli.conftest import SMALL, arrays
+from tests.networks import shorten_draws
 
 if TYPE_CHECKING:
     from poecaps.training import Progress
@@ -555,7 +555,7 @@ def test_the_preset_energy_trains_a_density_and_draws_from_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    monkeypatch.setitem(sampling.draw.__kwdefaults__, "steps", 6)
+    shorten_draws(monkeypatch, 6)
     for pause in ("LIVE_DELAY", "LIVE_PAUSE"):
         monkeypatch.setattr(f"poecaps._progress.{pause}", 0.0)
     where = ["--data", str(source), "--out", str(tmp_path / "run")]
