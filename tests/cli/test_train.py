@@ -373,7 +373,8 @@ def test_the_demo_of_the_density_draws_from_it(source: Path, tmp_path: Path) -> 
     train, generate = makefile_commands("demo-energy", tmp_path / "energy")
     assert "--data" not in train
     small = """--model.density.experts 3 4 --model.density.linear-dims 2 --density.epochs 1
-        --model.density.base-components 4 --density.chains 8 --density.partition-steps 5"""
+        --model.density.base-components 4 --density.chains 8 --density.levels 4
+        --density.partition-steps 5"""
     assert main([*train, "--quiet", "--data", str(source), *SMALL, *small.split()]) == 0
     options = json.loads((tmp_path / "energy" / "run.json").read_text())["config"]
     assert options["density"]["learning_rate"] == PRESETS["energy"]().density.learning_rate
