@@ -99,6 +99,8 @@ class EncoderStage(CapsuleStage):
     """Encoders that learn at the same time from different random weights; the best one is kept."""
     halvings: int = 0
     """How often the worse half of them is dropped; the last time after half of the stage."""
+    recombinations: int = 0
+    """Encoders that are made of the experts of all of them after half of the stage; 0: none."""
     criterion: Criterion = "margin"
     """What the best of several encoders has most of, a number of `poecaps.metrics`; no labels."""
 
@@ -126,6 +128,7 @@ class EncoderStage(CapsuleStage):
                 f"{name}.halvings must be at most {most} for {name}.restarts {self.restarts}, so "
                 f"that an encoder is left, but is {self.halvings}"
             )
+        self._validate_recombinations(name)
         checks.require_choice(f"{name}.criterion", self.criterion, CRITERIA)
         if self.restarts > 1 and self.init_std == 0:
             raise ValueError(
@@ -137,6 +140,26 @@ class EncoderStage(CapsuleStage):
                 f"{name}.criterion agreement needs {name}.views.count of at least 2, but is 1"
             )
 
+    def _validate_recombinations(self, name: str) -> None:
+        """Raise ValueError or TypeError if encoders cannot be recombined."""
+        checks.require_int(f"{name}.recombinations", self.recombinations, 0, MAX_RESTARTS)
+        if not self.recombinations:
+            return
+        for option, value in (("restarts", self.restarts), ("views.count", self.views.count)):
+            if value < 2:
+                raise ValueError(
+                    f"{name}.recombinations needs {name}.{option} of at least 2, but is {value}"
+                )
+        if self.halvings:
+            raise ValueError(
+                f"{name}.recombinations takes the experts of all encoders: {name}.halvings must "
+                f"be 0, but is {self.halvings}"
+            )
+
+    def recombines_after(self, step: int, steps: int) -> bool:
+        """Return whether encoders are recombined when so many of all steps are done: half."""
+        return self.recombinations > 0 and step >= max(1, steps // 2)
+
     def halvings_after(self, step: int, steps: int) -> int:
         """Return how often encoders have been dropped when so many of all steps are done.
 
@@ -146,7 +169,13 @@ class EncoderStage(CapsuleStage):
         return sum(step >= each for each in after)
 
     def mean_restarts(self) -> float:
-        """Return the mean number of encoders that learn in a step: S·(h + 2)/2^(h + 1)."""
+        """Return the mean number of encoders that learn in a step.
+
+        With S restarts, it is S·(h + 2)/2^(h + 1) for h halvings, and (S + R)/2 for R
+        recombinations.
+        """
+        if self.recombinations:
+            return (self.restarts + self.recombinations) / 2
         return self.restarts * (self.halvings + 2) / (2 << self.halvings)
 
 
@@ -329,6 +358,12 @@ class Config:
         if self.encoder.winners is not None and self.model.agreement != "cosine":
             raise ValueError(
                 "encoder.winners needs model.agreement cosine; set model.winners instead"
+            )
+        winners = self.model.winners if self.encoder.winners is None else self.encoder.winners
+        if self.encoder.recombinations and (winners is None or self.model.agreement != "cosine"):
+            raise ValueError(
+                "encoder.recombinations needs experts that compete and model.agreement cosine; set "
+                "encoder.winners"
             )
         criterion = self.encoder.criterion
         if self.encoder.restarts > 1 and experts == 1 and criterion in ("margin", "agreement"):

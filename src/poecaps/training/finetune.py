@@ -58,7 +58,8 @@ def fine_tune(
     random = RandomNumbers(torch.Generator(device).manual_seed(seed), Distributed())
     network.requires_grad_()
     # The encoder learns from its weights on, of which there is nothing to choose.
-    config = replace(config, encoder=replace(config.encoder, restarts=1, halvings=0))
+    single = replace(config.encoder, restarts=1, halvings=0, recombinations=0)
+    config = replace(config, encoder=single)
     for stage in make_stages(config, cache):
         if isinstance(stage, (AutoencoderTrainer, DensityTrainer)):
             continue

@@ -32,6 +32,8 @@ class Stream(IntEnum):
     """Views by which an encoder is chosen; position: layer, first image of the batch."""
     IMAGES = 8
     """Images of a run that uses a part of its data."""
+    RECOMBINATION = 9
+    """Encoders whose experts are recombined; position: layer, number of the new encoder."""
 
 
 def derive_seed(seed: int, stream: Stream, *position: int) -> int:

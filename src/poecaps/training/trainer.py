@@ -30,10 +30,10 @@ from poecaps.training.errors import SavedInterrupt, TrainingError
 from poecaps.training.features import FeatureCache
 from poecaps.training.metrics import MetricsLog
 from poecaps.training.optim import (
-    keep_only,
     load_optimizer_state,
     make_optimizer,
     optimizer_state,
+    renew_optimizer,
     set_learning_rate,
 )
 from poecaps.training.progress import Progress, ProgressMeter
@@ -160,10 +160,11 @@ class Trainer:
         )
         order = _ImageOrder(self.config.seed, index, len(self.cache), self.batch_size, self.device)
         for step in range(first_step, steps):
-            if stage.should_drop(step, steps):
+            if stage.should_select(step, steps):
                 self._require_finite_weights(stage, step)
-                stage.drop_worse(step, steps)
-                keep_only(optimizer, list(stage.module.parameters()))
+                stage.select(step, steps)
+                parameters, factors = list(stage.module.parameters()), stage.learning_rate_factors()
+                optimizer = renew_optimizer(optimizer, stage.options, parameters, factors)
                 train_step = self._make_step(stage, optimizer, generator, steps - step)
             set_learning_rate(optimizer, stage.options.learning_rate_at(step / steps))
             generator.manual_seed(derive_seed(self.config.seed, Stream.STEP, index, step))
