@@ -36,6 +36,8 @@ class Stage:
 
     epochs: int = 5
     """Number of passes over the training images."""
+    batch_size: int | None = None
+    """Images per step of this stage; None: the batch_size of all stages."""
     optimizer: Optimizer = "adam"
     """Optimizer: adam, or sgd with momentum."""
     learning_rate: float = 1e-3
@@ -50,6 +52,8 @@ class Stage:
     def validate(self, name: str) -> None:
         """Raise ValueError or TypeError if an option is invalid; `name` is that of the stage."""
         checks.require_int(f"{name}.epochs", self.epochs, 0, MAX_EPOCHS)
+        if self.batch_size is not None:
+            checks.require_int(f"{name}.batch_size", self.batch_size, 1, MAX_SIZE)
         checks.require_choice(f"{name}.optimizer", self.optimizer, OPTIMIZERS)
         checks.require_nonnegative(f"{name}.learning_rate", self.learning_rate)
         checks.require_nonnegative(
@@ -304,7 +308,7 @@ class Config:
     multi_scale: float = 0.0
     """Weight of the error of pixels at several scales in the first and the last stage; 0: none."""
     batch_size: int = 128
-    """Images per step, of all processes together."""
+    """Images per step, of all processes together; a stage can have a batch_size of its own."""
     seed: int = 0
     """Seed of all random numbers; on one machine's CPU, the same seed gives the same result."""
     device: str = "auto"
@@ -391,6 +395,12 @@ class Config:
             if not isinstance(text, str):
                 raise TypeError(f"{name} must be a string, but is {text!r}")
         checks.require_choice("precision", self.precision, PRECISIONS)
+
+
+def batch_sizes(config: Config) -> dict[str, int]:
+    """Return the images per step of each stage, by the names of `stage_options`."""
+    options = {name: getattr(config, field) for name, field in stage_options(config).items()}
+    return {name: each.batch_size or config.batch_size for name, each in options.items()}
 
 
 def stage_options(config: Config) -> dict[str, str]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from poecaps._modules import device_of
+from poecaps.training.config import batch_sizes
 from poecaps.training.distributed import Distributed, RandomNumbers
 from poecaps.training.errors import TrainingError
 from poecaps.training.features import FeatureCache
@@ -71,7 +72,8 @@ def fine_tune(
         )
         network.eval()
         stage.module.train()
-        for indices in torch.randperm(len(data), generator=order).split(config.batch_size):
+        size = batch_sizes(config)[stage.name]
+        for indices in torch.randperm(len(data), generator=order).split(size):
             optimizer.zero_grad(set_to_none=True)
             stage.loss(indices, random).backward()
             optimizer.step()
