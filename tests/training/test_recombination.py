@@ -141,9 +141,8 @@ def test_the_record_says_which_experts_each_encoder_is_made_of(whole: Path) -> N
         first, *others = selection["recombinations"]
         assert selection["starts"] == [5, 6, 7] == [each["number"] for each in (first, *others)]
         assert first["starts"] == [1, 2, 3, 4]
-        for each in others:
-            assert len(each["starts"]) == 2
-            assert set(each["starts"]) < {1, 2, 3, 4}
+        assert [len(each["starts"]) for each in others] == [2, 2]  # either half of them
+        assert sorted(others[0]["starts"] + others[1]["starts"]) == [1, 2, 3, 4]
         for each in (first, *others):
             assert len({tuple(origin) for origin in each["experts"]}) == size
             assert {start for start, _ in each["experts"]} <= set(each["starts"])

@@ -103,9 +103,9 @@ def recombined(
 ) -> CapsuleExperts:
     """Make an encoder from experts of others.
 
-    Their balance is folded into the weights, and is held at 0 from then on. It had let the experts
-    of each encoder win equally often; experts that are already different need no help, and the
-    classes of images are not equally frequent.
+    Their balance is folded into the weights, and is held at 0 from then on. It has let the experts
+    of each encoder win equally often. Those of the new one are different already, and the kinds of
+    images that they stand for need not be equally frequent.
 
     Parameters
     ----------

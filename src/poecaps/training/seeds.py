@@ -33,7 +33,7 @@ class Stream(IntEnum):
     IMAGES = 8
     """Images of a run that uses a part of its data."""
     RECOMBINATION = 9
-    """Encoders whose experts are recombined; position: layer, number of the new encoder."""
+    """Halves of the encoders whose experts are recombined; position: layer, pair of halves."""
 
 
 def derive_seed(seed: int, stream: Stream, *position: int) -> int:

@@ -414,9 +414,10 @@ class EncoderTrainer(StageTrainer):
     def _choose_recombinations(self) -> list[Recombination]:
         """Choose the experts of the encoders that replace the starts.
 
-        The first one is made of experts of all starts, and each of the others of those of a random
-        half of them: encoders that are different, of which one can be kept. Every process chooses;
-        the choice of the main process counts.
+        The first one is made of experts of all starts, the second and the third of those of either
+        random half of them, the next two of those of other halves, and so on: encoders that differ,
+        of which the best one can be kept. Every process chooses; the choice of the main process
+        counts.
         """
         views, device = self.options.views.count, self.cache.statistics_device
         parts: dict[int, list[Tensor]] = {number: [] for number in self.starts}
@@ -435,12 +436,12 @@ class EncoderTrainer(StageTrainer):
     def _groups(self) -> dict[int, list[int]]:
         """Return the numbers of the recombinations, each with those of the starts it is made of."""
         count = self.options.restarts
-        groups = {count + 1: list(range(1, count + 1))}
-        for number in range(count + 2, count + self.options.recombinations + 1):
-            generator = make_generator(self.seed, Stream.RECOMBINATION, self.layer, number)
-            half = torch.randperm(count, generator=generator)[: (count + 1) // 2]
-            groups[number] = (half.sort().values + 1).tolist()
-        return groups
+        groups = [list(range(1, count + 1))]
+        for pair in range(self.options.recombinations // 2):
+            generator = make_generator(self.seed, Stream.RECOMBINATION, self.layer, pair)
+            order = torch.randperm(count, generator=generator) + 1
+            groups += [half.sort().values.tolist() for half in order.tensor_split(2)]
+        return dict(enumerate(groups[: self.options.recombinations], start=count + 1))
 
     def _recombinations_of(self, chosen: Tensor) -> list[Recombination]:
         """Return the recombinations of the results (R, J, 3) of `choose_experts`."""
