@@ -17,8 +17,7 @@ predicts the end.
 
 By default, the last 10,000 training images are left out of the training and measured on: a
 criterion is an option like others, and must not be chosen on test images. With `--on test`, the
-encoders are measured on the test images, and for comparison on the images that were left out, too.
-Only the autoencoder and the encoder are trained.
+encoders are measured on the test images, too. Only the autoencoder and the encoder are trained.
 """
 
 from __future__ import annotations
@@ -108,14 +107,14 @@ def run(job: Job) -> dict[str, Any]:
     """Train and measure, and return the row."""
     config, compare = job.config(STUDY), job.options.compare
     training, images = variants.load_images(job.options)
-    held_out = variants.held_out_images(job.options)
-    measured: list[dict[str, float]] = []
-    on_held_out: list[dict[str, float]] = []
+    parts, held_out = {"": images}, variants.held_out_images(job.options)
+    if held_out is not None:
+        parts = {"": held_out, "test_": images}
+    measured: dict[str, list[dict[str, float]]] = {}
 
     def observe(network: CapsuleNetwork, starts: Sequence[CapsuleExperts]) -> None:
-        measured.extend(agreement_with_labels(network, starts, images))
-        if held_out is not None:
-            on_held_out.extend(agreement_with_labels(network, starts, held_out))
+        for part, each in parts.items():
+            measured[part] = agreement_with_labels(network, starts, each)
 
     with ExitStack() as stack:
         folder = stack.enter_context(job.folder())
@@ -130,9 +129,9 @@ def run(job: Job) -> dict[str, Any]:
             return row
         (selection,) = variants.read_selections(folder).values()
     scores: dict[str, list[float]] = selection["scores"]
-    row |= {"scores": scores, "starts": measured, "summary": summarise(scores, measured)}
-    if held_out is not None:
-        row["held_out_summary"] = summarise(scores, on_held_out)
+    row["scores"] = scores
+    for part, found in measured.items():
+        row |= {f"{part}starts": found, f"{part}summary": summarise(scores, found)}
     for name in ("halvings", "recombinations"):
         if selection[name]:
             row |= {"numbers": selection["starts"], name: selection[name]}
@@ -244,10 +243,11 @@ def by_measure(rows: Sequence[Mapping[str, Any]], measure: str) -> str:
 def many(rows: Sequence[Mapping[str, Any]]) -> str:
     """Format what is kept of encoders that were dropped or recombined on the way."""
     names = {name: name + _on_the_way(name) for name in STUDY if _on_the_way(name)}
+    measures = {"accuracy": "accuracy", "NMI": "nmi", "purity": "purity"}
     kept = {
-        "accuracy": (f"summary.accuracy.by.{CHOSEN}", ".3f"),
-        "NMI": (f"summary.nmi.by.{CHOSEN}", ".3f"),
-        "purity": (f"summary.purity.by.{CHOSEN}", ".3f"),
+        f"{part}{heading}": (f"{part.replace(' ', '_')}summary.{measure}.by.{CHOSEN}", ".3f")
+        for part in ("", "test ")
+        for heading, measure in measures.items()
     }
     return variants.table(rows, names, kept, "encoder")
 

@@ -87,10 +87,11 @@ def test_recombined_encoders_are_measured_on_test_and_held_out_images(
     (row,) = json.loads(rows.read_text())
     assert row["on"] == "test"
     assert row["numbers"] == [4, 5] == [each["number"] for each in row["recombinations"]]
-    assert len(row["starts"]) == 2
-    accuracy = row["held_out_summary"]["accuracy"]["by"]["agreement"] * 20
-    assert accuracy == pytest.approx(round(accuracy))
-    assert row["summary"].keys() == row["held_out_summary"].keys()
+    for part, count in {"": 20, "test_": 64}.items():
+        for start in row[f"{part}starts"]:
+            assert start["accuracy"] * count == pytest.approx(round(start["accuracy"] * count))
+        assert len(row[f"{part}starts"]) == 2
+        assert row[f"{part}summary"] == summarise(row["scores"], row[f"{part}starts"])
     assert "| small, 2 recombinations | 1 |" in capsys.readouterr().out
 
 
