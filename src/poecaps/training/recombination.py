@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 # the same classes in another way share about half of them. With too few experts, it is raised.
 MAX_OVERLAP, OVERLAP_STEP = 0.4, 0.1
 
+# Rate at which the balance of a new encoder moves: it is held.
+BALANCE_RATE = 0.0
+
 
 @dataclass(frozen=True)
 class Recombination:
@@ -119,5 +122,5 @@ def recombined(
         each.fold_balance()
     made = copy.deepcopy(next(iter(folded.values())))
     made.weight.copy_(torch.stack([folded[number].weight[:, j] for number, j in experts], dim=1))
-    made.balance_rate = 0.0
+    made.balance_rate = BALANCE_RATE
     return made
