@@ -427,6 +427,18 @@ def test_the_number_of_dropped_encoders_is_reported(
     assert re.search(line, shown, re.M), shown
 
 
+def test_the_recombination_that_is_kept_is_reported(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = ["--out", str(tmp_path / "run"), "--no-figures", "--encoder.views.count", "2"]
+    options = ["--encoder.restarts", "3", "--encoder.recombinations", "2"]
+    assert main(["train", "--data", str(source), *SMALL, *out, *options]) == 0
+    shown = capsys.readouterr().out
+    number = r"\d+(\.\d+)?"
+    line = rf"^encoder 1: recombination [12] of 2 kept, margin {number} \(the other {number}\)$"
+    assert re.search(line, shown, re.M), shown
+
+
 def test_quiet_is_quiet(source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert (
         main(["train", "--data", str(source), "--out", str(tmp_path / "run"), "--quiet", *SMALL])

@@ -225,7 +225,10 @@ def _describe_selections(result: TrainingResult) -> Iterator[str]:
         kept, criterion = selection["kept"], selection["criterion"]
         last = dict(zip(selection["starts"], selection["scores"][criterion], strict=True))
         count = len([*selection["halvings"], selection][0]["starts"])
-        line = f"{stage}: start {kept} of {count} kept, {criterion} {last.pop(kept):.3g}"
+        name = f"start {kept}"
+        if selection.get("recombinations"):
+            name = f"recombination {selection['starts'].index(kept) + 1}"
+        line = f"{stage}: {name} of {count} kept, {criterion} {last.pop(kept):.3g}"
         if len(last) > 1:
             line += f" (others {min(last.values()):.3g} to {max(last.values()):.3g})"
         elif last:
