@@ -90,7 +90,15 @@ def with_option(options: Any, name: str, value: int) -> Any:
         *((f"model.{name}", 2**20) for name in ("joint_components", "expert_components")),
         ("model.equalized_components", 2**20),
         ("model.density.base_components", 2**20),
-        *((name, 2**20) for name in ("batch_size", "density.chains", "density.partition_chains")),
+        *(
+            (name, 2**20)
+            for name in (
+                "batch_size",
+                "encoder.batch_size",
+                "density.chains",
+                "density.partition_chains",
+            )
+        ),
     ],
 )
 def test_sizes_have_upper_bounds(option: str, largest: int, data: Path) -> None:

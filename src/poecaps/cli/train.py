@@ -36,7 +36,7 @@ from poecaps.training import (
     run_training,
 )
 from poecaps.training.checkpoint import newest_checkpoint
-from poecaps.training.config import Preset, stage_options
+from poecaps.training.config import Preset, batch_sizes, nearest_preset, stage_options
 from poecaps.training.distributed import Distributed
 from poecaps.training.errors import SavedInterrupt
 from poecaps.training.metrics import METRICS
@@ -230,7 +230,10 @@ def _describe_selections(result: TrainingResult) -> Iterator[str]:
         kept, criterion = selection["kept"], selection["criterion"]
         last = dict(zip(selection["starts"], selection["scores"][criterion], strict=True))
         count = len([*selection["halvings"], selection][0]["starts"])
-        line = f"{stage}: start {kept} of {count} kept, {criterion} {last.pop(kept):.3g}"
+        name = f"start {kept}"
+        if selection.get("recombinations"):
+            name = f"recombination {selection['starts'].index(kept) + 1}"
+        line = f"{stage}: {name} of {count} kept, {criterion} {last.pop(kept):.3g}"
         if len(last) > 1:
             line += f" (others {min(last.values()):.3g} to {max(last.values()):.3g})"
         elif last:
@@ -242,17 +245,12 @@ def _describe_selections(result: TrainingResult) -> Iterator[str]:
 def _warn_of_failure(result: TrainingResult) -> None:
     """Warn of stages that have learned little: few images make few steps."""
     config, images = result.config, int(result.record["data"]["images"])
-    steps_per_epoch = max(1, images // config.batch_size_for(images))
-    fields = stage_options(config)
-    few = []
+    fields, sizes, few = stage_options(config), batch_sizes(config, images), []
     for stage, values in result.metrics.items():
-        error, epochs = (
-            values.get("reconstruction_error", 0.0),
-            getattr(config, fields[stage]).epochs,
-        )
-        steps = epochs * steps_per_epoch
+        error = values.get("reconstruction_error", 0.0)
+        steps = getattr(config, fields[stage]).epochs * (images // min(sizes[stage], images))
         if stage in ("autoencoder", "pixel decoder") and steps < FEW_STEPS and error >= LARGE_ERROR:
-            few.append(f"the {stage} had {steps} steps (error {error:.2g})")
+            few.append(f"the {stage} had {steps} (error {error:.2g})")
         elif error >= 1 and not stage.startswith("encoder"):
             option = fields[stage].replace("_", "-")
             say(
@@ -267,9 +265,10 @@ def _warn_of_failure(result: TrainingResult) -> None:
             for name in names
             if getattr(config, name).epochs
         )
+        faster = ", and --preset fast to save time" * (nearest_preset(config) == "default")
         say(
-            f"warning: {images:,} images are few: {' and '.join(few)}; for {MORE_EPOCHS} times as "
-            f"many: {' '.join(options)}, and --preset fast to save time",
+            f"warning: few steps: {' and '.join(few)}; for {MORE_EPOCHS} times as many: "
+            f"{' '.join(options)}{faster}",
             file=sys.stderr,
         )
 
