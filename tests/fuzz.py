@@ -23,6 +23,7 @@ import traceback
 import warnings
 from collections import Counter
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,12 +32,16 @@ import torch
 from PIL import Image
 
 import poecaps
-from poecaps import CapsuleNetwork, ModelError, TrainingError
+from poecaps import ModelError, TrainingError, card, models
 from poecaps.cli.info import _describe_run
+from poecaps.cli.train import _describe_selections
 from poecaps.code_density import DOMAINS
 from poecaps.data import DataError, ImageSet, load
+from poecaps.options import DensityOptions
 from poecaps.serialization import read_tensors, write_tensors
-from poecaps.training import record, resume, train
+from poecaps.training import Config, record, resume, train
+from poecaps.training.config import DensityStage
+from poecaps.training.run import resume_training
 from tests.faults import config, images
 
 if TYPE_CHECKING:
@@ -62,37 +67,60 @@ class Enough(Exception):  # noqa: N818
 # Valid inputs, and their use. An input is a folder.
 
 
+def options() -> Config:
+    """All stages; the encoder is one of two, and a density learns from tempered chains."""
+    small = config(Path("bars"))
+    density = DensityOptions(experts=(2, 2), linear_dims=1, base_components=2)
+    return replace(
+        small,
+        model=replace(small.model, density=density),
+        encoder=replace(small.encoder, restarts=2),
+        density=DensityStage(
+            epochs=2,
+            chains=4,
+            levels=2,
+            lifetime=0,
+            leapfrog_steps=1,
+            partition_chains=2,
+            partition_steps=2,
+        ),
+    )
+
+
 def make_model(root: Path) -> None:
-    """Write a trained model, with its record."""
-    np.save(root / "bars.npy", images())
-    train(config(root / "bars.npy"), root / "run")
-    for name in ("model.safetensors", "config.json", "run.json"):
-        (root / "run" / name).rename(root / name)
-    shutil.rmtree(root / "run")
-    (root / "bars.npy").unlink()
+    """Write a trained model, with its record, its metrics and its evaluation."""
+    train(options(), root, data=ImageSet(images(), source="bars"))
+    for file in root.glob("checkpoint*"):
+        file.unlink()
     record.write(root, record.without_machine(record.read(root)))
+    shutil.copy(models.find("mnist") / card.MEASURED, root)
 
 
 def use_model(root: Path) -> None:
-    """Load, describe, encode, reconstruct, generate."""
+    """Load, describe, encode, reconstruct, generate; resume the run, which is finished."""
     list(_describe_run(str(root)))
-    network = CapsuleNetwork.load(root)
+    result = resume_training(root, device="cpu")
+    list(_describe_selections(result))
+    network = result.network
+    card.write(root, network, draw=False)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         network.reconstruct(torch.rand(2, *network.architecture.image_shape))
         for domain in DOMAINS:
             network.generate(2, domain, generator=generator)
+    if network.density is not None:
+        network.sample_density(2, steps=2, generator=generator)
 
 
 def make_run(root: Path) -> None:
     """Write a run that was stopped in its last stage."""
 
     def stop(progress: Any) -> None:
-        if progress.number == 3:
+        if (progress.stage, progress.step) == ("density", 1):
             raise Enough
 
     with suppress(Enough):
-        train(config(Path("bars")), root, data=ImageSet(images(), source="bars"), report=stop)
+        train(options(), root, data=ImageSet(images(), source="bars"), report=stop)
     record.write(root, record.without_machine(record.read(root)))
 
 
@@ -232,7 +260,7 @@ def alter_tensors(tensors: dict[str, torch.Tensor], dice: random.Random) -> None
         kinds = (torch.float16, torch.float64, torch.int32, torch.bool)
         tensors[name] = tensor.to(dice.choice(kinds))
     elif how == 5:
-        tensors[name] = dice.choice((tensor.flatten(), tensor[:0], tensor.unsqueeze(0)))
+        tensors[name] = dice.choice((tensor.flatten(), tensor.flatten()[:0], tensor.unsqueeze(0)))
     else:
         tensors[dice.choice((f"{name}.x", "x", name))] = tensors.pop(name)
 

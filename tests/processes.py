@@ -69,8 +69,11 @@ class Commands:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._server.communicate()  # closes its input
-        self._folder.cleanup()
+        try:
+            self._server.communicate(timeout=300)  # closes its input
+        finally:
+            self._server.kill()
+            self._folder.cleanup()
 
     def ask(self, **request: Any) -> int | None:
         assert self._server.stdin is not None

@@ -437,6 +437,17 @@ def test_a_missing_run_raises_an_error_before_anything_is_written(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_repository_is_not_written_through_links(run: Path, tmp_path: Path) -> None:
+    files = (card.CARD, card.PICTURE, record.RECORD, "model.safetensors")
+    (tmp_path / "out").mkdir()
+    for name in files:
+        (tmp_path / name).write_text("precious")
+        (tmp_path / "out" / name).symlink_to(tmp_path / name)
+    hub.write_repository(poecaps.load(run), tmp_path / "out", run=run)
+    assert {(tmp_path / name).read_text() for name in files} == {"precious"}
+    assert not any((tmp_path / "out" / name).is_symlink() for name in files)
+
+
 def test_without_huggingface_hub_a_folder_opens_and_a_name_raises_an_error(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import subprocess
 import sys
 
@@ -10,30 +11,46 @@ import torch
 
 from poecaps._devices import find_device, keep_freed_memory, use_bfloat16
 
-# Count the pages that the system gives to large tensors of a second step. In a process of its own,
-# because the memory of others depends on the tests before.
-PAGES = """
-import resource, sys, torch
+# Print the memory that glibc has from the system while a step holds large tensors, and after it has
+# freed them, as glibc counts it. By default, it maps blocks above 32 MiB one by one, always. In a
+# process of its own, because the memory of others depends on the tests before.
+MEMORY = """
+import ctypes, sys, torch
 from poecaps._devices import keep_freed_memory
-if sys.argv[1] == "keep" and not keep_freed_memory():
-    sys.exit("glibc")
-def step():
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    tensors = [torch.ones(6_500_000) for _ in range(3)]
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-step(); step(); print(step())
+
+class Memory(ctypes.Structure):
+    names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = [(name, ctypes.c_size_t) for name in names.split()]
+
+mallinfo = ctypes.CDLL(None).mallinfo2
+mallinfo.restype = Memory
+
+def held():
+    memory = mallinfo()
+    return memory.arena + memory.hblkhd
+
+if sys.argv[1] == "keep":
+    keep_freed_memory()
+before = held()
+for _ in range(3):
+    tensors = [torch.ones(10_000_000) for _ in range(3)]
+    used = held() - before
+    del tensors
+    print(used, held() - before)
 """
 
 
-def test_freed_memory_is_kept() -> None:
-    """A step then gets the memory of the step before, without new pages."""
-    if not keep_freed_memory():
-        pytest.skip("needs glibc")
-    pages = [
-        int(subprocess.check_output([sys.executable, "-c", PAGES, mode], text=True))
-        for mode in ("return", "keep")
-    ]
-    assert 100 * pages[1] < pages[0]
+@pytest.mark.parametrize("mode", ["return", "keep"])
+def test_freed_memory_is_kept(mode: str) -> None:
+    """By default, it goes back to the system after every step."""
+    if not hasattr(ctypes.CDLL(None), "mallinfo2") or not keep_freed_memory():
+        pytest.skip("needs glibc 2.33 or later")
+    command = [sys.executable, "-c", MEMORY, mode]
+    lines = subprocess.check_output(command, text=True).splitlines()
+    assert len(lines) == 3
+    for used, kept in (map(int, line.split()) for line in lines):
+        assert used > 100_000_000
+        assert kept == used if mode == "keep" else kept < used / 10
 
 
 def test_cuda_is_the_gpu_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,6 +82,15 @@ def test_onnxruntime_computes_the_same(
     for name, program in zip(("encoder", "generator"), programs, strict=True):
         monkeypatch.setattr(f"poecaps.export.export_{name}", lambda _, program=program: program)
     files = write_onnx(network, tmp_path / "new" / "folder")
+    for file in files:  # again, where somebody else has placed links
+        file.replace(tmp_path / file.name)
+        file.symlink_to(tmp_path / file.name)
+    write_onnx(network, tmp_path / "new" / "folder")
+    assert sorted(file.name for file in files[0].parent.iterdir()) == [
+        "encoder.onnx",
+        "generator.onnx",
+    ]
+    assert not any(file.is_symlink() for file in files)
     encoder, generator = (
         onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"]) for file in files
     )

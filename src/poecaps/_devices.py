@@ -80,8 +80,8 @@ def keep_freed_memory() -> bool:
 
     By default, glibc returns the memory of large tensors to the system. A training step on a CPU
     then gets the same memory page by page, and zeroed, again and again, which takes about a fifth
-    of its time. The peak of the memory stays the same. The setting is that of the whole process, so
-    it is for programs, not for functions of a library.
+    of its time. The peak of the memory grows only by fragmentation. The setting is that of the
+    whole process, so it is for programs, not for functions of a library.
 
     Returns
     -------

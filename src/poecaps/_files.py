@@ -24,6 +24,7 @@ import warnings
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from io import BufferedReader, BufferedWriter, FileIO
+from time import sleep
 from typing import IO, TYPE_CHECKING, Any
 
 try:
@@ -43,6 +44,7 @@ BINARY = getattr(os, "O_BINARY", 0)
 
 TEMPORARY = re.compile(r"\..*-[0-9a-f]{16}\.part")  # names of `_temporary`
 MAX_JSON = 64 * 2**20  # bytes of a JSON file; those of a run have a few thousand
+OWNER_READS, OWNER_PAUSE = 20, 0.05  # attempts to read who owns a lock, and seconds between them
 CHECKSUM = "checksum"  # of a JSON object, in the object itself
 # Errors of a file system that has no locks, or whose folders cannot be flushed.
 UNSUPPORTED = (errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
@@ -272,31 +274,31 @@ def lock(path: Path) -> Iterator[None]:
     LockedError
         If another process owns it. The message tells which one, and since when.
     """
+    owner = {
+        "process": os.getpid(),
+        "host": socket.gethostname(),
+        "since": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
     with contextlib.ExitStack() as stack:
         handle = _acquire(path)
         stack.callback(os.close, handle)
         stack.callback(_unlink, path)
-        owner = {
-            "process": os.getpid(),
-            "host": socket.gethostname(),
-            "since": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        }
-        os.ftruncate(handle, 0)
         os.write(handle, json.dumps(owner).encode())
         yield
 
 
 def _acquire(path: Path) -> int:
-    """Open and lock a file."""
+    """Open, lock and empty a file."""
     while True:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | NOFOLLOW | NONBLOCK | CLOEXEC, 0o644)
         try:
             _lock_handle(handle)
+            os.ftruncate(handle, 0)  # the text of a killed owner
             # The owner before us may have deleted the file after we opened it.
             if os.path.exists(path) and os.path.samestat(os.fstat(handle), os.stat(path)):
                 return handle
         except BlockingIOError:
-            owner = _owner(os.read(handle, 4096))
+            owner = _read_owner(handle)
             os.close(handle)
             raise LockedError(f"{path.parent} is in use by {owner}") from None
         except BaseException:
@@ -330,13 +332,16 @@ def _lock_handle(handle: int) -> None:
         )
 
 
-def _owner(content: bytes) -> str:
-    """Describe the process that wrote the text of a lock."""
-    try:
-        owner = json.loads(content)
-        return f"process {owner['process']} on {owner['host']}, since {owner['since']}"
-    except (ValueError, TypeError, KeyError):  # it has not written it yet
-        return "another process"
+def _read_owner(handle: int) -> str:
+    """Describe the process that has locked a file, and may be about to write its text."""
+    for _ in range(OWNER_READS):
+        os.lseek(handle, 0, os.SEEK_SET)
+        try:
+            owner = json.loads(os.read(handle, 4096))
+            return f"process {owner['process']} on {owner['host']}, since {owner['since']}"
+        except (ValueError, TypeError, KeyError):
+            sleep(OWNER_PAUSE)
+    return "another process"
 
 
 # Names on a terminal

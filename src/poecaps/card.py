@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from poecaps import plotting
-from poecaps._files import atomic_write, read_json
+from poecaps._files import ModelError, atomic_write, read_json
 from poecaps._json import dataclass_from_json
 from poecaps._modules import device_of
 from poecaps.code_density import DOMAIN_INFO
@@ -147,7 +147,7 @@ def write(
         licence=licence,
         data_name=None if run is None else _data_name(str(run["config"]["data"])),
         run=None if run is None else record.without_machine(run),
-        measured=read_json(folder / MEASURED) if (folder / MEASURED).is_file() else None,
+        measured=read_measured(folder),
         half=read_metadata(folder / WEIGHTS, oldest=OLDEST_MODEL_VERSION).get("half") is True,
         shipped=shipped,
         picture=(folder / PICTURE).is_file(),
@@ -156,6 +156,32 @@ def write(
     with atomic_write(path) as file:
         file.write(f"{text}\n{MARK.format(_digest(text))}\n".encode())
     return True
+
+
+def read_measured(folder: Path) -> dict[str, Any] | None:
+    """Read the evaluation of the network in a folder, or return None if there is none.
+
+    Raises
+    ------
+    ModelError
+        If the file is damaged, or was not written by `poecaps evaluate`.
+    """
+    path = folder / MEASURED
+    if not path.is_file():
+        return None
+    measured = read_json(path)
+    numbers = [_measure(measured, row) for row in MEASURES]
+    if (
+        not isinstance(measured.get("data"), str)
+        or not all(type(measured.get(name)) is int for name in ("test_images", "samples", "seed"))
+        or not all(each is None or _is_number(each) for each in numbers)
+    ):
+        raise ModelError(f"{path} is not an evaluation; delete it, or evaluate the model again")
+    return measured
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is float or (type(value) is int and abs(value) < 2**63)
 
 
 def measures(measured: Mapping[str, Any]) -> dict[str, str]:
@@ -168,7 +194,7 @@ def _measure(measured: Mapping[str, Any] | None, row: str) -> Any:
     """Return the number of a row, or None if it was not measured."""
     value: Any = measured
     for key in MEASURES[row][0]:
-        value = None if value is None else value.get(key)
+        value = value.get(key) if isinstance(value, dict) else None
     return value
 
 

@@ -7,6 +7,7 @@ for any batch size. ``pip install 'poecaps[onnx]'`` installs the packages that O
 from __future__ import annotations
 
 import importlib
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -118,7 +119,10 @@ def write_onnx(network: CapsuleNetwork, folder: str | os.PathLike[str]) -> tuple
             program, dynamo=True, input_names=[given], output_names=[result], verbose=False
         )
         assert exported is not None  # noqa: S101 (None only if torch is given a file to write)
-        exported.save(file)
+        with tempfile.TemporaryDirectory(dir=folder) as temporary:
+            exported.save(Path(temporary) / file.name)
+            for part in Path(temporary).iterdir():  # large weights are in a file of their own
+                part.replace(folder / part.name)  # never through a symbolic link
     return files
 
 

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from poecaps import card, models
-from poecaps._files import read_json, write_json
+from poecaps._files import atomic_write, read_bytes, write_json
 from poecaps.network import CapsuleNetwork
 from poecaps.serialization import CONFIG, WEIGHTS
 from poecaps.training import record
@@ -173,12 +172,13 @@ def write_repository(
     network.save(folder, half=half)
     if source is not None:
         record.write(folder, record.without_machine(record.read(source)))
-        if (source / card.MEASURED).is_file():
-            measured = read_json(source / card.MEASURED)
+        measured = card.read_measured(source)
+        if measured is not None:
             write_json(folder / card.MEASURED, measured | {"data": Path(measured["data"]).name})
         for file in (card.CARD, card.PICTURE):
             if (source / file).is_file():
-                shutil.copyfile(source / file, folder / file)
+                with atomic_write(folder / file) as copy:
+                    copy.write(read_bytes(source / file))
     card.write(folder, network, name=name, licence=licence, shipped=shipped)
 
 

@@ -118,6 +118,68 @@ def test_a_record_without_a_checksum_of_its_data_is_described(
     assert "48 images" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    "altered",
+    [
+        {},
+        {"samples": None},
+        {"data": 3},
+        {"test_images": "many"},
+        {"probe": {"test_accuracy": "high"}},
+        {"effective_rank": 10**400},
+        {"domains": {"joint": {"frechet": {"distance": []}}}},
+    ],
+)
+def test_an_evaluation_that_is_none_is_one_line(
+    altered: dict[str, Any], model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both where it is shown and where the model card is written."""
+    valid = {"data": "mnist", "test_images": 5, "samples": 5, "seed": 0, "probe": None}
+    path = model / "evaluation.json"
+    path.write_text(json.dumps(valid))
+    assert main(["info", str(model)]) == 0
+    path.write_text(json.dumps(valid | altered if altered else {}))
+    capsys.readouterr()
+    for command in (["info", str(model)], ["train", "--resume", str(model), "--quiet"]):
+        assert main([*command, "--no-figures"] if "train" in command else command) == 1
+        error = capsys.readouterr().err
+        assert error == (
+            f"poecaps: {path} is not an evaluation; delete it, or evaluate the model again\n"
+        )
+
+
+@pytest.mark.parametrize(
+    "selection",
+    [
+        5,
+        {"encoder 1": None},
+        {"encoder 1": {"kept": 3}},
+        {"encoder 1": {"criterion": "energy"}},
+        {"encoder 1": {"scores": {"margin": [1.0]}}},
+        {"encoder 1": {"scores": {"margin": [1.0, "high"]}}},
+        {"encoder 1": {"starts": [1, 1]}},
+        {"encoder 1": {"halvings": [{"starts": 4}]}},
+    ],
+)
+def test_a_selection_that_is_none_is_one_line(
+    selection: Any, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    valid = {"criterion": "margin", "kept": 1, "starts": [1, 2], "scores": {"margin": [2.0, 1.0]}}
+    valid |= {"halvings": [{"starts": [1, 2, 3, 4]}]}
+    resume = ["train", "--resume", str(model), "--no-figures"]
+    record.write(model, record.read(model) | {"selection": {"encoder 1": valid}})
+    assert main(resume) == 0
+    shown = "encoder 1: start 1 of 4 kept, margin 2 (the other 1); 2 dropped before the end"
+    assert shown in capsys.readouterr().out
+    if isinstance(selection, dict) and selection["encoder 1"] is not None:
+        selection = {"encoder 1": valid | selection["encoder 1"]}
+    record.write(model, record.read(model) | {"selection": selection})
+    assert main(resume) == 1
+    assert capsys.readouterr().err == (
+        f"poecaps: {model / 'run.json'} is not the record of a run: selection is invalid\n"
+    )
+
+
 ESCAPE = "\x1b]0;owned\x07\x9b31m\u202e"
 
 

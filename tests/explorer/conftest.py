@@ -103,13 +103,14 @@ def serving(app: Any, **limits: Any) -> Iterator[str]:
     """Serve an application on a free local port, as `poecaps explore` does; yield its URL."""
     server = LimitedServer(app, **limits)
     with listen("127.0.0.1") as listener:
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()
         try:
             yield f"http://127.0.0.1:{listener.getsockname()[1]}"
         finally:
             server.should_exit = True
-            thread.join()
+            thread.join(300)  # the server waits for the computations of its requests
+            assert not thread.is_alive(), "the server does not stop"
 
 
 @pytest.fixture(scope="session")

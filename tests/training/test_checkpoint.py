@@ -310,6 +310,11 @@ def stopped(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
             {"optimizer.0.step": torch.tensor(torch.nan)},
             "optimizer.0.step must hold finite floating-point numbers",
         ),
+        (
+            {},
+            {"optimizer.0.step": torch.tensor(-1.0)},
+            "optimizer.0.step must not hold negative numbers",
+        ),
         ({}, {"model.more": torch.zeros(2)}, "does not match its architecture: more"),
         (
             {},

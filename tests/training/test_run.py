@@ -32,6 +32,7 @@ from poecaps.training import (
 from poecaps.training import record as run_record
 from poecaps.training.checkpoint import CHECKPOINT, PREVIOUS, CheckpointWarning
 from poecaps.training.metrics import METRICS
+from tests.faults import status_of_child
 from tests.test_serialization import as_version_2
 from tests.training.runs import (
     Stop,
@@ -225,11 +226,8 @@ def test_a_killed_process_leaves_no_lock(data: Path, finished: Path, tmp_path: P
         if progress.total_step == 3:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    child = os.fork()
-    if child == 0:
-        train(config_for(data), folder, report=kill)
-        os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    child = status_of_child(lambda: train(config_for(data), folder, report=kill))
+    assert child == -signal.SIGKILL
     assert (folder / ".lock").is_file()
     resume(folder)
     assert_same_weights(folder, finished)
@@ -255,6 +253,29 @@ def test_a_lock_that_its_owner_deletes_meanwhile_is_no_lock(
         with pytest.raises(_files.LockedError), _files.lock(path):
             pass
     assert len(times) == 3
+
+
+def test_an_owner_may_write_its_name_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second process waits for it, and does not read that of a killed one."""
+    path = tmp_path / ".lock"
+    path.write_text('{"process": 1, "host": "killed", "since": "long ago"}')
+    pauses = []
+    owned = _files.lock(path)
+    handle = _files._acquire(path)
+
+    def write_name(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 3:
+            os.write(handle, b'{"process": 7, "host": "here", "since": "now"}')
+
+    monkeypatch.setattr("poecaps._files.sleep", write_name)
+    with pytest.raises(_files.LockedError, match="in use by process 7 on here, since now"), owned:
+        pass
+    assert len(pauses) == 3
+    os.ftruncate(handle, 0)
+    with pytest.raises(_files.LockedError, match=r"in use by another process$"), _files.lock(path):
+        pass
+    os.close(handle)
 
 
 def test_a_failed_start_leaves_no_folder(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from tyro.conf import Positional  # noqa: TC002 (tyro reads the annotations)
 
 from poecaps import card, models
 from poecaps._devices import find_device
-from poecaps._files import read_json
 from poecaps.cli.arguments import command_for
 from poecaps.cli.loading import find_model, is_on_this_machine
 from poecaps.cli.options import OptionalModel  # noqa: TC001 (tyro reads the annotations)
@@ -81,8 +80,8 @@ def _describe_run(run: str) -> Iterator[tuple[str, str]]:
             stage,
             ", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in values.items()),
         )
-    if (folder / card.MEASURED).is_file():
-        measured = read_json(folder / card.MEASURED)
+    measured = card.read_measured(folder)
+    if measured is not None:
         yield "measured", f"{measured['samples']:,} draws, on {measured['data']}"
         for name, number in card.measures(measured).items():
             yield "", f"{name} {number}"

@@ -268,7 +268,7 @@ class DensityStage(CapsuleStage):
                 f"{name}.average must be below 1, and {name}.target_acceptance between 0 and 1"
             )
         checks.require_int(f"{name}.partition_chains", self.partition_chains, 2, MAX_SIZE)
-        checks.require_int(f"{name}.partition_steps", self.partition_steps, 0)
+        checks.require_int(f"{name}.partition_steps", self.partition_steps, 0, MAX_SIZE)
 
 
 @dataclass(frozen=True)

@@ -272,7 +272,7 @@ def load_optimizer_state(
     Raises
     ------
     ModelError
-        If the state does not belong to this optimizer, or holds a number that is not finite.
+        If the state does not belong to this optimizer, or holds a number that it cannot have.
     """
     if not state:
         return
@@ -292,6 +292,8 @@ def load_optimizer_state(
     for name, value in state.items():
         if not value.is_floating_point() or not value.isfinite().all():
             raise ModelError(f"{source} is damaged: {name} must hold finite floating-point numbers")
+        if name.endswith((".step", ".exp_avg_sq")) and (value < 0).any():
+            raise ModelError(f"{source} is damaged: {name} must not hold negative numbers")
     for number, parameter in enumerate(parameters):
         for name in names:
             value = state[f"optimizer.{number}.{name}"]

@@ -125,11 +125,38 @@ def read(folder: Path) -> dict[str, Any]:
     for name, cls in {"config": dict, "data": dict, "starts": list}.items():
         if not isinstance(record.get(name), cls):
             raise ModelError(f"{source} is not the record of a run: {name} is missing or invalid")
-    if not all(isinstance(start, dict) for start in record["starts"]):
+    if not all(_is_start(start) for start in record["starts"]):
         raise ModelError(f"{source} is not the record of a run: starts must be objects")
     if not isinstance(record["data"].get("images"), int):
         raise ModelError(f"{source} is not the record of a run: data.images must be a number")
+    if not isinstance(record["config"].get("data"), str):
+        raise ModelError(f"{source} is not the record of a run: config.data must be a name")
+    selection = record.get("selection", {})
+    if not isinstance(selection, dict) or not all(map(_is_selection, selection.values())):
+        raise ModelError(f"{source} is not the record of a run: selection is invalid")
     return record
+
+
+def _is_start(value: Any) -> bool:
+    """Return whether a JSON value has the types of a start that `add_start` added."""
+    return isinstance(value, dict) and isinstance(value.get("versions", {}), dict)
+
+
+def _is_selection(value: Any) -> bool:
+    """Return whether a JSON value has the types of a selection that `add_selection` added."""
+    try:
+        starts, scores = value["starts"], value["scores"][value["criterion"]]
+        before = [comparison["starts"] for comparison in value["halvings"]]
+    except (TypeError, KeyError):
+        return False
+    lists = (starts, scores, *before)
+    return (
+        all(isinstance(each, list) for each in lists)
+        and all(type(each) in (int, float) for numbers in lists for each in numbers)
+        and len(set(starts)) == len(starts) == len(scores)
+        and type(value["kept"]) is int
+        and value["kept"] in starts
+    )
 
 
 def write(folder: Path, record: dict[str, Any]) -> None:

@@ -62,6 +62,18 @@ INTERRUPT_CHECK_STEPS = 10  # steps between two exchanges about interrupts with 
 MAX_DENSITY_IMAGES = 100_000  # codes to which the density is fitted, a random subset of more images
 
 
+@contextmanager
+def _numerical_errors() -> Iterator[None]:
+    """Raise TrainingError, with a remedy, if a covariance of features cannot be decomposed."""
+    try:
+        yield
+    except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
+        raise TrainingError(
+            "the features are not finite, or too large for their covariance to be computed; lower "
+            "the learning rates, and train again"
+        ) from error
+
+
 class Trainer:
     """Training of a network in stages.
 
@@ -122,6 +134,7 @@ class Trainer:
         self.record: dict[str, Any] = {}  # of the run; only the main process writes it
         self.checkpoint_timer = CheckpointTimer(config.checkpoint_every)
 
+    @_numerical_errors()
     def fit(self, checkpoint: Checkpoint) -> None:
         """Train all stages from a checkpoint on, fit the code density and save the network."""
         self._load(checkpoint)
