@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -71,6 +72,16 @@ def test_an_untrained_decoder_is_noted_with_its_images(
 ) -> None:
     found = notes(command, made(dense, noise, tmp_path / "run", **epochs), capsys)
     assert [note.split(";")[0] for note in found] == ([expected] if expected else [])
+
+
+def test_the_explorer_shows_the_note(
+    dense: Path, noise: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = made(dense, noise, tmp_path / "run", encoder=0)
+    page = tmp_path / "page"
+    (note,) = notes(["explore", "--static", str(page)], run, capsys)
+    (about,) = (json.loads(file.read_text()) for file in (page / "models").glob("*.json"))
+    assert note.startswith(f"note: {about['note']};")
 
 
 def test_nothing_is_said_of_a_model_without_a_valid_record(
