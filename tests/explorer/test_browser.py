@@ -90,6 +90,7 @@ def test_drawing_at_random(page: Page, digits: ExplorerModel) -> None:
 def test_a_drawn_digit_is_seen_and_loaded(page: Page) -> None:
     sketch(page, (0.2, 0.1), (0.4, 0.1), (0.3, 0.5))
     wait_until_still(page)
+    wait_until_still(page, "#reconstruction")
     expect(page.locator("#firing button")).to_have_count(4)
     seen = pixels(page, "#reconstruction")
     assert pixels(page, "#seen").max() > 200

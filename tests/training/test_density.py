@@ -431,7 +431,7 @@ def test_only_the_preset_energy_has_a_density() -> None:
         ({"average": 1.0}, ValueError, "density.average must be below 1"),
         ({"average": -0.1}, ValueError, "average must be a finite number of at least 0"),
         ({"partition_chains": 1}, ValueError, "partition_chains must be .* from 2 to 1048576"),
-        ({"partition_steps": -1}, ValueError, "partition_steps must be .* of at least 0"),
+        ({"partition_steps": -1}, ValueError, "partition_steps must be .* from 0 to 1048576"),
         ({"init_std": -1.0}, ValueError, "init_std must be a finite number of at least 0"),
         ({"epochs": -1}, ValueError, "epochs must be a whole number from 0 to 1000000"),
     ],

@@ -78,8 +78,7 @@ def generate(
     steps
         Domains of the density: steps of each chain, from noise to its draw.
     temper
-        Domains of the density: chains at so many temperatures exchange their states, so that they
-        cross between the modes of the density. 0: each chain by itself, which is faster.
+        Domains of the density: chains at so many temperatures exchange their states; 0: none.
     tied
         Domains of the density: decode by the filters of the autoencoder, not the pixel decoder.
     seed
