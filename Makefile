@@ -52,8 +52,8 @@ demo: install
 demo-energy: install
 	rm -rf $(DEMO_ENERGY)
 	$(BIN)/poecaps train --preset energy --out $(DEMO_ENERGY) --autoencoder.epochs 3 \
-	  --model.density.experts 100 8 --model.density.base-components 256 --model.density.base-max-variance 5 \
-	  --density.epochs 45 --density.chains 256 --encoder.epochs 0 --decoder.epochs 0 --pixel-decoder.epochs 0 --no-figures
+	  --model.density.experts 100 8 --model.density.base-components 192 \
+	  --density.epochs 45 --density.levels 20 --density.chains 320 --encoder.epochs 0 --decoder.epochs 0 --pixel-decoder.epochs 0 --no-figures
 	$(BIN)/poecaps generate $(DEMO_ENERGY) --domain model --tied
 
 docs: install
@@ -104,7 +104,8 @@ bench: install
 report: install
 	@for each in docs/results/routing-*.json; do name=$$(basename $$each .json); \
 	  $(BIN)/python -m benchmarks --read $$each --plot docs/images/$$name.png || exit 1; done
-	$(BIN)/python -m benchmarks.report README.md docs/results*.md docs/benchmarks.md docs/density.md
+	$(BIN)/python -m benchmarks.report README.md docs/results*.md docs/benchmarks.md docs/classes.md \
+	  docs/density.md
 
 # The wheel is built from the sdist, as an installer would do.
 build: install

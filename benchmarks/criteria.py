@@ -16,8 +16,8 @@ halvings would drop the worse half of them. A further table says how well an ear
 predicts the end.
 
 By default, the last 10,000 training images are left out of the training and measured on: a
-criterion is an option like others, and must not be chosen on test images. Only the autoencoder and
-the encoder are trained.
+criterion is an option like others, and must not be chosen on test images. With `--on test`, the
+encoders are measured on the test images, too. Only the autoencoder and the encoder are trained.
 """
 
 from __future__ import annotations
@@ -75,16 +75,6 @@ for _name, _part, _changes in (
         },
     ),
     (
-        "4 views",
-        "batches of 512, longer autoencoder, 20 encoders",
-        {
-            "batch_size": 512,
-            "autoencoder.epochs": 20,  # as many steps as with batches of 128
-            "encoder.restarts": 20,
-            "encoder.halvings": 2,
-        },
-    ),
-    (
         "4 small views, no routing",
         "batches of 256, 32 encoders",
         {"batch_size": 256, "encoder.restarts": 32, "encoder.halvings": 4},
@@ -95,15 +85,36 @@ for _name, _part, _changes in (
         _base, changes={**_base.changes, **_changes, "encoder.criterion": CHOSEN}
     )
 
+# With recombinations. Small views are for clothes, whose encoders learn from smaller batches.
+for _name in ("10 experts of 32", "20 experts of 16"):
+    for _kind, _batch in (("4 views", 512), ("4 small views", 256)):
+        for _part in ("", ", no routing"):
+            _base = STUDY[f"{_name}, {_kind}{_part}"]
+            _label = f"encoder batches of {_batch}, 16 encoders"
+            STUDY[f"{_name}, {_kind}{_part}, {_label}"] = replace(
+                _base,
+                changes={
+                    **_base.changes,
+                    "encoder.batch_size": _batch,
+                    "encoder.restarts": 16,
+                    "encoder.recombinations": 8,
+                    "encoder.criterion": CHOSEN,
+                },
+            )
+
 
 def run(job: Job) -> dict[str, Any]:
     """Train and measure, and return the row."""
     config, compare = job.config(STUDY), job.options.compare
     training, images = variants.load_images(job.options)
-    measured: list[dict[str, float]] = []
+    parts, held_out = {"": images}, variants.held_out_images(job.options)
+    if held_out is not None:
+        parts = {"": held_out, "test_": images}
+    measured: dict[str, list[dict[str, float]]] = {}
 
     def observe(network: CapsuleNetwork, starts: Sequence[CapsuleExperts]) -> None:
-        measured.extend(agreement_with_labels(network, starts, images))
+        for part, each in parts.items():
+            measured[part] = agreement_with_labels(network, starts, each)
 
     with ExitStack() as stack:
         folder = stack.enter_context(job.folder())
@@ -118,9 +129,12 @@ def run(job: Job) -> dict[str, Any]:
             return row
         (selection,) = variants.read_selections(folder).values()
     scores: dict[str, list[float]] = selection["scores"]
-    row |= {"scores": scores, "starts": measured, "summary": summarise(scores, measured)}
-    if selection["halvings"]:
-        row |= {"numbers": selection["starts"], "halvings": selection["halvings"]}
+    row["scores"] = scores
+    for part, found in measured.items():
+        row |= {f"{part}starts": found, f"{part}summary": summarise(scores, found)}
+    for name in ("halvings", "recombinations"):
+        if selection[name]:
+            row |= {"numbers": selection["starts"], name: selection[name]}
     return row
 
 
@@ -222,25 +236,27 @@ def by_measure(rows: Sequence[Mapping[str, Any]], measure: str) -> str:
 
     See `benchmarks.variants.table`.
     """
-    names = {name: name for name in STUDY if measure_of(name) == measure and not _halvings(name)}
+    names = {name: name for name in STUDY if measure_of(name) == measure and not _on_the_way(name)}
     return variants.table(rows, names, columns(measure), f"encoder, {measure}")
 
 
 def many(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Format accuracy and NMI of the encoder that is kept where others were dropped on the way."""
-    names = {
-        name: f"{name}, {halvings} halvings" for name in STUDY if (halvings := _halvings(name))
-    }
+    """Format what is kept of encoders that were dropped or recombined on the way."""
+    names = {name: name + _on_the_way(name) for name in STUDY if _on_the_way(name)}
+    measures = {"accuracy": "accuracy", "NMI": "nmi", "purity": "purity"}
     kept = {
-        "accuracy": (f"summary.accuracy.by.{CHOSEN}", ".3f"),
-        "NMI": (f"summary.nmi.by.{CHOSEN}", ".3f"),
+        f"{part}{heading}": (f"{part.replace(' ', '_')}summary.{measure}.by.{CHOSEN}", ".3f")
+        for part in ("", "test ")
+        for heading, measure in measures.items()
     }
     return variants.table(rows, names, kept, "encoder")
 
 
-def _halvings(name: str) -> int:
-    """Return how often encoders of a variant are dropped."""
-    return STUDY[name].config().encoder.halvings
+def _on_the_way(name: str) -> str:
+    """Describe how the encoders of a variant change on the way; empty if they do not."""
+    options = STUDY[name].config().encoder
+    changes = {"halvings": options.halvings, "recombinations": options.recombinations}
+    return "".join(f", {count} {what}" for what, count in changes.items() if count)
 
 
 def compared_all(row: Mapping[str, Any]) -> bool:

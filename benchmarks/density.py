@@ -19,6 +19,9 @@ tempered_draws
 base_draws, reconstructions
     The same for draws of the base measure alone, and for the capsules of training images: what the
     experts start from, and the best that any density over these capsules can give.
+component_reconstructions
+    The same for the capsules of training images in the principal components that the experts read,
+    without the other directions: how much of an image these components have.
 nearest
     Median distance from draws to the nearest training image, and the same for the images that were
     not trained on, decoded in the same way: whether draws are copies.
@@ -60,6 +63,7 @@ if TYPE_CHECKING:
 
     from poecaps import CapsuleExperts, CapsuleNetwork
     from poecaps.data import ImageSet
+    from poecaps.energy import GaussianBase
     from poecaps.evaluation import Classifier
     from poecaps.sampling import Samples
 
@@ -243,7 +247,9 @@ def run(job: Job) -> dict[str, Any]:
         }
     base_draws = draw_from_base(model.density, o.samples, job.seed)
     row["base_draws"] = measure(base_draws)
-    row["reconstructions"] = measure(capsules_of(model, training, o.samples))
+    known = capsules_of(model, training, o.samples)
+    row["reconstructions"] = measure(known)
+    row["component_reconstructions"] = measure(in_components(model.density, known))
     row["nearest"] = {
         name: nearest_training_images(model, capsules, training)
         for name, capsules in (
@@ -340,6 +346,14 @@ def draw(
     start = time.perf_counter()
     sampler(density, DRAWS_FOR_TIME, option, seed + 1).capsules.sum().item()
     return samples, round(time.perf_counter() - start, 2)
+
+
+def in_components(density: CapsuleDensity, capsules: Tensor) -> Tensor:
+    """Project capsules (B, I, K) onto the principal components that the experts read, if any."""
+    if not density.has_components:
+        return capsules
+    directions = cast("GaussianBase", density.base).directions
+    return (capsules.flatten(1) @ directions @ directions.T).view_as(capsules)
 
 
 def draw_from_base(density: CapsuleDensity, count: int, seed: int) -> Tensor:

@@ -67,7 +67,7 @@ def measure(
         step, found = steps[f"{views} {restarts}"], times[f"{views} {restarts}"]
         row: dict[str, Any] = {"views": views, "restarts": restarts}
         row |= {"precision": step.precision, "cuda_graph": step.cuda_graph, **found}
-        row["images_per_s"] = base.batch_size / found["median_s"]
+        row["images_per_s"] = base.batch_size_for(len(data)) / found["median_s"]
         row["relative"] = found["median_s"] / first
         rows.append(row)
     return rows

@@ -16,7 +16,7 @@ from poecaps.kernels import cpu, dispatch
 from poecaps.kernels.cpu import build
 from poecaps.network import CapsuleNetwork
 from poecaps.options import Architecture
-from poecaps.training.config import changed_options
+from poecaps.training.config import batch_sizes, changed_options
 from poecaps.training.distributed import Distributed
 from poecaps.training.features import FeatureCache
 from poecaps.training.optim import make_optimizer, set_learning_rate
@@ -189,7 +189,7 @@ class StageSteps:
         step = TrainingStep(stage, self.optimizer, distributed, self.generator)
         self.step = Graphed(step, device, self.generator) if self.cuda_graph else step
         order = torch.randperm(len(data), generator=torch.Generator().manual_seed(0)).to(device)
-        size = config.batch_size
+        size = batch_sizes(config, len(data))[name]
         self.batches = order[: len(data) // size * size].split(size)
         self.taken = 0
 

@@ -133,13 +133,16 @@ def _starting(method: Callable[..., Any], clock: Clock, part: str) -> Callable[.
 
 def first_run(config: Config, data: ImageSet, folder: Path) -> float:
     """Run the pipeline with few images and one epoch per stage, and return the seconds."""
-    few = data.images[: CAPTURE_STEPS * config.batch_size]
+    size = config.batch_size_for(len(data))
+    few = data.images[: CAPTURE_STEPS * size]
     stages = {
         name: replace(getattr(config, name), epochs=min(1, getattr(config, name).epochs))
         for name in STAGES
     }
     start = time.perf_counter()
-    run_pipeline(replace(config, **stages), folder, ImageSet(few, source="few images"))
+    run_pipeline(
+        replace(config, batch_size=size, **stages), folder, ImageSet(few, source="few images")
+    )
     return time.perf_counter() - start
 
 

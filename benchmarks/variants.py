@@ -159,6 +159,13 @@ def load_images(options: argparse.Namespace) -> tuple[ImageSet, ImageSet]:
     return learned, _part(training, slice(len(training) - held_out, None))
 
 
+def held_out_images(options: argparse.Namespace) -> ImageSet | None:
+    """Return the images that are left out of the training, if others are measured on."""
+    if not options.held_out or measured_part(options) == "held-out":
+        return None
+    return load_images(argparse.Namespace(**{**vars(options), "on": "held-out"}))[1]
+
+
 def measured_part(options: argparse.Namespace) -> str:
     """Return which images are measured on: ``"held-out"`` or ``"test"``."""
     return options.on or ("held-out" if options.held_out else "test")

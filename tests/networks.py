@@ -55,7 +55,13 @@ def shorten_chains(monkeypatch: pytest.MonkeyPatch, steps: int = 6) -> None:
         return draw(network, count, **{"steps": steps} | options)
 
     monkeypatch.setattr(CapsuleNetwork, "sample_density", drawn)
-    monkeypatch.setitem(sampling.draw.__kwdefaults__, "steps", max(steps, sampling.MAX_STATES))
+    shorten_draws(monkeypatch, max(steps, sampling.MAX_STATES))
+
+
+def shorten_draws(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
+    """Let draws by tempering whose number of steps is not given take a few steps only."""
+    defaults = {**(sampling.draw.__kwdefaults__ or {}), "steps": steps}
+    monkeypatch.setattr(sampling.draw, "__kwdefaults__", defaults)
 
 
 def untrained_with_density(

@@ -13,6 +13,7 @@ from poecaps.metrics import (
     margin,
     margins,
     reconstruction,
+    stability,
 )
 
 
@@ -35,6 +36,13 @@ def test_the_agreement_compares_each_view_with_the_image_itself() -> None:
     expert = torch.tensor([[0, 0, 1, 0], [2, 1, 1, 1]])  # of an image and three views
     log_odds = torch.nn.functional.one_hot(expert, 3).float()
     assert agreement(log_odds) == pytest.approx(2 / 6)
+
+
+def test_the_stability_is_the_chance_that_another_view_chooses_the_same_expert() -> None:
+    expert = torch.tensor([[0, 0, 1], [2, 2, 2]])  # of the three views of two images
+    log_odds = torch.nn.functional.one_hot(expert, 4).float()
+    # Of the four ordered pairs that begin with the first expert, two end with it.
+    assert stability(log_odds).tolist() == [0.5, 0, 1, 0]
 
 
 def test_reconstruction_and_energy_are_better_if_larger(generator: torch.Generator) -> None:

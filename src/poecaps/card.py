@@ -44,7 +44,7 @@ TAGS = (
     "unsupervised",
 )
 TASK = "unconditional-image-generation"
-IN_TABLE = {"data", "seed"}  # options with their own row in the table of the card
+IN_TABLE = {"data", "seed", "batch_size"}  # options with their own row in the table of the card
 MARK = "<!-- written by poecaps, sha256 {}; once edited, it is not overwritten -->"
 
 
@@ -312,6 +312,7 @@ class _Card:
             preset = nearest_preset(config)
             changed = ", with the changes below" if _changed(config, preset) else ""
             yield f"| preset | {preset}{changed} |"
+            yield f"| batch size | {config.batch_size_for(images)} |"
             yield f"| seed | {config.seed} |"
             device, version = str(last.get("device")), last.get("versions", {}).get("torch")
             yield f"| trained on | {_escape(device)}, {last.get('precision')}, torch {version} |"

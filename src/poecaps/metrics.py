@@ -1,7 +1,8 @@
 """Metrics that training and evaluation share.
 
 `margin`, `agreement`, `reconstruction` and `energy` compare encoders without labels, and the more,
-the better: with `encoder.restarts`, one of them chooses the encoder that is kept.
+the better: with `encoder.restarts`, one of them chooses the encoder that is kept. `stability`
+compares experts, for `encoder.recombinations`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ __all__ = [
     "margin",
     "margins",
     "reconstruction",
+    "stability",
 ]
 
 
@@ -95,6 +97,31 @@ def agreement(log_odds: Tensor) -> float:
     """
     expert = log_odds.argmax(-1)
     return (expert[:, 1:] == expert[:, :1]).double().mean().item()
+
+
+def stability(log_odds: Tensor) -> Tensor:
+    """Compute for each expert how often other views of an image that it wins choose it, too.
+
+    With the number k_nj of the T views of image n whose most active expert is j::
+
+        Σ_n k_nj(k_nj − 1) / ((T − 1) Σ_n k_nj)
+
+    Parameters
+    ----------
+    log_odds : (N, T, J)
+        Logits of the firing probabilities of all T ≥ 2 views.
+
+    Returns
+    -------
+    (J,)
+        From 0 to 1; 0 for an expert that wins no view.
+    """
+    views, experts = log_odds.shape[1:]
+    winner = log_odds.argmax(-1).unsqueeze(-1)
+    index = winner.new_tensor(range(experts))
+    wins = (winner == index).sum(1)  # (N, J)
+    pairs = (wins * (wins - 1)).sum(0)
+    return pairs / ((views - 1) * wins.sum(0)).clamp(min=1)
 
 
 def lost_share(x: Tensor, reconstructed: Tensor) -> float:

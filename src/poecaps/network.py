@@ -289,7 +289,7 @@ class CapsuleNetwork(nn.Module):
             Number of chains.
         steps
             Steps of a chain. In two thirds of them it is annealed from the base measure to the
-            model, as while learning; the others leave the density exactly invariant.
+            model; the others leave the density exactly invariant.
         expert : int or (count,) of int, optional
             Draw from P(x | only this expert is on): one expert, or one for each chain. None: from
             P(x).

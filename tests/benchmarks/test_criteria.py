@@ -72,6 +72,30 @@ def test_every_encoder_is_measured(
 
 
 @pytest.mark.usefixtures("same_process")
+def test_recombined_encoders_are_measured_on_test_and_held_out_images(
+    bars: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    small = small_with(autoencoder__epochs=0, encoder__epochs=1, encoder__recombinations=2)
+    small = replace(small, changes={**small.changes, "encoder.criterion": "agreement"})
+    monkeypatch.setitem(STUDY, "small", small)
+    rows = tmp_path / "rows.json"
+    arguments = ["--data", str(bars), "--device", "cpu", "--only", "small", "--held-out", "20"]
+    main([*arguments, "--on", "test", "--json", str(rows)])
+    (row,) = json.loads(rows.read_text())
+    assert row["on"] == "test"
+    assert row["numbers"] == [4, 5] == [each["number"] for each in row["recombinations"]]
+    for part, count in {"": 20, "test_": 64}.items():
+        for start in row[f"{part}starts"]:
+            assert start["accuracy"] * count == pytest.approx(round(start["accuracy"] * count))
+        assert len(row[f"{part}starts"]) == 2
+        assert row[f"{part}summary"] == summarise(row["scores"], row[f"{part}starts"])
+    assert "| small, 2 recombinations | 1 |" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("same_process")
 def test_an_early_comparison_is_compared_with_the_end(
     bars: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

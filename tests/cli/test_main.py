@@ -192,7 +192,7 @@ def test_misuse_has_status_2_and_names_the_remedy(
         ),
         (
             ["train", "--data", "pictures"],
-            "pictures/0.png has 28×28; set the option size (height, width)",
+            "pictures/0.png has 28×28; set the option size (height, width), such as --size ",
         ),
         (
             ["train", "--data", "mnist", "--data-path", "empty"],

@@ -62,6 +62,21 @@ def test_a_model_is_evaluated_on_the_held_out_tenth(trained: Path, tmp_path: Pat
     assert not [note for note in measured["notes"] if "learned from" in note]  # type: ignore[attr-defined]
 
 
+def test_few_test_images_are_noted(trained: Path, tmp_path: Path) -> None:
+    notes: Any = measure(trained, tmp_path / "e.json")["notes"]
+    assert [note for note in notes if note.startswith("only 6 test images: precision, recall")]
+
+
+def test_reconstructions_are_those_of_the_held_out_tenth(
+    trained: Path, pictures: Path, tmp_path: Path
+) -> None:
+    _, unseen = hold_out(poecaps.data.load(pictures))
+    assert unseen is not None
+    assert main(["reconstruct", str(trained), "--out", str(tmp_path / "r.png")]) == 0
+    shown = arrays(tmp_path / "r.npz")["originals"]
+    np.testing.assert_array_equal(shown, unseen.batch(slice(None)).numpy())
+
+
 def test_samples_are_judged_by_a_classifier_of_the_own_labels(
     trained: Path, tmp_path: Path
 ) -> None:
@@ -174,7 +189,8 @@ def test_reconstructions_are_spread_over_the_pictures(
     trained: Path, pictures: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "r.png"
-    assert main(["reconstruct", str(trained), "--count", "4", "--out", str(out)]) == 0
+    options = ["--split", "train", "--count", "4", "--out", str(out)]
+    assert main(["reconstruct", str(trained), *options]) == 0
     images = poecaps.data.load(pictures).batch([0, 20, 39, 59]).numpy()
     np.testing.assert_allclose(arrays(out.with_suffix(".npz"))["originals"], images, atol=1e-6)
 

@@ -19,7 +19,6 @@ import torch
 from PIL import Image
 
 import poecaps
-from poecaps import sampling
 from poecaps._json import dataclass_from_json
 from poecaps.cli.main import main
 from poecaps.cli.train import TrainingReporter
@@ -29,6 +28,7 @@ from poecaps.training import PRESETS, Progress, record
 from poecaps.training.checkpoint import CHECKPOINT, PREVIOUS
 from poecaps.training.config import Config
 from tests.cli.conftest import SMALL, arrays
+from tests.networks import shorten_draws
 
 if TYPE_CHECKING:
     from poecaps.training import Progress
@@ -104,9 +104,13 @@ def test_progress_is_plain_lines_where_there_is_no_terminal(
     assert main(arguments) == 0
     done = capsys.readouterr()
     lines = [line for line in done.err.splitlines() if not line.startswith("warning")]
-    assert "the autoencoder does no better than the mean image" in done.err  # after three steps
-    assert "increase --autoencoder.epochs" in done.err
-    assert "increase --pixel-decoder.epochs" in done.err
+    assert re.search(
+        r"^warning: few steps: the autoencoder had 3 \(error \S+\) and the pixel "
+        r"decoder had 3 \(error \S+\); for 10 times as many: --autoencoder.epochs 10 "
+        r"--encoder.epochs 10 --decoder.epochs 10 --pixel-decoder.epochs 10, and --preset fast",
+        done.err,
+        re.MULTILINE,
+    )
     assert lines[0] == f"found 48 grey images of 28×28 in {source}, 10 classes"
     assert lines[1] == "training in runs/digits"
     stages = ["autoencoder", "encoder", "decoder", "pixel"]
@@ -373,7 +377,8 @@ def test_the_demo_of_the_density_draws_from_it(source: Path, tmp_path: Path) -> 
     train, generate = makefile_commands("demo-energy", tmp_path / "energy")
     assert "--data" not in train
     small = """--model.density.experts 3 4 --model.density.linear-dims 2 --density.epochs 1
-        --model.density.base-components 4 --density.chains 8 --density.partition-steps 5"""
+        --model.density.base-components 4 --density.chains 8 --density.levels 4
+        --density.partition-steps 5"""
     assert main([*train, "--quiet", "--data", str(source), *SMALL, *small.split()]) == 0
     options = json.loads((tmp_path / "energy" / "run.json").read_text())["config"]
     assert options["density"]["learning_rate"] == PRESETS["energy"]().density.learning_rate
@@ -423,6 +428,18 @@ def test_the_number_of_dropped_encoders_is_reported(
     assert main(["train", "--data", str(source), *SMALL, *out, *options]) == 0
     shown = capsys.readouterr().out
     line = r"^encoder 1: start [12] of 2 kept, margin \d\.\d+; 1 dropped before the end$"
+    assert re.search(line, shown, re.M), shown
+
+
+def test_the_recombination_that_is_kept_is_reported(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = ["--out", str(tmp_path / "run"), "--no-figures", "--encoder.views.count", "2"]
+    options = ["--encoder.restarts", "3", "--encoder.recombinations", "2"]
+    assert main(["train", "--data", str(source), *SMALL, *out, *options]) == 0
+    shown = capsys.readouterr().out
+    number = r"\d+(\.\d+)?"
+    line = rf"^encoder 1: recombination [12] of 2 kept, margin {number} \(the other {number}\)$"
     assert re.search(line, shown, re.M), shown
 
 
@@ -555,7 +572,7 @@ def test_the_preset_energy_trains_a_density_and_draws_from_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    monkeypatch.setitem(sampling.draw.__kwdefaults__, "steps", 6)
+    shorten_draws(monkeypatch, 6)
     for pause in ("LIVE_DELAY", "LIVE_PAUSE"):
         monkeypatch.setattr(f"poecaps._progress.{pause}", 0.0)
     where = ["--data", str(source), "--out", str(tmp_path / "run")]

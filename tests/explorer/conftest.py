@@ -82,7 +82,8 @@ def with_density(name: str, options: DensityOptions) -> ExplorerModel:
         network.density.base.fit([network.whiten(activations)])
     network.density.reset_parameters(std=0.3, generator=generator)
     images_shown = ImageSet(test.images[:30])
-    return ExplorerModel(name, f"runs/{name}", network, images_shown, part="training")
+    note = "the experts were not trained"
+    return ExplorerModel(name, f"runs/{name}", network, images_shown, part="training", note=note)
 
 
 @pytest.fixture(scope="session")

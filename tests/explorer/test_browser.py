@@ -402,6 +402,14 @@ def test_among_several_models_the_choice_names_the_one(page: Page) -> None:
     expect(page.locator("#model-name")).to_be_hidden()
 
 
+def test_a_note_about_a_model_is_shown_with_it(page: Page, walks: ExplorerModel) -> None:
+    note = page.locator("#model-note")
+    expect(note).to_be_hidden()
+    page.get_by_role("combobox", name="Model").select_option("walks")
+    expect(note).to_have_text(f"Note: {walks.note}.")
+    expect(note).to_be_visible()
+
+
 # --------------------------------------------------------------------------------------------------
 # Chains
 

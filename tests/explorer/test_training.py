@@ -185,15 +185,19 @@ def test_a_training_that_cannot_start(
     assert not folders[1].exists()
 
 
+@pytest.mark.parametrize("side", [28, 8])  # filters fit small images as well
 def test_a_network_is_looked_at_while_it_learns(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    side: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     short = learner.config(3, 1)
     stages = ("autoencoder", "encoder", "decoder", "pixel_decoder")
     brief = {name: replace(getattr(short, name), epochs=1) for name in stages}
     monkeypatch.setattr(learner, "config", lambda *_: replace(short, **brief))
     images = poecaps.data.load("mnist-sample", split="train").images[: live.MIN_IMAGES]
-    np.save(tmp_path / learner.IMAGES, images)
+    np.save(
+        tmp_path / learner.IMAGES,
+        images[:, 10 : 10 + side, 10 : 10 + side] if side < 28 else images,
+    )
     seen: list[dict[str, Any]] = []
     learner.learn(tmp_path, 3, 1, lambda each: seen.append(json.loads(json.dumps(each))))
     assert seen[0] == {"stages": STAGES}

@@ -90,7 +90,15 @@ def with_option(options: Any, name: str, value: int) -> Any:
         *((f"model.{name}", 2**20) for name in ("joint_components", "expert_components")),
         ("model.equalized_components", 2**20),
         ("model.density.base_components", 2**20),
-        *((name, 2**20) for name in ("batch_size", "density.chains", "density.partition_chains")),
+        *(
+            (name, 2**20)
+            for name in (
+                "batch_size",
+                "encoder.batch_size",
+                "density.chains",
+                "density.partition_chains",
+            )
+        ),
     ],
 )
 def test_sizes_have_upper_bounds(option: str, largest: int, data: Path) -> None:
@@ -128,6 +136,27 @@ def test_changed_options_are_those_that_differ_from_a_preset(preset: str) -> Non
     assert nearest_preset(changed) == preset
     assert changed_options(changed, preset) == expected
     assert changed_options(changed, preset, include_machine=True) == expected | {"device": "cpu"}
+
+
+@pytest.mark.parametrize(
+    ("images", "expected"),
+    [
+        (2, 16),
+        (180, 16),
+        (1023, 16),
+        (1024, 32),
+        (1797, 32),
+        (4095, 64),
+        (4096, 128),
+        (60_000, 128),
+    ],
+)
+def test_few_images_are_learned_in_small_batches(images: int, expected: int) -> None:
+    """An epoch has at least 32 steps, unless batches would have fewer than 16 images."""
+    for preset in PRESETS.values():
+        config = preset()
+        assert config.batch_size_for(images) == expected
+        assert replace(config, batch_size=100).batch_size_for(images) == 100
 
 
 def test_each_stage_has_a_name_and_a_field_of_options(data: Path) -> None:

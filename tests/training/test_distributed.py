@@ -276,12 +276,17 @@ def test_a_restart_does_not_go_on_with_the_run_of_another(
     assert {file.name: file.read_bytes() for file in (tmp_path / "other").iterdir()} == before
 
 
-def test_a_batch_that_cannot_be_divided_is_an_error(data: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("stage", ["autoencoder", "decoder 1"])
+def test_a_batch_that_cannot_be_divided_is_an_error(stage: str, data: Path, tmp_path: Path) -> None:
+    config = config_for(data, batch_size=15)
+    if stage == "decoder 1":
+        config = config_for(data, decoder=replace(config.decoder, batch_size=15))
     with pytest.raises(
-        ValueError, match="batch_size must be a multiple of the number of processes, 2, but is 15"
+        ValueError,
+        match=f"batch_size must be a multiple of .* processes, 2, but is 15 for {stage}",
     ):
         Trainer(
-            config_for(data, batch_size=15),
+            config,
             ImageSet(np.load(data)),
             tmp_path,
             device=torch.device("cpu"),

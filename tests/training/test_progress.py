@@ -93,13 +93,13 @@ def test_the_time_left_of_the_run_includes_the_later_stages() -> None:
         {"autoencoder": 2, "encoder 1": 4, "decoder 1": 0},
         "autoencoder",
         first_step=0,
-        steps_per_epoch=10,
+        steps_per_epoch={"autoencoder": 10, "encoder 1": 5, "decoder 1": 10},
         batch_size=8,
-        work={"autoencoder": 3.0, "encoder 1": 1.5, "decoder 1": 9.0},
+        work={"autoencoder": 3.0, "encoder 1": 3.0, "decoder 1": 9.0},
     )
     half = meter.update(10)
     assert half.seconds_left > 0
-    # 10 steps are left, and 40 steps of half the duration.
+    # 10 steps are left, and 20 steps of the same duration.
     assert half.run_seconds_left == pytest.approx(3 * half.seconds_left)
     assert meter.update(20).seconds_left == 0
 

@@ -416,6 +416,22 @@ def test_a_row_at_the_border_of_small_images_is_enough_for_a_margin(
     assert train(config, tmp_path / "run").architecture.margin == expected
 
 
+def test_the_batch_size_that_was_chosen_is_recorded_and_resumed(data: Path, tmp_path: Path) -> None:
+    given, chosen = tmp_path / "given", tmp_path / "chosen"
+    config = config_for(data, batch_size=None)  # 96 images
+    train(replace(config, batch_size=16), given)
+
+    def stop(progress: Progress) -> None:
+        if progress.stage == "encoder 1" and progress.step == 4:
+            raise Stop
+
+    with pytest.raises(Stop):
+        train(replace(config, checkpoint_every=0), chosen, report=stop)
+    assert run_record.read(chosen)["config"]["batch_size"] == 16
+    resume(chosen)
+    assert_same_weights(given, chosen)
+
+
 def test_larger_colour_images_are_learned_with_all_options(tmp_path: Path) -> None:
     """Saved, loaded and resumed; the colours are those of the images."""
     images = np.random.default_rng(0).integers(100, 200, (32, 40, 40, 3), np.uint8)

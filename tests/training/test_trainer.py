@@ -20,6 +20,7 @@ from poecaps.training import (
     PRESETS,
     DecoderStage,
     EncoderStage,
+    Progress,
     Stage,
     TrainingError,
     resume,
@@ -28,7 +29,7 @@ from poecaps.training import (
 from poecaps.training.checkpoint import CHECKPOINT
 from poecaps.training.distributed import RandomNumbers
 from poecaps.training.stages import AutoencoderTrainer
-from tests.training.runs import assert_same_weights, config_for, metrics, without_epochs
+from tests.training.runs import Stop, assert_same_weights, config_for, metrics, without_epochs
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -226,6 +227,29 @@ def test_diverged_weights_stop_the_run_before_they_are_saved(data: Path, tmp_pat
         tensor.isfinite().all() and tensor.float().abs().mean() < 1e3 for tensor in tensors.values()
     )
     assert about["stage"] <= 3
+
+
+def test_a_stage_can_have_a_batch_size_of_its_own(data: Path, tmp_path: Path) -> None:
+    """Said of one stage or of the other one, it is the same run, and it is resumed as it was."""
+    autoencoder = Stage(epochs=2, learning_rate=5e-3)
+    encoder = EncoderStage(epochs=2, learning_rate=0.05, winners=1)
+    config = without_epochs(data, autoencoder=autoencoder, encoder=encoder, checkpoint_every=0)
+    larger = replace(config, encoder=replace(encoder, batch_size=48))
+    smaller = replace(config, batch_size=48, autoencoder=replace(autoencoder, batch_size=16))
+    steps: dict[str, int] = {}
+
+    def report(progress: Progress) -> None:
+        steps[progress.stage] = progress.steps
+        if progress.stage == "encoder 2" and progress.step == 3:
+            raise Stop
+
+    train(larger, tmp_path / "larger")
+    with pytest.raises(Stop):
+        train(smaller, tmp_path / "smaller", report=report)
+    resume(tmp_path / "smaller")
+    assert steps == {"autoencoder": 12, "encoder 1": 4, "encoder 2": 4}
+    assert_same_weights(tmp_path / "larger", tmp_path / "smaller")
+    assert metrics(tmp_path / "larger") == metrics(tmp_path / "smaller")
 
 
 def test_the_paper_preset_trains(data: Path, tmp_path: Path) -> None:

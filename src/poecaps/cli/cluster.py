@@ -50,7 +50,7 @@ def cluster(
     out = out or default_output(run, "clusters.csv")
     if out.suffix.lower() != ".csv":
         raise ValueError(f"--out must name a .csv file, but is {out}")
-    network = open_model(run, device)
+    network = open_model(run, device, "codes")
     images = load_images(network, run, data, data_path, split)
     pixels = images.batch(slice(None))
     clusters = cluster_images(network, pixels.to(device_of(network)), report=Counter("encoding"))

@@ -77,7 +77,7 @@ def sample(
     checks.require_int("seed", seed, 0, 2**63 - 1)
     if temper is not None:
         checks.require_int("temper", temper, 2)
-    network = open_model(run, device)
+    network = open_model(run, device, "density")
     target = out or default_output(run, FIGURES, "samples.png")
     require_png(target)  # before the chains run
     options: dict[str, Any] = {"temperature": temperature}
@@ -150,7 +150,7 @@ def likelihood(
     path = out or default_output(run, "likelihood.json")
     if path.suffix.lower() != ".json":
         raise ValueError(f"--out must name a .json file, but is {path}")
-    network = open_model(run, device)
+    network = open_model(run, device, "density")
     density = network.require_density()
     shown = load_images(network, run, data, data_path, split)
     batch = shown.batch(range(min(images, len(shown)))).to(device_of(network))

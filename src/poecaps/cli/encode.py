@@ -45,7 +45,7 @@ def encode(
     out = out or default_output(run, name)
     if out.suffix.lower() != ".npz":
         raise ValueError(f"--out must name an .npz file, but is {out}")
-    network = open_model(run, device)
+    network = open_model(run, device, "codes")
     images = load_images(network, run, data, data_path, split)
     torch_device = device_of(network)
     batches = counted(images.batches(BATCH_SIZE), len(images), Counter("encoding"))

@@ -15,7 +15,7 @@ from tyro.conf import FlagCreatePairsOff, Positional, arg
 from poecaps import _checks as checks
 from poecaps import models
 from poecaps._progress import Counter
-from poecaps.cli.loading import load_unseen, open_model, training_source
+from poecaps.cli.loading import load_unseen, open_model, training_source, untrained_note
 from poecaps.cli.options import Data, DataPath, Model  # noqa: TC001 (tyro reads the annotations)
 from poecaps.cli.outputs import say
 from poecaps.data import DataError
@@ -147,4 +147,4 @@ def _open(run: str, source: str | None, path: str | None, taken: Sequence[str]) 
     name = run if models.is_shipped(run) else Path(run).resolve().name or "model"
     names = (name if count == 1 else f"{name}-{count}" for count in itertools.count(1))
     free = next(each for each in names if each not in taken)
-    return ExplorerModel(free, run, network, images, part)
+    return ExplorerModel(free, run, network, images, part, untrained_note(models.find(run)))

@@ -12,7 +12,7 @@ from poecaps import _checks as checks
 from poecaps import plotting
 from poecaps._modules import device_of, in_batches
 from poecaps._progress import Counter
-from poecaps.cli.loading import load_images, open_model
+from poecaps.cli.loading import load_images, load_unseen, open_model, training_source
 from poecaps.cli.options import (
     Data,
     DataPath,
@@ -98,7 +98,7 @@ def generate(
                 "--expert draws from one expert, but --domain model-experts draws a column for "
                 "each; add --domain model"
             )
-        network = open_model(run, device)
+        network = open_model(run, device, "density")
         name = domain if expert is None else f"{domain}-{expert}"
         path = out or default_output(run, FIGURES, f"{name}.png")
         require_png(path)  # before the chains run
@@ -217,6 +217,8 @@ def reconstruct(
 ) -> None:
     """Draw images and their reconstructions by a model.
 
+    By default these are test images, or else images that training has held out.
+
     The arrays of the images are saved in an .npz file of the same name.
 
     Parameters
@@ -226,7 +228,11 @@ def reconstruct(
     """
     checks.require_int("count", count, 1)
     network = open_model(run, device)
-    images = load_images(network, run, data, data_path, split)
+    if split is not None:
+        images = load_images(network, run, data, data_path, split)
+    else:
+        known = training_source(run, data_path) if data is None else (data, data_path)
+        images, _ = load_unseen(network, run, *known)
     path = out or default_output(run, FIGURES, "reconstructions.png")
     say(draw_reconstructions(network, images, path, count))
 

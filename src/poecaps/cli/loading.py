@@ -6,12 +6,13 @@ import shlex
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from poecaps import data, models
 from poecaps._devices import find_device
+from poecaps._files import ModelError
 from poecaps._progress import Counter
 from poecaps.autoencoder import minimum_image_size
 from poecaps.cli.outputs import say
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from poecaps.data import ImageSet
     from poecaps.explorer.render import Part
 
+Shown = Literal["codes", "images", "density"]
 SPLITS: tuple[Split, Split] = ("train", "test")
 
 
@@ -41,8 +43,18 @@ def find_model(run: str) -> Path:
     return models.find(run)
 
 
-def open_model(run: str, device: str) -> CapsuleNetwork:
-    """Load the model of a run.
+def open_model(run: str, device: str, shows: Shown = "images") -> CapsuleNetwork:
+    """Load the model of a run, with a note if what a command shows of it was not trained.
+
+    Parameters
+    ----------
+    run
+        Name or folder of the model.
+    device
+        Name of the device.
+    shows
+        What the command shows: codes of the experts, images that are decoded from codes, or the
+        density of the model.
 
     Raises
     ------
@@ -54,7 +66,31 @@ def open_model(run: str, device: str) -> CapsuleNetwork:
         raise FileNotFoundError(
             f"{run} is not finished; resume it with: poecaps train --resume {shlex.quote(run)}"
         )
-    return CapsuleNetwork.load(folder, torch_device)
+    network = CapsuleNetwork.load(folder, torch_device)
+    note = untrained_note(folder, shows)
+    if note:
+        if network.density is not None:
+            note += (
+                f"; for draws of its density: poecaps generate {shlex.quote(run)} --domain model"
+            )
+        say(f"note: {note}", file=sys.stderr)
+    return network
+
+
+def untrained_note(folder: Path, shows: Shown = "images") -> str:
+    """Say that what is shown of a model comes from random weights, or return an empty string.
+
+    Nothing is known of a model without a valid record of its training.
+    """
+    try:
+        untrained = record.options_of(folder, record.read(folder)).untrained()
+    except (ModelError, OSError):
+        return ""
+    if shows != "density" and "experts" in untrained:
+        return f"the experts were not trained ({untrained['experts']}): their codes mean nothing"
+    if shows == "images" and "decoder" in untrained:
+        return f"the decoder was not trained ({untrained['decoder']}): its images mean nothing"
+    return ""
 
 
 def load_images(

@@ -23,7 +23,7 @@ from poecaps.cli.generate import (
     draw_domain,
     draw_reconstructions,
 )
-from poecaps.cli.loading import load_images
+from poecaps.cli.loading import load_images, untrained_note
 from poecaps.cli.outputs import FIGURES, say, write_card
 from poecaps.code_density import DOMAINS
 from poecaps.training import (
@@ -36,7 +36,7 @@ from poecaps.training import (
     run_training,
 )
 from poecaps.training.checkpoint import newest_checkpoint
-from poecaps.training.config import Preset  # noqa: TC001 (tyro reads the annotations)
+from poecaps.training.config import Preset, batch_sizes, nearest_preset, stage_options
 from poecaps.training.distributed import Distributed
 from poecaps.training.errors import SavedInterrupt
 from poecaps.training.metrics import METRICS
@@ -49,6 +49,8 @@ if TYPE_CHECKING:
     from poecaps.data import ImageSet
 
 RECONSTRUCTIONS = 40  # images of the figure
+# A stage that decodes pixels and loses this share of their variance after so few steps needs more.
+FEW_STEPS, LARGE_ERROR, MORE_EPOCHS = 250, 0.5, 10
 
 
 def train_command(preset_given: str) -> Callable[..., None]:
@@ -206,6 +208,9 @@ def _train(
         for line in _describe_selections(result):
             say(line)
         _warn_of_failure(result)
+        note = untrained_note(folder)
+        if note:
+            say(f"note: {note}", file=sys.stderr)
     return result
 
 
@@ -225,7 +230,10 @@ def _describe_selections(result: TrainingResult) -> Iterator[str]:
         kept, criterion = selection["kept"], selection["criterion"]
         last = dict(zip(selection["starts"], selection["scores"][criterion], strict=True))
         count = len([*selection["halvings"], selection][0]["starts"])
-        line = f"{stage}: start {kept} of {count} kept, {criterion} {last.pop(kept):.3g}"
+        name = f"start {kept}"
+        if selection.get("recombinations"):
+            name = f"recombination {selection['starts'].index(kept) + 1}"
+        line = f"{stage}: {name} of {count} kept, {criterion} {last.pop(kept):.3g}"
         if len(last) > 1:
             line += f" (others {min(last.values()):.3g} to {max(last.values()):.3g})"
         elif last:
@@ -235,16 +243,34 @@ def _describe_selections(result: TrainingResult) -> Iterator[str]:
 
 
 def _warn_of_failure(result: TrainingResult) -> None:
-    """Warn of stages that have learned nothing, for example because they had only a few steps."""
+    """Warn of stages that have learned little: few images make few steps."""
+    config, images = result.config, int(result.record["data"]["images"])
+    fields, sizes, few = stage_options(config), batch_sizes(config, images), []
     for stage, values in result.metrics.items():
         error = values.get("reconstruction_error", 0.0)
-        if error >= 1 and not stage.startswith("encoder"):
-            option = "-".join(word for word in stage.split() if not word.isdigit())
+        steps = getattr(config, fields[stage]).epochs * (images // min(sizes[stage], images))
+        if stage in ("autoencoder", "pixel decoder") and steps < FEW_STEPS and error >= LARGE_ERROR:
+            few.append(f"the {stage} had {steps} (error {error:.2g})")
+        elif error >= 1 and not stage.startswith("encoder"):
+            option = fields[stage].replace("_", "-")
             say(
                 f"warning: the {stage} does no better than the mean image (error {error:.2g}); "
                 f"use more images, or increase --{option}.epochs",
                 file=sys.stderr,
             )
+    if few:
+        names = [name for name in dict.fromkeys(fields.values()) if name != "density"]
+        options = (
+            f"--{name.replace('_', '-')}.epochs {MORE_EPOCHS * getattr(config, name).epochs}"
+            for name in names
+            if getattr(config, name).epochs
+        )
+        faster = ", and --preset fast to save time" * (nearest_preset(config) == "default")
+        say(
+            f"warning: few steps: {' and '.join(few)}; for {MORE_EPOCHS} times as many: "
+            f"{' '.join(options)}{faster}",
+            file=sys.stderr,
+        )
 
 
 def _finish(result: TrainingResult, *, quiet: bool, figures: bool) -> None:

@@ -190,7 +190,8 @@ def _read_by(
             raise DataError(
                 f"the images have different sizes: {file} has {_format_size(image.shape)} pixels, "
                 f"but {kept[0]} has {_format_size(images.shape[1:])}; set the option size "
-                "(height, width) to scale all of them to one size"
+                f"(height, width), such as --size {image.shape[0]} {image.shape[0]}, to scale all "
+                "of them to one size"
             )
         images[len(kept)] = image
         kept.append(file)

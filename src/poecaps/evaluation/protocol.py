@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 MISSING = "–"  # cell of a table without a result
 # Fréchet distances of fewer samples are noticeably biased upwards; a note says so.
 FEWEST_UNBIASED_SAMPLES = 2000
+# Balls around fewer test images, as far as the fifth nearest of them, cover most of all images.
+FEWEST_TEST_IMAGES = 100
 # Images per forward pass of a network on a CPU: activations of larger batches exceed its caches.
 CPU_BATCH_SIZE = 50
 # Work of a draw by Markov chains, in passes of an image through a network; for the time left only.
@@ -403,6 +405,11 @@ class _Evaluator:
                 f"Fréchet distances of {self.samples:,} samples, fewer than "
                 f"{FEWEST_UNBIASED_SAMPLES:,}, are too large; "
                 "compare them only with distances of the same number of samples"
+            )
+        if len(self.test) < FEWEST_TEST_IMAGES:
+            self.notes.append(
+                f"only {len(self.test):,} test images: precision, recall, density and coverage are "
+                "of little use, and the other measures are rough"
             )
         if len(self.data_train) < self.samples:
             self.notes.append(

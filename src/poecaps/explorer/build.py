@@ -192,6 +192,7 @@ def _describe(model: ExplorerModel, arrays: Arrays) -> dict[str, Any]:
         "margin": auto.stem.margin,
         "images": images,
         "part": model.part,
+        "note": model.note,
         "chains": 0,
         "mean": model.mean.tolist(),
         "deviation": model.deviation.tolist(),

@@ -29,6 +29,7 @@ from poecaps.training.checkpoint import Checkpoint
 from poecaps.training.config import fast
 from poecaps.training.distributed import Distributed
 from poecaps.training.interrupts import Interrupts
+from poecaps.training.run import options_for
 from poecaps.training.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -170,7 +171,7 @@ def learn(folder: Path, experts: int, seed: int, emit: Emit) -> None:
     train, held_out = hold_out(images)
     assert held_out is not None  # noqa: S101 (there are at least 100 images)
     watcher = Watcher(emit, train, held_out)
-    options = config(experts, seed)
+    options = options_for(config(experts, seed), train)
     watcher.trainer = trainer = Trainer(
         options,
         train,

@@ -95,6 +95,8 @@ class ExplorerModel:
     part
         Which part of its data they are: the test images, images held out of the training data, the
         training images, or others.
+    note
+        What a reader should know about the model, such as that it was not trained.
     """
 
     name: str
@@ -102,6 +104,7 @@ class ExplorerModel:
     network: CapsuleNetwork
     images: ImageSet | None = None
     part: Part = "test"
+    note: str = ""
 
     @property
     def experts(self) -> int:

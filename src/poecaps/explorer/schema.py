@@ -298,6 +298,7 @@ class ModelInfo(BaseModel):
     ]
     images: Annotated[int, Field(description="Number of images that can be encoded by index.")]
     part: Annotated[Part, Field(description="Which images they are.")]
+    note: Annotated[str, Field(description="What to know about the model, if anything.")]
     chains: Annotated[
         int, Field(description="Most chains of a request; 0 if the model has no density.")
     ]

@@ -256,6 +256,7 @@ def _add_models(app: FastAPI, registry: ModelRegistry) -> None:
             first_pixel=found.first_pixel,
             images=0 if found.images is None else len(found.images),
             part=found.part,
+            note=found.note,
             chains=chains.max_chains(found),
             mean=found.mean.tolist(),
             deviation=found.deviation.tolist(),

@@ -27,6 +27,9 @@ CRITERIA: tuple[Criterion, ...] = get_args(Criterion)
 DecoderTarget = Literal["capsules", "reconstruction"]
 DECODER_TARGETS: tuple[DecoderTarget, ...] = get_args(DecoderTarget)
 MAX_EPOCHS, MAX_RESTARTS = 10**6, 1000
+# Without a given batch size, an epoch has at least so many steps, as far as batches of the smallest
+# size allow it; sets of at least 4,096 images have the usual one.
+USUAL_BATCH_SIZE, SMALLEST_BATCH_SIZE, USUAL_STEPS = 128, 16, 32
 MAX_PROCESS_TIMEOUT = 1e6  # seconds; torch counts milliseconds in 32 bits
 
 
@@ -36,6 +39,8 @@ class Stage:
 
     epochs: int = 5
     """Number of passes over the training images."""
+    batch_size: int | None = None
+    """Images per step of this stage; None: the batch_size of all stages."""
     optimizer: Optimizer = "adam"
     """Optimizer: adam, or sgd with momentum."""
     learning_rate: float = 1e-3
@@ -50,6 +55,8 @@ class Stage:
     def validate(self, name: str) -> None:
         """Raise ValueError or TypeError if an option is invalid; `name` is that of the stage."""
         checks.require_int(f"{name}.epochs", self.epochs, 0, MAX_EPOCHS)
+        if self.batch_size is not None:
+            checks.require_int(f"{name}.batch_size", self.batch_size, 1, MAX_SIZE)
         checks.require_choice(f"{name}.optimizer", self.optimizer, OPTIMIZERS)
         checks.require_nonnegative(f"{name}.learning_rate", self.learning_rate)
         checks.require_nonnegative(
@@ -99,6 +106,8 @@ class EncoderStage(CapsuleStage):
     """Encoders that learn at the same time from different random weights; the best one is kept."""
     halvings: int = 0
     """How often the worse half of them is dropped; the last time after half of the stage."""
+    recombinations: int = 0
+    """Encoders that are made of the experts of all of them after half of the stage; 0: none."""
     criterion: Criterion = "margin"
     """What the best of several encoders has most of, a number of `poecaps.metrics`; no labels."""
 
@@ -126,6 +135,7 @@ class EncoderStage(CapsuleStage):
                 f"{name}.halvings must be at most {most} for {name}.restarts {self.restarts}, so "
                 f"that an encoder is left, but is {self.halvings}"
             )
+        self._validate_recombinations(name)
         checks.require_choice(f"{name}.criterion", self.criterion, CRITERIA)
         if self.restarts > 1 and self.init_std == 0:
             raise ValueError(
@@ -137,6 +147,26 @@ class EncoderStage(CapsuleStage):
                 f"{name}.criterion agreement needs {name}.views.count of at least 2, but is 1"
             )
 
+    def _validate_recombinations(self, name: str) -> None:
+        """Raise ValueError or TypeError if encoders cannot be recombined."""
+        checks.require_int(f"{name}.recombinations", self.recombinations, 0, MAX_RESTARTS)
+        if not self.recombinations:
+            return
+        for option, value in (("restarts", self.restarts), ("views.count", self.views.count)):
+            if value < 2:
+                raise ValueError(
+                    f"{name}.recombinations needs {name}.{option} of at least 2, but is {value}"
+                )
+        if self.halvings:
+            raise ValueError(
+                f"{name}.recombinations takes the experts of all encoders: {name}.halvings must "
+                f"be 0, but is {self.halvings}"
+            )
+
+    def recombines_after(self, step: int, steps: int) -> bool:
+        """Return whether encoders are recombined when so many of all steps are done: half."""
+        return self.recombinations > 0 and step >= max(1, steps // 2)
+
     def halvings_after(self, step: int, steps: int) -> int:
         """Return how often encoders have been dropped when so many of all steps are done.
 
@@ -146,7 +176,13 @@ class EncoderStage(CapsuleStage):
         return sum(step >= each for each in after)
 
     def mean_restarts(self) -> float:
-        """Return the mean number of encoders that learn in a step: S·(h + 2)/2^(h + 1)."""
+        """Return the mean number of encoders that learn in a step.
+
+        With S restarts, it is S·(h + 2)/2^(h + 1) for h halvings, and (S + R)/2 for R
+        recombinations.
+        """
+        if self.recombinations:
+            return (self.restarts + self.recombinations) / 2
         return self.restarts * (self.halvings + 2) / (2 << self.halvings)
 
 
@@ -265,8 +301,8 @@ class Config:
     """Stage 4: the pixel decoder, if the model has one."""
     multi_scale: float = 0.0
     """Weight of the error of pixels at several scales in the first and the last stage; 0: none."""
-    batch_size: int = 128
-    """Images per step, of all processes together."""
+    batch_size: int | None = None
+    """Images per step, of all processes; stages may differ. None: 128, fewer for few images."""
     seed: int = 0
     """Seed of all random numbers; on one machine's CPU, the same seed gives the same result."""
     device: str = "auto"
@@ -321,6 +357,12 @@ class Config:
             raise ValueError(
                 "encoder.winners needs model.agreement cosine; set model.winners instead"
             )
+        winners = self.model.winners if self.encoder.winners is None else self.encoder.winners
+        if self.encoder.recombinations and (winners is None or self.model.agreement != "cosine"):
+            raise ValueError(
+                "encoder.recombinations needs experts that compete and model.agreement cosine; set "
+                "encoder.winners"
+            )
         criterion = self.encoder.criterion
         if self.encoder.restarts > 1 and experts == 1 and criterion in ("margin", "agreement"):
             raise ValueError(
@@ -333,7 +375,8 @@ class Config:
         if self.held_out == 1:
             raise ValueError("held_out must be below 1, so that images to learn from are left")
         checks.require_nonnegative("multi_scale", self.multi_scale)
-        checks.require_int("batch_size", self.batch_size, 1, MAX_SIZE)
+        if self.batch_size is not None:
+            checks.require_int("batch_size", self.batch_size, 1, MAX_SIZE)
         checks.require_nonnegative("checkpoint_every", self.checkpoint_every)
         checks.require_positive("process_timeout", self.process_timeout)
         if self.process_timeout > MAX_PROCESS_TIMEOUT:
@@ -347,6 +390,38 @@ class Config:
             if not isinstance(text, str):
                 raise TypeError(f"{name} must be a string, but is {text!r}")
         checks.require_choice("precision", self.precision, PRECISIONS)
+
+    def batch_size_for(self, images: int) -> int:
+        """Return the number of images per step for so many training images.
+
+        If it is not given, it is the largest power of two from 16 to 128 with which an epoch has at
+        least 32 steps, or 16: a model that sees few images needs them in many steps.
+        """
+        if self.batch_size is not None:
+            return self.batch_size
+        largest = int(2 ** math.floor(math.log2(max(1, images // USUAL_STEPS))))
+        return min(max(largest, SMALLEST_BATCH_SIZE), USUAL_BATCH_SIZE)
+
+    def untrained(self) -> dict[str, str]:
+        """Return which of experts and decoder keep their random weights, each with the reason.
+
+        The pixel decoder's stage also trains the capsule decoder, if there is only one layer.
+        """
+        reasons = {"experts": "encoder.epochs 0"} if self.encoder.epochs == 0 else {}
+        also = len(self.model.experts) == 1 and self.pixel_decoder.epochs > 0
+        if self.decoder.epochs == 0 and not also:
+            reasons["decoder"] = "decoder.epochs 0"
+        return reasons
+
+
+def batch_sizes(config: Config, images: int) -> dict[str, int]:
+    """Return the images per step of each stage, by the names of `stage_options`.
+
+    `images` is the number of training images.
+    """
+    options = {name: getattr(config, field) for name, field in stage_options(config).items()}
+    usual = config.batch_size_for(images)
+    return {name: each.batch_size or usual for name, each in options.items()}
 
 
 def stage_options(config: Config) -> dict[str, str]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from poecaps._modules import device_of
+from poecaps.training.config import batch_sizes
 from poecaps.training.distributed import Distributed, RandomNumbers
 from poecaps.training.errors import TrainingError
 from poecaps.training.features import FeatureCache
@@ -58,7 +59,8 @@ def fine_tune(
     random = RandomNumbers(torch.Generator(device).manual_seed(seed), Distributed())
     network.requires_grad_()
     # The encoder learns from its weights on, of which there is nothing to choose.
-    config = replace(config, encoder=replace(config.encoder, restarts=1, halvings=0))
+    single = replace(config.encoder, restarts=1, halvings=0, recombinations=0)
+    config = replace(config, encoder=single)
     for stage in make_stages(config, cache):
         if isinstance(stage, (AutoencoderTrainer, DensityTrainer)):
             continue
@@ -70,7 +72,8 @@ def fine_tune(
         )
         network.eval()
         stage.module.train()
-        for indices in torch.randperm(len(data), generator=order).split(config.batch_size):
+        size = batch_sizes(config, len(data))[stage.name]
+        for indices in torch.randperm(len(data), generator=order).split(size):
             optimizer.zero_grad(set_to_none=True)
             stage.loss(indices, random).backward()
             optimizer.step()

@@ -201,13 +201,22 @@ def _groups(parameters: Sequence[nn.Parameter], factors: Sequence[float]) -> lis
     return [{"params": params, "factor": factor} for factor, params in members.items()]
 
 
-def keep_only(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
-    """Let an optimizer go on with these of its parameters, and forget the others."""
-    kept, state = set(parameters), cast("dict[nn.Parameter, Any]", optimizer.state)
-    for group in optimizer.param_groups:
-        group["params"] = [parameter for parameter in group["params"] if parameter in kept]
-    for parameter in set(state) - kept:
-        del state[parameter]
+def renew_optimizer(
+    optimizer: Optimizer,
+    stage: Stage,
+    parameters: Sequence[nn.Parameter],
+    factors: Sequence[float] | None = None,
+) -> Optimizer:
+    """Return an optimizer that goes on with the state of the parameters that another one has.
+
+    Parameters that are new to it start without a state. For the others, see `make_optimizer`.
+    """
+    renewed = make_optimizer(stage, parameters, factors)
+    before = cast("dict[nn.Parameter, Any]", optimizer.state)
+    for parameter in parameters:
+        if parameter in before:
+            renewed.state[parameter] = before[parameter]
+    return renewed
 
 
 def set_learning_rate(optimizer: Optimizer, rate: float) -> None:

@@ -90,8 +90,10 @@ class ProgressMeter:
         Name of the stage.
     first_step
         Steps of the stage that were done before it was resumed.
-    steps_per_epoch, batch_size
-        Size of an epoch and of a step.
+    steps_per_epoch
+        Steps of an epoch of each stage.
+    batch_size
+        Images per step of the stage.
     work
         Relative durations of a step of each stage.
     """
@@ -102,20 +104,19 @@ class ProgressMeter:
         stage: str,
         *,
         first_step: int,
-        steps_per_epoch: int,
+        steps_per_epoch: Mapping[str, int],
         batch_size: int,
         work: Mapping[str, float],
     ) -> None:
         self.stage, self.index, self.stages = stage, list(epochs).index(stage), len(epochs)
         self.epochs, self.first_step = epochs[stage], first_step
-        self.steps_per_epoch, self.batch_size = steps_per_epoch, batch_size
-        self.steps = self.epochs * steps_per_epoch
-        self.steps_before = sum(list(epochs.values())[: self.index]) * steps_per_epoch
+        self.steps_per_epoch, self.batch_size = steps_per_epoch[stage], batch_size
+        steps = {name: count * steps_per_epoch[name] for name, count in epochs.items()}
+        self.steps = steps[stage]
+        self.steps_before = sum(list(steps.values())[: self.index])
         later = list(epochs)[self.index + 1 :]
         # The steps of this stage that take as long as all later stages.
-        self.later_steps = (
-            sum(work[name] * epochs[name] for name in later) * steps_per_epoch / work[stage]
-        )
+        self.later_steps = sum(work[name] * steps[name] for name in later) / work[stage]
         self.metrics: Mapping[str, float] = {}
         self.start_timer()
 

@@ -352,7 +352,7 @@ def _run(
             found(data)
         _require_different_images(data)
         if is_new:
-            config = _with_margin_that_fits(_with_filters_that_fit(config, data), data)
+            config = options_for(config, data)
             checkpoint = replace(checkpoint, config=config)
         trainer = Trainer(
             config,
@@ -413,6 +413,12 @@ def _some_images(data: ImageSet, config: Config) -> ImageSet:
         return data
     order = torch.randperm(len(data), generator=make_generator(config.seed, Stream.IMAGES))
     return data.subset(order[: config.images].sort().values)
+
+
+def options_for(config: Config, data: ImageSet) -> Config:
+    """Return options of which those that depend on the training images are chosen."""
+    config = replace(config, batch_size=config.batch_size_for(len(data)))
+    return _with_margin_that_fits(_with_filters_that_fit(config, data), data)
 
 
 def _with_filters_that_fit(config: Config, data: ImageSet) -> Config:

@@ -32,6 +32,8 @@ class Stream(IntEnum):
     """Views by which an encoder is chosen; position: layer, first image of the batch."""
     IMAGES = 8
     """Images of a run that uses a part of its data."""
+    RECOMBINATION = 9
+    """Halves of the encoders whose experts are recombined; position: layer, pair of halves."""
 
 
 def derive_seed(seed: int, stream: Stream, *position: int) -> int:

@@ -17,11 +17,12 @@ from poecaps._files import ModelError
 from poecaps.kernels import pixels
 from poecaps.training.config import CRITERIA
 from poecaps.training.density import DensityLearner, load_weights
+from poecaps.training.recombination import Recombination, choose_experts, recombined
 from poecaps.training.seeds import Stream, make_generator
 from poecaps.views import NUMBERS, make_views
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     from torch import Tensor
@@ -78,11 +79,13 @@ class Selection:
     kept: int
     """Number of the encoder, counted from 1."""
     starts: list[int]
-    """Numbers of the encoders that have learned to the end."""
+    """Numbers of the encoders that have learned to the end; see `Recombination.number`."""
     scores: dict[Criterion, list[float]]
     """Score of each of these by every criterion; the larger, the better."""
     halvings: list[Comparison]
     """The comparisons after which the worse half was dropped."""
+    recombinations: list[Recombination]
+    """The encoders that were made of the experts of others."""
 
 
 class StageTrainer(ABC):
@@ -139,12 +142,15 @@ class StageTrainer(ABC):
         """Return the factor of the learning rate of each parameter, after `prepare`."""
         return [1.0 for _ in self.module.parameters()]
 
-    def should_drop(self, step: int, steps: int) -> bool:  # noqa: ARG002 (most stages never do)
-        """Return whether some of several trained parts are dropped after so many of all steps."""
+    def should_select(self, step: int, steps: int) -> bool:  # noqa: ARG002 (most stages never do)
+        """Return whether other parts are trained from now on, after so many of all steps."""
         return False
 
-    def drop_worse(self, step: int, steps: int) -> None:  # noqa: B027 (most stages never do)
-        """Drop them; all processes call it. Parameters of `module` that are left stay the same."""
+    def select(self, step: int, steps: int) -> None:  # noqa: B027 (most stages never do)
+        """Drop some of the parts, or replace all by new ones; all processes call it.
+
+        Parameters of `module` that are left stay the same.
+        """
 
     def has_diverged(self) -> bool:
         """Return whether the weights are not finite, or far too large."""
@@ -336,7 +342,8 @@ class EncoderTrainer(StageTrainer):
     With `restarts`, several of them learn from different initial weights and the same inputs, and
     the best one becomes the layer of the network. The first of them is that layer itself, and
     learns what it would learn alone. With `halvings`, the worse ones are dropped on the way; the
-    others do not notice it.
+    others do not notice it. With `recombinations`, new ones that are made of their experts take
+    the place of all starts after half of the stage.
 
     Attributes
     ----------
@@ -344,6 +351,8 @@ class EncoderTrainer(StageTrainer):
         The layers that learn, by their numbers, counted from 1.
     halvings
         The comparisons after which some were dropped.
+    recombinations
+        The layers that were made of others; they are the `starts` from then on.
     """
 
     module: CapsuleExperts | nn.ModuleList
@@ -357,6 +366,7 @@ class EncoderTrainer(StageTrainer):
         self.experts = self.module = cast("CapsuleExperts", cache.network.encoders[layer])
         self.starts = {1: self.experts}
         self.halvings: list[Comparison] = []
+        self.recombinations: list[Recombination] = []
         self.final_winners = self.experts.winners
 
     def prepare(self, fresh: bool, generator: torch.Generator) -> None:
@@ -376,14 +386,22 @@ class EncoderTrainer(StageTrainer):
             for experts in self.starts.values():
                 experts.winners = self.options.winners
 
-    def should_drop(self, step: int, steps: int) -> bool:
-        """Return whether the worse half of the starts is dropped after so many of all steps."""
+    def should_select(self, step: int, steps: int) -> bool:
+        """Return whether starts are dropped or recombined after so many of all steps."""
+        return self._should_halve(step, steps) or self._should_recombine(step, steps)
+
+    def select(self, step: int, steps: int) -> None:
+        """Drop the worse half of the starts, several times if there are few steps; or recombine."""
+        while self._should_halve(step, steps):
+            self._halve(Comparison(step, list(self.starts), self._scores()))
+        if self._should_recombine(step, steps):
+            self._recombine(self._choose_recombinations())
+
+    def _should_halve(self, step: int, steps: int) -> bool:
         return len(self.halvings) < self.options.halvings_after(step, steps)
 
-    def drop_worse(self, step: int, steps: int) -> None:
-        """Drop the worse half of the starts, several times if there are few steps."""
-        while self.should_drop(step, steps):
-            self._halve(Comparison(step, list(self.starts), self._scores()))
+    def _should_recombine(self, step: int, steps: int) -> bool:
+        return not self.recombinations and self.options.recombines_after(step, steps)
 
     def _halve(self, comparison: Comparison) -> None:
         """Drop the worse half of the starts by their scores."""
@@ -391,6 +409,59 @@ class EncoderTrainer(StageTrainer):
         self.starts = {number: self.starts[number] for number in better}
         self.module = nn.ModuleList(self.starts.values())
         self.halvings.append(comparison)
+
+    @torch.no_grad()
+    def _choose_recombinations(self) -> list[Recombination]:
+        """Choose the experts of the encoders that replace the starts.
+
+        The first one is made of experts of all starts, the second and the third of those of either
+        random half of them, the next two of those of other halves, and so on: encoders that differ,
+        of which the best one can be kept. Every process chooses; the choice of the main process
+        counts.
+        """
+        views, device = self.options.views.count, self.cache.statistics_device
+        parts: dict[int, list[Tensor]] = {number: [] for number in self.starts}
+        for _, x in self._scored_views():
+            for number, experts in self.starts.items():
+                parts[number].append(_log_odds(experts, x, views, device))
+        log_odds = {number: torch.cat(each) for number, each in parts.items()}
+        chosen = [
+            choose_experts({start: log_odds[start] for start in group}, self.experts.out_capsules)
+            for group in self._groups().values()
+        ]
+        found = torch.tensor(chosen, dtype=torch.float64, device=device)  # (R, J, 3)
+        self.cache.distributed.broadcast_from_main([found])
+        return self._recombinations_of(found)
+
+    def _groups(self) -> dict[int, list[int]]:
+        """Return the numbers of the recombinations, each with those of the starts it is made of."""
+        count = self.options.restarts
+        groups = [list(range(1, count + 1))]
+        for pair in range(self.options.recombinations // 2):
+            generator = make_generator(self.seed, Stream.RECOMBINATION, self.layer, pair)
+            order = torch.randperm(count, generator=generator) + 1
+            groups += [half.sort().values.tolist() for half in order.tensor_split(2)]
+        return dict(enumerate(groups[: self.options.recombinations], start=count + 1))
+
+    def _recombinations_of(self, chosen: Tensor) -> list[Recombination]:
+        """Return the recombinations of the results (R, J, 3) of `choose_experts`."""
+        return [
+            Recombination(
+                number,
+                group,
+                experts=[(int(start), int(expert)) for start, expert, _ in rows],
+                stability=[stable for _, _, stable in rows],
+            )
+            for (number, group), rows in zip(self._groups().items(), chosen.tolist(), strict=True)
+        ]
+
+    def _recombine(self, recombinations: list[Recombination]) -> None:
+        """Replace all starts by encoders that are made of their experts."""
+        self.starts = {
+            each.number: recombined(self.starts, each.experts) for each in recombinations
+        }
+        self.module = nn.ModuleList(self.starts.values())
+        self.recombinations = recombinations
 
     def finish(self) -> None:
         """Keep the best start, end a competition for training only, scale the firing probabilities.
@@ -417,7 +488,9 @@ class EncoderTrainer(StageTrainer):
         numbers, scores, criterion = list(self.starts), self._scores(), self.options.criterion
         kept = numbers[scores[criterion].index(max(scores[criterion]))]
         self.experts.load_state_dict(self.starts[kept].state_dict())
-        self.selection = Selection(criterion, kept, numbers, scores, self.halvings)
+        self.selection = Selection(
+            criterion, kept, numbers, scores, self.halvings, self.recombinations
+        )
         self.starts, self.module = {1: self.experts}, self.experts
 
     @torch.no_grad()
@@ -426,22 +499,29 @@ class EncoderTrainer(StageTrainer):
 
         Every process scores them; the numbers of the main process count.
         """
-        views = self.options.views
-        generator = make_generator(self.seed, Stream.SCORED_VIEWS, self.layer)
-        indices = self.cache.probe_indices(SCORED_IMAGES)
         totals: dict[Criterion, Tensor] = {}
-        for batch in indices.split(max(1, self.cache.batch_size // views.count)):
-            uniform = torch.rand(len(batch), views.count - 1, NUMBERS, generator=generator)
-            x = self._views(batch, uniform.to(self.cache.device))
-            device = self.cache.statistics_device
-            each = [_score(experts, x, views.count, device) for experts in self.starts.values()]
+        views, device = self.options.views.count, self.cache.statistics_device
+        for share, x in self._scored_views():
+            each = [_score(experts, x, views, device) for experts in self.starts.values()]
             for name in each[0]:
                 values = torch.tensor([scores[name] for scores in each], dtype=torch.float64)
-                share = values * (len(batch) / len(indices))
-                totals[name] = totals[name] + share if name in totals else share
+                part = values * share
+                totals[name] = totals[name] + part if name in totals else part
         scores = torch.stack(list(totals.values())).to(self.cache.statistics_device)
         self.cache.distributed.broadcast_from_main([scores])
         return dict(zip(totals, scores.tolist(), strict=True))
+
+    def _scored_views(self) -> Iterator[tuple[float, Tensor]]:
+        """Yield the input capsules of views of training images, always the same, in batches.
+
+        Each comes with the share of its images: (B·views, I, K).
+        """
+        views = self.options.views
+        generator = make_generator(self.seed, Stream.SCORED_VIEWS, self.layer)
+        indices = self.cache.probe_indices(SCORED_IMAGES)
+        for batch in indices.split(max(1, self.cache.batch_size // views.count)):
+            uniform = torch.rand(len(batch), views.count - 1, NUMBERS, generator=generator)
+            yield len(batch) / len(indices), self._views(batch, uniform.to(self.cache.device))
 
     def data_on_device(self) -> bool:
         """Return whether all inputs of the stage are in the memory of the device."""
@@ -520,9 +600,9 @@ class EncoderTrainer(StageTrainer):
         }
 
     def state(self) -> dict[str, Tensor]:
-        """Return the starts that are not the layer of the network, and all comparisons so far.
+        """Return the starts that are not the layer of the network, and all choices so far.
 
-        These determine which starts are left.
+        These determine which starts are left, and whether they were recombined.
         """
         weights = {
             f"start {number}.{name}": tensor
@@ -535,18 +615,40 @@ class EncoderTrainer(StageTrainer):
             for number, comparison in enumerate(self.halvings, start=1)
             for name, values in (("step", comparison.step), *comparison.scores.items())
         }
-        return {**weights, **compared}
+        chosen = [
+            [(*origin, stable) for origin, stable in zip(each.experts, each.stability, strict=True)]
+            for each in self.recombinations
+        ]
+        recombined = {"recombinations": torch.tensor(chosen, dtype=torch.float64)} if chosen else {}
+        return {**weights, **compared, **recombined}
 
     def load_state(self, state: Mapping[str, Tensor], source: Path) -> None:
-        """Drop the starts that were dropped, and restore the others."""
+        """Drop or recombine the starts as they were, and restore those that are left."""
         if not self.has_state:
             super().load_state(state, source)
         elif state:
             for number in range(1, self.options.halvings + 1):
                 if f"halving {number}.step" in state:
                     self._halve(self._load_comparison(f"halving {number}", state, source))
+            if "recombinations" in state:
+                self._recombine(self._load_recombinations(state, source))
             weights = {name: each for name, each in self.state().items() if "start" in name}
             load_weights(weights, state, source, owner=self.name)
+
+    def _load_recombinations(
+        self, state: Mapping[str, Tensor], source: Path
+    ) -> list[Recombination]:
+        """Read which experts were recombined."""
+        sizes = self.options.recombinations, self.experts.out_capsules, 3
+        chosen = torch.zeros(sizes, dtype=torch.float64)
+        load_weights({"recombinations": chosen}, state, source, owner=self.name)
+        start, expert = chosen[..., 0], chosen[..., 1]
+        known = (start >= 1) & (start <= len(self.starts)) & (expert >= 0) & (expert < sizes[1])
+        if not known.all():
+            raise ModelError(
+                f"{source} is damaged: recombinations has experts that {self.name} does not have"
+            )
+        return self._recombinations_of(chosen)
 
     def _load_comparison(self, name: str, state: Mapping[str, Tensor], source: Path) -> Comparison:
         """Read a comparison of the starts that are left."""
@@ -562,13 +664,19 @@ class EncoderTrainer(StageTrainer):
         return Comparison(int(step), list(self.starts), found)
 
 
+def _log_odds(experts: CapsuleExperts, x: Tensor, views: int, device: torch.device) -> Tensor:
+    """Compute the log-odds of experts, of the views (B·views, I, K) of images: → (B, views, J)."""
+    # The balance is a part of the log-odds once it is folded into the weights.
+    log_odds = (F.log_odds(experts.route(x).preactivation) + experts.balance).to(device)
+    by_image: Tensor = log_odds.unflatten(0, (-1, views))
+    return by_image
+
+
 def _score(
     experts: CapsuleExperts, x: Tensor, views: int, device: torch.device
 ) -> dict[Criterion, float]:
     """Score experts by all criteria, on the views (B·views, I, K) of images."""
-    # The balance is a part of the log-odds once it is folded into the weights.
-    log_odds = (F.log_odds(experts.route(x).preactivation) + experts.balance).to(device)
-    log_odds = log_odds.unflatten(0, (-1, views))  # (B, views, J)
+    log_odds = _log_odds(experts, x, views, device)
     first = x.unflatten(0, (-1, views))[:, 0].contiguous()  # the images themselves
     scores: dict[Criterion, float] = {
         "margin": measures.margin(log_odds[:, 0]),

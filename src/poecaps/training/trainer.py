@@ -26,14 +26,15 @@ from poecaps.training.checkpoint import (
     write_checkpoint,
     write_errors,
 )
+from poecaps.training.config import batch_sizes
 from poecaps.training.errors import SavedInterrupt, TrainingError
 from poecaps.training.features import FeatureCache
 from poecaps.training.metrics import MetricsLog
 from poecaps.training.optim import (
-    keep_only,
     load_optimizer_state,
     make_optimizer,
     optimizer_state,
+    renew_optimizer,
     set_learning_rate,
 )
 from poecaps.training.progress import Progress, ProgressMeter
@@ -108,18 +109,22 @@ class Trainer:
         report: Report | None = None,
         held_out: ImageSet | None = None,
     ) -> None:
-        if config.batch_size % distributed.size:
-            raise ValueError(
-                f"batch_size must be a multiple of the number of processes, {distributed.size}, "
-                f"but is {config.batch_size}; start another number of processes"
-            )
+        sizes = batch_sizes(config, len(data))
+        for name, size in sizes.items():
+            if size % distributed.size:
+                raise ValueError(
+                    f"batch_size must be a multiple of the number of processes, "
+                    f"{distributed.size}, but is {size} for {name}; start another number of "
+                    "processes"
+                )
         self.config, self.folder, self.report = config, folder, report
         self.device, self.distributed, self.interrupts = device, distributed, interrupts
         architecture = Architecture.of(config.model, data.shape)
         generator = make_generator(config.seed, Stream.NETWORK)
         self.network = CapsuleNetwork(architecture, generator=generator).to(device)
-        self.batch_size = min(config.batch_size, len(data) - len(data) % distributed.size)
-        self.steps_per_epoch = len(data) // self.batch_size
+        most = len(data) - len(data) % distributed.size
+        self.batch_sizes = {name: min(size, most) for name, size in sizes.items()}
+        self.steps_per_epoch = {name: len(data) // size for name, size in self.batch_sizes.items()}
         bfloat16 = use_bfloat16(config.precision, device)
         self.cache = FeatureCache(
             data, self.network, device, distributed, bfloat16=bfloat16, held_out=held_out
@@ -168,15 +173,15 @@ class Trainer:
             meter.start_timer()
             train_step = self._make_step(stage, optimizer, generator, steps - first_step)
         self.interrupts.deferred = True
-        metrics_every = max(
-            1, min(self.steps_per_epoch // METRICS_PER_EPOCH, steps // METRICS_PER_STAGE)
-        )
-        order = _ImageOrder(self.config.seed, index, len(self.cache), self.batch_size, self.device)
+        epoch_steps, size = self.steps_per_epoch[stage.name], self.batch_sizes[stage.name]
+        metrics_every = max(1, min(epoch_steps // METRICS_PER_EPOCH, steps // METRICS_PER_STAGE))
+        order = _ImageOrder(self.config.seed, index, len(self.cache), size, self.device)
         for step in range(first_step, steps):
-            if stage.should_drop(step, steps):
+            if stage.should_select(step, steps):
                 self._require_finite_weights(stage, step)
-                stage.drop_worse(step, steps)
-                keep_only(optimizer, list(stage.module.parameters()))
+                stage.select(step, steps)
+                parameters, factors = list(stage.module.parameters()), stage.learning_rate_factors()
+                optimizer = renew_optimizer(optimizer, stage.options, parameters, factors)
                 train_step = self._make_step(stage, optimizer, generator, steps - step)
             set_learning_rate(optimizer, stage.options.learning_rate_at(step / steps))
             generator.manual_seed(derive_seed(self.config.seed, Stream.STEP, index, step))
@@ -204,16 +209,20 @@ class Trainer:
         """Return the number of steps of a stage; after the last stage there are none."""
         if index == len(self.stages):
             return 0
-        return self.stages[index].options.epochs * self.steps_per_epoch
+        stage = self.stages[index]
+        return stage.options.epochs * self.steps_per_epoch[stage.name]
 
     def _make_meter(self, index: int, first_step: int) -> ProgressMeter:
+        sizes = self.batch_sizes
         return ProgressMeter(
             {stage.name: stage.options.epochs for stage in self.stages},
             self.stages[index].name,
             first_step=first_step,
             steps_per_epoch=self.steps_per_epoch,
-            batch_size=self.batch_size,
-            work={stage.name: stage.work(self.batch_size) for stage in self.stages},
+            batch_size=sizes[self.stages[index].name],
+            work={
+                each.name: sizes[each.name] * each.work(sizes[each.name]) for each in self.stages
+            },
         )
 
     def _make_step(
@@ -305,7 +314,7 @@ class Trainer:
             raise self._divergence(stage, step)
 
     def _divergence(self, stage: StageTrainer, step: int) -> TrainingError:
-        steps = max(1, stage.options.epochs * self.steps_per_epoch)
+        steps = max(1, stage.options.epochs * self.steps_per_epoch[stage.name])
         rate = stage.options.learning_rate_at(step / steps)
         message = (
             f"{stage.name} diverged at step {step} with a learning rate of {rate:.3g}; "

@@ -353,6 +353,8 @@ function build() {
   encoder.build(model);
   between.build();
   tabs.setHidden("chains", !model.chains);
+  byId("model-note").hidden = !model.note;
+  byId("model-note").textContent = `Note: ${model.note}.`;
 }
 
 /** Show the names of the models in the menu. */
