@@ -145,7 +145,7 @@ def _is_start(value: Any) -> bool:
 def _is_selection(value: Any) -> bool:
     """Return whether a JSON value has the types of a selection that `add_selection` added."""
     try:
-        starts, scores = value["starts"], value["scores"][value["criterion"]]
+        kept, starts, scores = value["kept"], value["starts"], value["scores"][value["criterion"]]
         before = [comparison["starts"] for comparison in value["halvings"]]
     except (TypeError, KeyError):
         return False
@@ -154,8 +154,8 @@ def _is_selection(value: Any) -> bool:
         all(isinstance(each, list) for each in lists)
         and all(type(each) in (int, float) for numbers in lists for each in numbers)
         and len(set(starts)) == len(starts) == len(scores)
-        and type(value["kept"]) is int
-        and value["kept"] in starts
+        and type(kept) is int
+        and kept in starts
     )
 
 
