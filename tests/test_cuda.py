@@ -23,7 +23,7 @@ from poecaps import (
     squash,
 )
 from poecaps import functional as F
-from poecaps.autoencoder import ConvAutoencoder
+from poecaps.autoencoder import ConvAutoencoder, Stem
 from poecaps.kernels import convolution, dispatch
 from poecaps.kernels.triton import launch, support
 from poecaps.layer import CapsuleDecoder
@@ -243,6 +243,20 @@ def test_repeated_launches_learn_as_float64(
     assert [each is not None for each in learning._plans.values()] == [True] * planned * blocks
     replayed = mode == "replayed" and blocks == 1
     assert [type(each) for each in learning._replays.values()] == [plan.Replay] * replayed
+
+
+def test_whitened_colours_can_be_captured() -> None:
+    """The steps of the first stage are replayed as a CUDA graph, for colour images, too."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    stem = Stem(3, 4, colour_whitening=True, device="cuda")
+    images = torch.rand(6, 3, 8, 8, generator=generator, device="cuda")
+    stem.fit_colours([images])
+    plain = stem.encode(images)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = stem.encode(images)
+    graph.replay()
+    assert torch.equal(captured, plain)
 
 
 @pytest.mark.parametrize(

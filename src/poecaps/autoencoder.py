@@ -129,7 +129,9 @@ class Stem(nn.Module):
         if self.margin:
             x = nn.functional.pad(x, (self.margin,) * 4, mode="replicate")
         if self.colour_whitening:
-            whitening = torch.linalg.inv(self.colour_basis)
+            # The inverse of a matrix with orthogonal columns; torch.linalg.inv cannot be part of a
+            # CUDA graph.
+            whitening = (self.colour_basis / self.colour_basis.square().sum(0)).T
             x = _mix_channels(x - self.colour_mean.view(-1, 1, 1), whitening)
         for weight, bias in itertools.zip_longest(self.weights, self.up_biases):
             x = nn.functional.conv2d(x, weight, bias, stride=2, padding=1)
