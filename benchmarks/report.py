@@ -14,8 +14,9 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from benchmarks.colour import table as colour_table
 from benchmarks.criteria import CHOSEN, by_measure, early, effects, many
-from benchmarks.density import DRAW_COLUMNS, NATS_COLUMNS
+from benchmarks.density import DRAW_COLUMNS, NATS_COLUMNS, TEMPERED_COLUMNS
 from benchmarks.density import table as density_table
 from benchmarks.intervals import mean_interval
 from benchmarks.libraries import PARTS
@@ -775,11 +776,20 @@ def _three_digits(number: float) -> str:
     return f"{number:,.0f}" if abs(number) >= 100 else f"{number:.3g}"
 
 
+# Variants of `benchmarks.density` that are measured in detail, by their kind of chains: the variant
+# and the draws.
 CHOSEN_DENSITIES = {
-    "mnist": "energy, annealed chains, 1,024 components",
-    "fashion-mnist": (
-        "energy, annealed chains, 1,024 components, variances up to 100, lives of 600 steps"
-    ),
+    "mnist": {
+        "tempered": ("energy", "tempered_draws"),
+        "annealed": ("energy, annealed chains, 1,024 components", "draws"),
+    },
+    "fashion-mnist": {
+        "tempered": ("energy, variances without a limit", "tempered_draws"),
+        "annealed": (
+            "energy, annealed chains, 1,024 components, variances up to 100, lives of 600 steps",
+            "draws",
+        ),
+    },
 }
 
 
@@ -789,8 +799,14 @@ def density_nats(data: str) -> str:
 
 
 def density_draws(data: str) -> str:
-    """List the quality of the draws of the densities."""
+    """List the quality of the annealed draws of the densities."""
     return density_table(numbers(data, "density"), DRAW_COLUMNS)
+
+
+def density_tempered(data: str) -> str:
+    """List the quality of the tempered draws of the densities that have them."""
+    rows = [row for row in numbers(data, "density") if "tempered_draws" in row]
+    return density_table(rows, TEMPERED_COLUMNS)
 
 
 def density_pixels(data: str) -> str:
@@ -798,15 +814,16 @@ def density_pixels(data: str) -> str:
     return pixels_table(numbers(data, "pixels"))
 
 
-def density_parts(data: str) -> str:
+def density_parts(data: str, chains: str) -> str:
     """List what the base measure and the experts give, for the options chosen for the data."""
-    rows = [row for row in numbers(data, "density") if row["variant"] == CHOSEN_DENSITIES[data]]
+    variant, draws = CHOSEN_DENSITIES[data][chains]
+    rows = [row for row in numbers(data, "density") if row["variant"] == variant]
     parts = {
         "base measure": "base_draws",
-        "base measure and experts": "draws",
+        "base measure and experts": draws,
         "training images": "reconstructions",
     }
-    nats = {"base_draws": "nats.base", "draws": "nats.lower"}
+    nats = {"base_draws": "nats.base", draws: "nats.lower"}
     lines = []
     for label, key in parts.items():
         columns = {
@@ -820,6 +837,11 @@ def density_parts(data: str) -> str:
         cells = [cell([lookup(row, path) for row in rows], form) for path, form in columns.values()]
         lines.append([label, *cells])
     return markdown_table(["", *columns], lines)
+
+
+def colour_digits() -> str:
+    """List the results on coloured digits and photographs."""
+    return colour_table(numbers("coloured-digits", "colour"))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -838,8 +860,10 @@ PUBLISHED_CLUSTERINGS = {  # accuracy and NMI on MNIST, then on Fashion-MNIST; s
 
 # The variants of `benchmarks.criteria` that are compared with published clusterings.
 CLASS_RECIPES = {
-    "mnist": "10 experts of 32, 4 views, batches of 512, 20 epochs, 32 encoders",
-    "fashion-mnist": "10 experts of 32, 4 small views, no routing, batches of 256, 32 encoders",
+    "mnist": "10 experts of 32, 4 views, encoder batches of 512, 16 encoders",
+    "fashion-mnist": (
+        "10 experts of 32, 4 small views, no routing, encoder batches of 256, 16 encoders"
+    ),
 }
 
 
@@ -887,7 +911,7 @@ def clusterings() -> str:
     cells = []
     for data, variant in CLASS_RECIPES.items():
         kept = [row for row in numbers(data, "criteria") if row["variant"] == variant]
-        paths = (f"summary.{measure}.by.{CHOSEN}" for measure in ("accuracy", "nmi"))
+        paths = (f"test_summary.{measure}.by.{CHOSEN}" for measure in ("accuracy", "nmi"))
         cells += [mean_cell(kept, path, ".3f") for path in paths]
     rows.append([f"poecaps, 10 experts, one of many encoders by {CHOSEN}", *cells, "this page"])
     head = ["method", "MNIST accuracy", "NMI", "Fashion-MNIST accuracy", "NMI", "source"]
@@ -904,8 +928,10 @@ TABLES: dict[str, Callable[..., str]] = {  # name in the comment of a page: tabl
     "steps": paper_study,
     "density-nats": density_nats,
     "density-draws": density_draws,
+    "density-tempered": density_tempered,
     "density-parts": density_parts,
     "density-pixels": density_pixels,
+    "colour": colour_digits,
     "few-labels": few_labels,
     "class-effects": class_effects,
     "class-criteria": class_criteria,
