@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import time
 from typing import TYPE_CHECKING
 
 # Set before torch is imported: the tests compute too little for several threads.
@@ -13,7 +14,7 @@ import torch
 from tests.processes import Commands
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Generator, Iterator
 
 hypothesis.settings.register_profile(
     "poecaps",
@@ -45,6 +46,21 @@ LONG = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     order = {name: place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: order.get(item.path.name, len(LONG)))
+
+
+MONOTONIC = time.monotonic
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Generator[None]:
+    """No test may replace the clock of the whole process.
+
+    The event loop of a server in another thread would compute with it how long it can sleep, which
+    may be hours, and would not see in time that it is to stop. Replace the name `time` in the
+    module that is tested instead.
+    """
+    yield
+    assert time.monotonic is MONOTONIC, "the test replaces time.monotonic for all modules"
 
 
 @pytest.fixture

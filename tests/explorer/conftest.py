@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import threading
+import traceback
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -110,8 +112,18 @@ def serving(app: Any, **limits: Any) -> Iterator[str]:
             yield f"http://127.0.0.1:{listener.getsockname()[1]}"
         finally:
             server.should_exit = True
-            thread.join(300)  # the server waits for the computations of its requests
-            assert not thread.is_alive(), "the server does not stop"
+            thread.join(60)  # far more than it needs, in whatever state its clients are
+            if thread.is_alive():
+                pytest.fail(f"the server does not stop\n{stacks()}")
+
+
+def stacks() -> str:
+    """Return what all threads of this process are doing."""
+    names = {each.ident: each.name for each in threading.enumerate()}
+    return "\n".join(
+        f"{names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
+        for ident, frame in sys._current_frames().items()
+    )
 
 
 @pytest.fixture(scope="session")

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
 import sys
 import threading
 from contextlib import closing, suppress
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import httpx
+import pytest
 
 from benchmarks.explorer_attack import HALF_A_HEAD, HalfSentHeads, move_sliders
 from benchmarks.explorer_load import running_explorer
@@ -21,8 +24,6 @@ from tests.explorer.conftest import serving
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    import pytest
 
     from poecaps.explorer.render import ExplorerModel
 
@@ -140,6 +141,30 @@ def test_a_client_that_does_not_read_is_not_waited_for() -> None:
         assert read < BIG
 
 
+@pytest.mark.parametrize("body", [b"", b"{"])
+def test_a_server_stops_although_a_request_misses_its_cancellation(body: bytes) -> None:
+    """The client holds its connection open, and no deadline of the connection comes first."""
+    begun = threading.Event()
+
+    async def stubborn(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            return
+        while True:
+            begun.set()
+            with suppress(asyncio.CancelledError):
+                if (await receive())["type"] == "http.disconnect":
+                    return
+
+    head = b"POST / HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 100\r\n\r\n"
+    with (
+        closing(socket.socket()) as connection,
+        serving(stubborn, request_timeout=1000, response_timeout=1000) as address,
+    ):
+        connection.connect(("127.0.0.1", urlsplit(address).port or 0))
+        connection.sendall(head + body)
+        assert begun.wait(WAIT)
+
+
 def test_a_new_connection_replaces_the_oldest_that_sends_nothing() -> None:
     with serving(hello, max_connections=4) as address:
         waiting = [connect(address, HALF_A_HEAD) for _ in range(4)]
@@ -177,7 +202,7 @@ def test_the_log_leaves_out_lines_and_counts_them(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [0.0]
-    monkeypatch.setattr("poecaps.explorer.connections.time.monotonic", lambda: now[0])
+    monkeypatch.setattr(connections, "time", SimpleNamespace(monotonic=lambda: now[0]))
     handler = BoundedLogHandler(lines=3, interval=60, size=50)
     log = logging.Logger("test")
     log.addHandler(handler)

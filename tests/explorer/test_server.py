@@ -24,7 +24,7 @@ from PIL import Image
 from benchmarks.explorer_load import load
 from poecaps.explorer import chains, server
 from poecaps.explorer.render import ExplorerModel, Setting
-from poecaps.explorer.security import is_loopback, new_token, require_token
+from poecaps.explorer.security import SecurityMiddleware, is_loopback, new_token, require_token
 from poecaps.explorer.server import STATIC, create_app, serve
 from tests.explorer.conftest import BEARER, TOKEN, serving
 from tests.explorer.test_pictures import broken, png
@@ -562,6 +562,36 @@ def test_a_body_that_does_not_come_is_not_waited_for(narrow: httpx.Client) -> No
         head = "\r\n".join([*lines, "Content-Length: 100", "", ""])
         connection.sendall(head.encode() + b"{")
         assert b"408" in connection.recv(1000).split(b"\r\n")[0]
+
+
+def test_a_request_is_cancelled_even_if_a_part_of_its_body_arrives_then() -> None:
+    async def nothing(*_: Any) -> None:
+        pytest.fail("the body is not complete")
+
+    async def cancelled() -> bool:
+        parts = 0
+
+        async def receive() -> dict[str, Any]:
+            nonlocal parts
+            parts += 1
+            if parts == 1:
+                request.cancel()
+            else:
+                await asyncio.Event().wait()
+            return {"type": "http.request", "body": b"{", "more_body": True}
+
+        async def send(_: Any) -> None:
+            pass
+
+        headers = [(b"host", b"127.0.0.1")]
+        scope = {"type": "http", "method": "POST", "path": "/", "query_string": b""}
+        scope |= {"scheme": "http", "server": ("127.0.0.1", 80), "headers": headers}
+        app = SecurityMiddleware(nothing, token=None, body_timeout=1)
+        request = asyncio.ensure_future(app(scope, receive, send))
+        await asyncio.wait([request])
+        return request.cancelled()
+
+    assert asyncio.run(cancelled())
 
 
 def test_chains_run_off_the_event_loop(

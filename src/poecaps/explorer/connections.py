@@ -6,6 +6,7 @@ therefore kept in check here, below the application.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import sys
 import time
@@ -19,7 +20,6 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 if TYPE_CHECKING:
-    import asyncio
     import socket
     from collections.abc import Iterator
 
@@ -27,6 +27,7 @@ MAX_CONNECTIONS = 128
 HEAD_TIMEOUT = 10.0  # seconds in which the head of a request must arrive
 REQUEST_TIMEOUT = 20.0  # its body; longer than that of the application, which explains it
 RESPONSE_TIMEOUT = 60.0  # the response must be computed and read
+STOP_TIMEOUT = 2  # after which a server that is to stop waits for no client any more
 
 # asyncio accepts so many connections at once, before it looks at those that are open. It must not
 # reach the limit of open files with them.
@@ -94,6 +95,11 @@ class ConnectionLimits:
         self.open.discard(connection)
         self.sending.pop(connection, None)
 
+    def abort(self) -> None:
+        """Close all connections at once, whatever their clients have still to read or to send."""
+        for each in self.open:
+            each.transport.abort()
+
 
 class LimitedProtocol(H11Protocol):
     """HTTP over a connection that is closed if its next phase does not begin in time."""
@@ -144,6 +150,10 @@ class LimitedProtocol(H11Protocol):
 class LimitedServer(uvicorn.Server):
     """A server of an application over limited connections.
 
+    Once it is to stop, requests in progress have `STOP_TIMEOUT` seconds to end. Then connections
+    are aborted, so that nothing can wait for a client, and requests are cancelled. What follows is
+    the end of the application, and does not depend on clients.
+
     Parameters
     ----------
     app
@@ -153,7 +163,8 @@ class LimitedServer(uvicorn.Server):
     """
 
     def __init__(self, app: Any, **limits: Any) -> None:
-        protocol = partial(LimitedProtocol, limits=ConnectionLimits(**limits))
+        self.limits = ConnectionLimits(**limits)
+        protocol = partial(LimitedProtocol, limits=self.limits)
         super().__init__(
             uvicorn.Config(
                 app,
@@ -166,7 +177,7 @@ class LimitedServer(uvicorn.Server):
                 server_header=False,
                 proxy_headers=False,
                 backlog=ACCEPTED_AT_ONCE,
-                timeout_graceful_shutdown=2,
+                timeout_graceful_shutdown=STOP_TIMEOUT,
             )
         )
 
@@ -175,6 +186,16 @@ class LimitedServer(uvicorn.Server):
         await super().startup(sockets)
         for each in sockets or ():
             each.listen(BACKLOG)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stop, however many clients send or read slowly, or not at all."""
+        # A request that has missed its cancellation ends if its client is gone.
+        abort = asyncio.get_running_loop().call_later(STOP_TIMEOUT, self.limits.abort)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            abort.cancel()
+            self.limits.abort()
 
 
 def max_open_files() -> int:
