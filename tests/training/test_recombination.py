@@ -172,7 +172,7 @@ def test_until_then_every_start_learns_as_without_recombinations(
         assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def test_the_new_encoders_learn_with_a_new_optimizer_and_without_balance(
+def test_the_new_encoders_learn_with_a_new_optimizer_and_a_slow_balance(
     data: Path, tmp_path: Path
 ) -> None:
     config = config_of(data)
@@ -182,7 +182,9 @@ def test_the_new_encoders_learn_with_a_new_optimizer_and_without_balance(
     assert set(steps) == {f"optimizer.{number}.step" for number in range(3)}
     assert {int(value) for value in steps.values()} == {3}
     numbers = range(5, 8)
-    assert not any(found.stage_state[f"start {number}.balance"].any() for number in numbers)
+    balances = [found.stage_state[f"start {number}.balance"] for number in numbers]
+    for balance in balances:  # zero before these three steps, each of which moves it by the rate
+        assert 0 < balance.abs().max().item() < 3 * BALANCE_RATE
     sums = {found.stage_state[f"start {number}.weight"].sum().item() for number in numbers}
     assert len(sums) == 3
 
