@@ -30,7 +30,7 @@ from tests.explorer.conftest import BEARER, TOKEN, serving
 from tests.explorer.test_pictures import broken, png
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Coroutine, Iterator
 
 PICTURE = {
     "experts": [
@@ -53,6 +53,12 @@ def error_of(response: httpx.Response) -> str:
     answer = response.json()
     assert list(answer) == ["error"]
     return str(answer["error"])
+
+
+def in_new_loop(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """Run a coroutine in a thread of its own: Playwright's loop may run in that of the test."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, coroutine).result()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -145,12 +151,8 @@ def test_maps_that_were_used_last_are_kept(
     async def ask(*experts: int) -> list[int]:
         return [await registry.compute_once(slow, digits, expert) for expert in experts]
 
-    def answers(*experts: int) -> list[int]:
-        return asyncio.run(ask(*experts))
-
     registry = server.ModelRegistry([digits])
-    with ThreadPoolExecutor(1) as thread:  # Playwright's loop may run in that of the test
-        assert thread.submit(answers, 0, 1, 0, 2, 0, 1).result() == [0, 1, 0, 2, 0, 1]
+    assert in_new_loop(ask(0, 1, 0, 2, 0, 1)) == [0, 1, 0, 2, 0, 1]
     assert computed == [0, 1, 2, 1]
     registry.close()
 
@@ -591,7 +593,7 @@ def test_a_request_is_cancelled_even_if_a_part_of_its_body_arrives_then() -> Non
         await asyncio.wait([request])
         return request.cancelled()
 
-    assert asyncio.run(cancelled())
+    assert in_new_loop(cancelled())
 
 
 def test_chains_run_off_the_event_loop(
