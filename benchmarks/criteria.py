@@ -85,9 +85,42 @@ for _name, _part, _changes in (
         _base, changes={**_base.changes, **_changes, "encoder.criterion": CHOSEN}
     )
 
+# What each part gives, with the batch sizes that were chosen for digits (large views) and clothes.
+EFFECT_STARTS = 4
+BATCHES = {"4 views": 512, "4 small views": 256}
+
+
+def effect_name(views: str, part: str = "") -> str:
+    """Return the name of the variant from which the effect of a part is computed.
+
+    Parameters
+    ----------
+    views
+        Name of the views, ``"4 views"`` or ``"4 small views"``.
+    part
+        What is left out: ``"no views"``, or a name of `WITHOUT`; empty: nothing.
+    """
+    kind = {"": f", {views}", "no views": ""}.get(part, f", {views}, {part}")
+    batch = BATCHES[views]
+    return f"10 experts of 32{kind}, encoder batches of {batch}, {EFFECT_STARTS} encoders"
+
+
+for _views, _batch in BATCHES.items():
+    for _part in ("", "no views", *WITHOUT):
+        _name = effect_name(_views, _part)
+        _base = STUDY[_name.partition(", encoder batches")[0]]
+        STUDY[_name] = replace(
+            _base,
+            changes={
+                **_base.changes,
+                "encoder.batch_size": _batch,
+                "encoder.restarts": EFFECT_STARTS,
+            },
+        )
+
 # With recombinations. Small views are for clothes, whose encoders learn from smaller batches.
 for _name in ("10 experts of 32", "20 experts of 16"):
-    for _kind, _batch in (("4 views", 512), ("4 small views", 256)):
+    for _kind, _batch in BATCHES.items():
         for _part in ("", ", no routing"):
             _base = STUDY[f"{_name}, {_kind}{_part}"]
             _label = f"encoder batches of {_batch}, 16 encoders"

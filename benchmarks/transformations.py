@@ -73,6 +73,7 @@ _VIEWS = {**_TEN, "encoder__views__count": 4}
 POECAPS: dict[str, Variant] = {
     "20 experts of 16": encoder_with(),
     "20 experts of 16, 2 views": encoder_with(encoder__views__count=2),
+    "80 experts of 16, 2 views": encoder_with(model__experts=((80, 16),), encoder__views__count=2),
     "10 experts of 32": encoder_with(**_TEN),
     "10 experts of 32, 4 views": encoder_with(**_VIEWS),
     "10 experts of 32, 4 views, shift 0.15": encoder_with(**_VIEWS, encoder__views__shift=0.15),
