@@ -18,14 +18,14 @@ from benchmarks.colour import table as colour_table
 from benchmarks.criteria import CHOSEN, by_measure, early, effects, many
 from benchmarks.density import DRAW_COLUMNS, NATS_COLUMNS, TEMPERED_COLUMNS
 from benchmarks.density import table as density_table
-from benchmarks.intervals import mean_interval
+from benchmarks.intervals import Interval, mean_interval
 from benchmarks.libraries import PARTS
 from benchmarks.pixels import table as pixels_table
 from benchmarks.routing import COPY_RATES, ORDERS, PLAIN_TORCH, PRODUCT_RATES, SIZE_NAMES, share
 from benchmarks.study import table as study_table
 from benchmarks.variants import cell, lookup
 from benchmarks.zoo import routed_table
-from poecaps.code_density import DOMAINS
+from poecaps.evaluation.fidelity import Z_95
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -207,22 +207,49 @@ def short_comparison() -> str:
     )
 
 
-DOMAIN_ROWS = {
-    "complete": "complete (one expert, Gaussian)",
-    "restricted": "restricted (one expert, half of the Gaussian)",
-    "learned": "learned (one expert, fitted mixture)",
-    "joint": "joint (all experts together, fitted mixture)",
+BUNDLED_ROWS = {  # path in an evaluation: name in tables
+    "domains.complete": "complete (one expert, Gaussian)",
+    "domains.restricted": "restricted (one expert, half of the Gaussian)",
+    "domains.learned": "learned (one expert, fitted mixture)",
+    "domains.joint": "joint (all experts together, fitted mixture)",
+    "reconstructed_samples": "*reconstructions of training images*",
+    "training_samples": "*training images*",
+}
+BUNDLED_COLUMNS = {
+    "Fréchet distance": ("frechet.distance", ".1f"),
+    "contrast matched": ("matched_frechet.distance", ".1f"),
+    "random features": ("random_frechet.distance", ".3f"),
+    "recognisable": ("recognisability.share", ".1%"),
+    "effective classes": ("diversity.effective_classes", ".2f"),
+    "negatives": ("negatives.share", ".1%"),
+    "density": ("neighbourhoods.density", ".2f"),
+    "coverage": ("neighbourhoods.coverage", ".1%"),
+    "nearer": ("nearest.nearer", ".1%"),
 }
 
 
-def domain_comparison(data: str) -> str:
-    """List the measures of samples of the preset `default` from each domain."""
-    columns = {**SAMPLE_COLUMNS, "negatives": ("negatives.share", ".1%")}
-    rows = [
-        [DOMAIN_ROWS[domain], *mean_cells(default_evaluations(data), columns, f"domains.{domain}.")]
-        for domain in DOMAINS
-    ]
-    return markdown_table(["domain", *columns], rows)
+def bundled_domains(data: str) -> str:
+    """List the measures of samples of a bundled model, with 95 % intervals over draws."""
+    evaluation = numbers(data, "bundled")
+    rows = []
+    for place, label in BUNDLED_ROWS.items():
+        samples: Any = evaluation
+        for key in place.split("."):
+            samples = samples[key]
+        row = [label]
+        for path, form in BUNDLED_COLUMNS.values():
+            value, error = lookup(samples, path), samples["errors"].get(path)
+            assert value is not None  # noqa: S101 (measured for every row)
+            row.append(interval_cell(value, error, form))
+        rows.append(row)
+    return markdown_table(["domain", *BUNDLED_COLUMNS], rows)
+
+
+def interval_cell(value: float, error: float | None, form: str) -> str:
+    """Format a number with the half-width of its 95 % interval, if its standard error is known."""
+    if error is None:
+        return format(value, form).replace("%", " %")
+    return Interval(value, Z_95 * error).text(form)
 
 
 def expert_draws() -> str:
@@ -922,7 +949,7 @@ TABLES: dict[str, Callable[..., str]] = {  # name in the comment of a page: tabl
     "short": short_comparison,
     "targets": targets,
     "peers": baseline_comparison,
-    "domains": domain_comparison,
+    "bundled": bundled_domains,
     "experts": expert_draws,
     "study": default_study,
     "steps": paper_study,

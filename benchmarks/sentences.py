@@ -19,6 +19,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import report, zoo
+from benchmarks.intervals import mean_interval
 from benchmarks.variants import lookup
 
 if TYPE_CHECKING:
@@ -56,6 +57,11 @@ def baseline(data: str, name: str, path: str, form: str, *, spread: bool = False
     return _formatted(report.baseline_evaluations(data, name), path, form, spread)
 
 
+def bundled(data: str, path: str, form: str) -> str:
+    """Format a number of the bundled model."""
+    return report.mean_cell([report.numbers(data, "bundled")], path, form)
+
+
 def _formatted(rows: Sequence[Mapping[str, Any]], path: str, form: str, spread: bool) -> str:
     if not rows:
         raise ValueError(f"docs/results has no row for {path}")
@@ -89,6 +95,10 @@ def _study(text: str, *sources: Callable[[], str]) -> Sentence:
     return Sentence("docs/results-study.md", text, sources)
 
 
+def _routed(text: str, *sources: Callable[[], str]) -> Sentence:
+    return Sentence("docs/contrastive-divergence.md", text, sources)
+
+
 def _variant(variant: str, path: str, form: str, data: str = MNIST) -> Callable[[], str]:
     return partial(study, data, variant, path, form)
 
@@ -99,31 +109,41 @@ def _baseline(
     return partial(baseline, data, name, path, form, spread=spread)
 
 
-def routed(
-    model: str, method: str, choose: Callable[[list[float]], float] = statistics.median
-) -> str:
-    """Format the gain of a method in a model of the zoo with routing, by default the median."""
+def _routed_runs(model: str | None = None) -> list[Mapping[str, float]]:
+    """Return the runs of a model of the zoo with routing, or of all of them."""
     rows = json.loads((report.NUMBERS / "zoo-routed.json").read_text(encoding="utf-8"))
-    (runs,) = (row["runs"] for row in rows if row["model"] == model)
-    return f"{choose(zoo.gains(runs, method)):+.3f}"
+    return [run for row in rows if model in (None, row["model"]) for run in row["runs"]]
 
 
-def held_loss(model: str, place: int) -> str:
-    """Format what exact ascent loses with held coefficients; place 0 is the largest loss."""
-    rows = json.loads((report.NUMBERS / "zoo-routed.json").read_text(encoding="utf-8"))
-    (runs,) = (each["runs"] for each in rows if each["model"] == model)
-    losses = sorted((run["exact"] - run["exact, held"] for run in runs), reverse=True)
-    return f"{losses[place]:.2f}"
+def routed_gain(model: str, method: str, choose: Callable[[list[float]], float]) -> str:
+    """Format a gain of a method in a model of the zoo with routing, chosen from its runs."""
+    return f"{choose(zoo.gains(_routed_runs(model), method)):+.3f}"
+
+
+def routed_difference(first: str, second: str) -> str:
+    """Format the mean difference of two methods over all runs, with its 95 % interval."""
+    differences = [run[first] - run[second] for run in _routed_runs()]
+    return mean_interval(differences).text(".3f")
+
+
+def routed_losses(method: str) -> str:
+    """Count the runs in which a method has lowered the likelihood."""
+    return f"{sum(gain < 0 for gain in zoo.gains(_routed_runs(), method))}"
 
 
 def dropped(model: str) -> str:
     """Format the median share of the gradient that holding the coefficients drops at the start."""
-    rows = json.loads((report.NUMBERS / "zoo-routed.json").read_text(encoding="utf-8"))
-    (runs,) = (row["runs"] for row in rows if row["model"] == model)
-    return f"{statistics.median(run['dropped_at_start'] for run in runs):.0%}".replace("%", " %")
+    share = statistics.median(run["dropped_at_start"] for run in _routed_runs(model))
+    return f"{share:.0%}".replace("%", " %")
+
+
+def largest_quadrature_error() -> str:
+    """Format the largest error of a log Z, in nats."""
+    return f"{max(run['quadrature_error'] for run in _routed_runs()):.4f}"
 
 
 SOFT, SHARP = "2×1 → 2×2, over inputs, β 1", "2×1 → 2×2, over inputs, β 5"
+HELD = "2×1 → 2×2, over outputs, β 1"
 DENSITY_FRECHET = "domains.density.frechet.distance"
 SENTENCES: tuple[Sentence, ...] = (
     _comparison(
@@ -261,31 +281,50 @@ SENTENCES: tuple[Sentence, ...] = (
         _variant("no target firing", FRECHET, ".1f"),
         _variant("no target firing", PROBE, ".3f"),
     ),
-    Sentence(
-        "docs/contrastive-divergence.md",
-        "CD-1 with held coefficients, the paper's rule, gains {} and {} nats (medians), and with "
-        "the whole gradient {} and {}: neither is better in both models. Both fall short of exact "
-        "ascent with held coefficients, which gains {} and {}:",
-        tuple(
-            partial(routed, model, method)
-            for method in ("deterministic", "full", "exact, held")
-            for model in (SOFT, SHARP)
-        ),
+    _routed(
+        "The difference of CD-1 with held coefficients to CD-1 with the whole gradient is {} nats:",
+        partial(routed_difference, "deterministic", "full"),
     ),
-    Sentence(
-        "docs/contrastive-divergence.md",
-        "With β = 1 it gained {} and {} nats less than the whole gradient in two runs of three.",
-        (partial(held_loss, SOFT, 0), partial(held_loss, SOFT, 1)),
+    _routed(
+        "exact ascent with held coefficients gains {} nats more.",
+        partial(routed_difference, "exact, held", "deterministic"),
     ),
-    Sentence(
-        "docs/contrastive-divergence.md",
+    _routed(
+        "exact ascent with the whole gradient gains {} nats more.",
+        partial(routed_difference, "exact", "exact, held"),
+    ),
+    _routed(
+        "With held coefficients, exact ascent lowered the likelihood in {} run of {}, and CD-1 in "
+        "{}; with the whole gradient, exact ascent in {} and CD-1 in {}.",
+        partial(routed_losses, "exact, held"),
+        lambda: str(len(_routed_runs())),
+        partial(routed_losses, "deterministic"),
+        partial(routed_losses, "exact"),
+        partial(routed_losses, "full"),
+    ),
+    _routed(
         "there the whole gradient got stuck in one run, at {} nats.",
-        (partial(routed, SHARP, "exact", min),),
+        partial(routed_gain, SHARP, "exact", min),
     ),
-    Sentence(
-        "docs/contrastive-divergence.md",
-        "at the initial weights it is {} of the norm of ∂F/∂W at β = 1 and {} at β = 5 (medians).",
-        (partial(dropped, SOFT), partial(dropped, SHARP)),
+    _routed(
+        "at the initial weights it is {} of the norm of ∂F/∂W in the first model of the table, {} "
+        "with β = 5, and {} over outputs (medians).",
+        *(partial(dropped, model) for model in (SOFT, SHARP, HELD)),
+    ),
+    _routed("changes no log Z by more than {} nats.", largest_quadrature_error),
+    *(
+        Sentence(
+            "docs/results-samples.md",
+            "from {} to {} on " + name + ", where {} of the draws are recognisable instead of {}",
+            tuple(
+                partial(bundled, data, f"domains.{domain}.{path}", form)
+                for path, form in (("frechet.distance", ".0f"), ("recognisability.share", ".0%"))
+                for domain in (
+                    ("complete", "restricted") if form == ".0f" else ("restricted", "complete")
+                )
+            ),
+        )
+        for data, name in report.DATASETS.items()
     ),
     Sentence(
         "README.md",
@@ -299,10 +338,10 @@ SENTENCES: tuple[Sentence, ...] = (
     ),
     Sentence(
         "docs/results-claims.md",
-        "with the preset `default`, {} (complete) and {} (restricted) are recognisable on MNIST, "
+        "with the bundled models, {} (complete) and {} (restricted) are recognisable on MNIST, "
         "{} and {} on Fashion-MNIST.",
         tuple(
-            partial(study, data, "default", f"domains.{domain}.recognisability.share", ".0%")
+            partial(bundled, data, f"domains.{domain}.recognisability.share", ".0%")
             for data in (MNIST, FASHION)
             for domain in ("complete", "restricted")
         ),

@@ -27,19 +27,21 @@ hypothesis.settings.load_profile("poecaps")
 # `make test` end together.
 LONG = (
     "test_browser.py",
-    "test_distributed.py",
     "test_documentation.py",
-    "test_layer.py",
-    "test_tabs.py",
-    "test_simd.py",
+    "test_distributed.py",
     "test_triton_facts.py",
-    "test_checkpoint.py",
+    "test_simd.py",
+    "test_tabs.py",
     "test_sklearn.py",
-    "test_faults.py",
+    "test_layer.py",
     "test_sampling.py",
-    "test_restarts.py",
-    "test_server.py",
+    "test_checkpoint.py",
+    "test_train.py",
+    "test_faults.py",
+    "test_density.py",
     "test_operators.py",
+    "test_server.py",
+    "test_restarts.py",
 )
 
 
