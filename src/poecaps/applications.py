@@ -257,7 +257,7 @@ def inpaint_by_density(
     -------
     (draws, N, C, H, W)
         The images with their hidden pixels replaced. Their mean over the draws has the smallest
-        squared error; each draw by itself is a sharp image.
+        squared error; each draw by itself is as sharp as the draws of the density.
     """
     _check_masked(network, images, known)
     drawn = _posterior(network, images, known, noise, draws, steps, generator, report)
