@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -149,6 +150,24 @@ class TestInpaintByDensity:
         errors = [(each - images)[:, :, 10:].square().mean() for each in (filled, mean)]
         assert errors[0] < 0.8 * errors[1]
 
+    def test_the_chains_draw_from_the_components_alone(
+        self, dense: CapsuleNetwork, generator: torch.Generator
+    ) -> None:
+        density, hidden = dense.require_density(), torch.zeros(20, 19, dtype=torch.bool)
+        drawn = inpaint_by_density(dense, bars(2, seed=1), hidden, steps=6, generator=generator)
+        with torch.no_grad():
+            capsules = dense.whitened(bars(20, seed=1))
+            restored = density.from_components(density.components(capsules))
+            torch.testing.assert_close(
+                density.components(restored), density.components(capsules), rtol=1e-4, atol=1e-4
+            )
+            mean = dense.decode_whitened(torch.zeros_like(capsules[:1]))
+        assert restored.shape == capsules.shape
+        # With nothing known, draws differ from the mean, in at most 16 directions.
+        assert drawn.shape == (8, 2, 1, 20, 19)
+        assert torch.linalg.matrix_rank(restored.flatten(1)) <= 16
+        assert (drawn - mean).abs().amax() > 0.05
+
     def test_hidden_pixels_are_not_read(self, dense: CapsuleNetwork) -> None:
         images, known = bars(2, seed=1), upper_half()
         spoiled = torch.where(known, images, torch.nan)
@@ -164,12 +183,14 @@ class TestInpaintByDensity:
         ("options", "message"),
         [
             ({"noise": 0.0}, "noise must be above 0"),
-            ({"noise": -1.0}, "noise must be a finite number"),
+            ({"noise": -1.0}, "noise must be above 0, but is -1.0"),
+            ({"noise": math.nan}, "noise must be a finite number"),
             ({"draws": 0}, "draws must be a whole number of at least 1"),
             ({"steps": 1}, "steps must be a whole number of at least 2"),
             ({"known": torch.ones(19, 20, dtype=torch.bool)}, "known must have shape"),
             ({"images": torch.zeros(1, 1, 19, 20)}, "images must have shape"),
             ({"images": torch.full((1, 1, 20, 19), 2.0)}, "images must be from 0 to 1"),
+            ({"images": torch.zeros(0, 1, 20, 19)}, "images must hold at least one image"),
         ],
     )
     def test_bad_arguments_raise_an_error(

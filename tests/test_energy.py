@@ -612,7 +612,7 @@ def test_new_parameters_forget_the_partition_function(generator: torch.Generator
     ("options", "error", "message"),
     [
         ({"strength": 0.0}, ValueError, "strength must be above 0, but is 0.0"),
-        ({"strength": -1.0}, ValueError, "strength must be a finite number of at least 0"),
+        ({"strength": -1.0}, ValueError, "strength must be above 0, but is -1.0"),
         ({"strength": math.nan}, ValueError, "strength must be a finite number of at least 0"),
         ({"strength": "5"}, TypeError, "strength must be a number of at least 0, but is '5'"),
         ({"linear_dims": -1}, ValueError, f"linear_dims must be .* from 0 to {D}, but is -1"),

@@ -278,6 +278,19 @@ def test_invalid_arguments_are_an_error(
         estimate_log_partition(from_zoo("even", generator), **{"chains": 4, "steps": 1} | options)
 
 
+def test_weights_that_are_not_numbers_are_an_error(generator: torch.Generator) -> None:
+    density = from_zoo("even", generator)
+    density.weight.data[0] = math.nan
+    with pytest.raises(ValueError, match=r"the energy of the chains is not a number \(NaN\)"):
+        estimate_log_partition(density, chains=4, steps=1)
+
+
+def test_reverse_chains_start_inside_the_ball(generator: torch.Generator) -> None:
+    outside = torch.full((4, 2, 1), 1.5, dtype=torch.float64)
+    with pytest.raises(ValueError, match="start must hold squashed capsules, of norm below 1"):
+        estimate_log_partition(from_zoo("ball", generator), chains=4, steps=1, start=outside)
+
+
 def test_quadrature_needs_a_small_gaussian_measure(generator: torch.Generator) -> None:
     large = CapsuleDensity(5, 1, 2, 2)
     assert isinstance(large.base, GaussianBase)

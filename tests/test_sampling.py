@@ -638,7 +638,9 @@ def test_samples_know_their_diagnostics(generator: torch.Generator) -> None:
         ({"leapfrog_steps": 0}, ValueError, "leapfrog_steps must be"),
         ({"temperature": 0.0}, ValueError, "temperature must be above 0"),
         ({"step_size": 0.0}, ValueError, "step_size must be above 0"),
+        ({"step_size": -0.1}, ValueError, "step_size must be above 0, but is -0.1"),
         ({"step_size": math.nan}, ValueError, "step_size must be a finite number"),
+        ({"keep_every": 0}, ValueError, "keep_every must be a whole number of at least 1"),
         ({"sampler": "gibb"}, ValueError, "sampler must be one of .*; did you mean 'gibbs'"),
         ({"resample": True, "anneal": 0}, ValueError, "resample=True needs several chains"),
         ({"resample": True, "ladder": (1.0, 0.5)}, ValueError, "resample=True needs several"),
@@ -648,6 +650,10 @@ def test_samples_know_their_diagnostics(generator: torch.Generator) -> None:
         ({"ladder": (0.9, 0.5)}, ValueError, r"from 1 down to at least 0, but is \(0.9, 0.5\)"),
         ({"ladder": (1.0, -0.1)}, ValueError, "ladder must be two or more inverse temperatures"),
         ({"ladder": (1.0, 0.3, 0.3)}, ValueError, "ladder must fall from level to level"),
+        ({"ladder": (1.0, 0.2, 0.5)}, ValueError, r"but is \(1.0, 0.2, 0.5\)"),
+        ({"ladder": (1.0, math.nan)}, ValueError, "ladder must fall from level to level"),
+        ({"ladder": ("1", "low")}, TypeError, "ladder must be a sequence of numbers"),
+        ({"ladder": 4}, TypeError, "ladder must be a sequence of numbers, but is 4"),
         ({"on": torch.ones(3)}, ValueError, r"on must have shape \(J=2\)"),
         ({"on": torch.ones(3, 2)}, ValueError, r"on must have shape \(B=\d+, J=2\)"),
         ({"on": torch.ones(())}, ValueError, r"on must have shape \(J=2\)"),
@@ -657,9 +663,23 @@ def test_samples_know_their_diagnostics(generator: torch.Generator) -> None:
         ({"start": torch.zeros(4, 2, 1)}, TypeError, "start is torch.float32 but"),
         ({"start": torch.full((4, 2, 1), math.nan).double()}, ValueError, "start must be finite"),
         ({"start": torch.zeros(3, 2, 1).double()}, ValueError, "must hold 4 states, but holds 3"),
-        ({"clamped": torch.ones(2)}, ValueError, "clamped needs start"),
+        ({"evidence": torch.sum}, ValueError, r"result of evidence must have shape \(B=4\)"),
+        ({"evidence": lambda _: torch.zeros(4)}, ValueError, "evidence must be a differentiable"),
+        ({"evidence": lambda _: 0.0}, TypeError, "result of evidence must be a torch.Tensor"),
+        ({"evidence": lambda x: x.sum((1, 2)) * math.nan}, ValueError, "energy of the chains is"),
+        ({"clamped": torch.ones(2) > 0}, ValueError, "clamped needs start"),
         (
-            {"clamped": torch.ones(3), "start": torch.zeros(4, 2, 1).double()},
+            {"clamped": torch.ones(2), "start": torch.zeros(4, 2, 1).double()},
+            TypeError,
+            "clamped must be a boolean mask, but its dtype is torch.float32",
+        ),
+        (
+            {"clamped": [True, False], "start": torch.zeros(4, 2, 1).double()},
+            TypeError,
+            "clamped must be a torch.Tensor",
+        ),
+        (
+            {"clamped": torch.ones(3) > 0, "start": torch.zeros(4, 2, 1).double()},
             ValueError,
             r"clamped must have shape \(I=2\)",
         ),
@@ -670,6 +690,33 @@ def test_invalid_arguments_are_an_error(
 ) -> None:
     with pytest.raises(error, match=message):
         sample(from_zoo("even", generator), **{"count": 4, "steps": 1, "anneal": 0} | options)
+
+
+def test_chains_start_inside_the_ball(generator: torch.Generator) -> None:
+    outside = torch.full((4, 2, 1), 1.5, dtype=torch.float64)
+    with pytest.raises(ValueError, match="start must hold squashed capsules, of norm below 1"):
+        sample(from_zoo("ball", generator), 4, steps=1, start=outside)
+
+
+def test_weights_that_are_not_numbers_are_an_error(generator: torch.Generator) -> None:
+    density = from_zoo("even", generator)
+    density.weight.data[0] = math.nan
+    with pytest.raises(ValueError, match=r"the energy of the chains is not a number \(NaN\)"):
+        sample(density, 4, steps=1)
+
+
+def test_chains_of_other_sizes_are_an_error(generator: torch.Generator) -> None:
+    target = DensityTarget(from_zoo("even", generator))
+    position, one = torch.zeros(4, 2, dtype=torch.float64), torch.ones(4, dtype=torch.float64)
+    with pytest.raises(ValueError, match="a number for each of 4 chains, but has shape"):
+        start_chains(target, position, one[:3])
+    chains = start_chains(target, position, one)
+    for momentum, uniform in ((position[:3], one), (position, one[:1]), (position[:, :1], one)):
+        with pytest.raises(ValueError, match="as the chains have, but they have"):
+            hmc_step(target, chains, momentum, uniform, step_size=0.1, leapfrog_steps=1)
+    for levels, shape in ((3, (2, 1)), (2, (1, 4)), (2, (2, 2))):
+        with pytest.raises(ValueError, match="needs as many chains at each of them"):
+            swap_replicas(chains, one[:levels], torch.rand(shape), odd=False)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -135,9 +135,9 @@ def require_nonnegative(name: str, value: Any) -> None:
 
 def require_positive(name: str, value: Any) -> None:
     """Raise TypeError or ValueError unless `value` is a finite number above 0."""
-    require_nonnegative(name, value)
-    if value == 0:
+    if isinstance(value, numbers.Real) and not isinstance(value, bool) and value <= 0:
         raise ValueError(f"{name} must be above 0, but is {value}")
+    require_nonnegative(name, value)
 
 
 def require_share(name: str, value: Any) -> None:

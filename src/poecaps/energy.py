@@ -552,6 +552,14 @@ class CapsuleDensity(CapsuleRouting):
         """Compute the principal components Vᵀx as one capsule: (B, I, K) → (B, 1, r)."""
         return (x.flatten(1) @ self._base_with_components().directions).unsqueeze(1)
 
+    def from_components(self, y: Tensor) -> Tensor:
+        """Compute V y, the capsules with these principal components: (B, 1, r) → (B, I, K).
+
+        All other directions are 0, their mean; the inverse of `components` on such capsules.
+        """
+        x = y.flatten(1) @ self._base_with_components().directions.T
+        return x.view(-1, self.in_capsules, self.in_dim)
+
     @torch.no_grad()
     def extend(self, restricted: CapsuleDensity) -> None:
         """Take the experts of a density of the principal components, the inverse of `restrict`."""

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from poecaps import _checks as checks
-from poecaps.energy import CapsuleDensity, GaussianBase
+from poecaps.energy import BallBase, CapsuleDensity, GaussianBase
 from poecaps.sampling import (
     INITIAL_STEP_SIZE,
     Chains,
@@ -28,6 +28,7 @@ from poecaps.sampling import (
     StepSize,
     Target,
     captured,
+    check_start,
     hmc_step,
     start_chains,
 )
@@ -137,7 +138,7 @@ def estimate_log_partition(
     """
     target = DensityTarget(density, reduced=True)
     if start is not None:
-        density._check(start, ball=False, name="start")
+        density._check(start, ball=isinstance(density.base, BallBase), name="start")
         start = target.coordinates(density.base.to_white(start))
     return bracket_log_partition(
         target,
@@ -221,6 +222,7 @@ def exact_log_partition(density: CapsuleDensity, points: int = 64) -> float:
     and the result is exact once 2·points exceeds its degree. Otherwise, increase `points` until it
     no longer changes.
     """
+    checks.require_int("points", points, 1)
     size = density.in_capsules * density.in_dim
     if not isinstance(density.base, GaussianBase) or size > MAX_QUADRATURE_DIMS:
         raise ValueError(
@@ -262,6 +264,7 @@ def _anneal(
     found = u.new_empty(steps) if step_sizes is None else step_sizes
     order = range(steps, 0, -1) if reverse else range(1, steps + 1)
     chains = start_chains(target, u, t[-1 if reverse else 0].expand(len(u)))
+    check_start(chains)
     weights = ImportanceWeights(chains, generator)
 
     def step(*state: Tensor) -> tuple[Chains, Tensor]:

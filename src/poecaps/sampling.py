@@ -28,7 +28,7 @@ import torch
 from poecaps import _checks as checks
 from poecaps import functional as F
 from poecaps._graphs import Graphed, pays_off
-from poecaps.energy import CapsuleDensity, GaussianBase, energy_and_gradient
+from poecaps.energy import BallBase, CapsuleDensity, GaussianBase, energy_and_gradient
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -262,8 +262,26 @@ class Chains:
 
 def start_chains(target: Target, position: Tensor, inverse_temperature: Tensor) -> Chains:
     """Start chains at positions (B, N) and inverse temperatures (B,)."""
+    if inverse_temperature.shape != position.shape[:1]:
+        raise ValueError(
+            f"inverse_temperature must hold a number for each of {len(position)} chains, "
+            f"but has shape {tuple(inverse_temperature.shape)}"
+        )
     energy, gradient = target.energy(position)
     return Chains(position, energy, gradient, inverse_temperature)
+
+
+def check_start(chains: Chains) -> None:
+    """Raise ValueError if the energy of new chains is not a number; it may be infinite.
+
+    This reads values, and therefore waits for the device. A step of a sampler rejects such states
+    and stays where it is, so that chains on weights that are not numbers would look valid.
+    """
+    if bool(chains.energy.isnan().any()):
+        raise ValueError(
+            "the energy of the chains is not a number (NaN) where they start; look for NaN in the "
+            "weights, as after a training that diverged, and in the evidence if there is any"
+        )
 
 
 def hmc_step(
@@ -303,6 +321,12 @@ def hmc_step(
     accepted : (B,) of bool
     """
     t = chains.inverse_temperature
+    shape = tuple(chains.position.shape)
+    if tuple(momentum.shape) != shape or tuple(uniform.shape) != shape[:1]:
+        raise ValueError(
+            f"momentum must have shape {shape} and uniform {shape[:1]}, as the chains have, but "
+            f"they have {tuple(momentum.shape)} and {tuple(uniform.shape)}"
+        )
     scale, step = t.unsqueeze(-1), torch.as_tensor(step_size).to(t).view(-1, 1)
     u, energy, gradient = chains.position, chains.energy, chains.gradient
     base, base_gradient = target.base(u)
@@ -487,6 +511,12 @@ def swap_replicas(
         Where pair (l, l + 1) was exchanged.
     """
     levels, count = len(ladder), len(chains.energy) // len(ladder)
+    if len(chains.energy) != levels * count or tuple(uniform.shape) != (levels - 1, count):
+        raise ValueError(
+            f"a ladder of {levels} levels needs as many chains at each of them, and uniform of "
+            f"shape (L − 1, C) = ({levels - 1}, {count}), but there are {len(chains.energy)} "
+            f"chains, and uniform has shape {tuple(uniform.shape)}"
+        )
     energy = chains.energy.view(levels, count)
     ratio = (ladder[:-1] - ladder[1:]).unsqueeze(-1) * (energy[:-1] - energy[1:])
     in_turn = (torch.arange(levels - 1, device=ladder.device) % 2 == int(odd)).unsqueeze(-1)
@@ -655,6 +685,8 @@ def sample(
     checks.require_positive("temperature", temperature)
     if step_size is not None:
         checks.require_positive("step_size", step_size)
+    if keep_every is not None:
+        checks.require_int("keep_every", keep_every, 1)
     levels = _check_ladder(ladder)
     if resample and (len(levels) > 1 or start is not None or not anneal or count == 1):
         raise ValueError(
@@ -674,11 +706,11 @@ def sample(
         if sampler == "gibbs":
             raise ValueError("sampler='gibbs' draws the states itself; leave on=None, or use 'hmc'")
         states = on.to(weight).expand(count, -1).repeat(len(levels), 1)
-    observed = None if evidence is None else _for_levels(evidence, count)
+    observed = None if evidence is None else _for_levels(_checked(evidence), count)
     target = DensityTarget(density, states, observed, reduced=clamped is None)
     noise = u = target.sample_positions(count, generator)
     if start is not None:
-        density._check(start, ball=False, name="start")
+        density._check(start, ball=isinstance(density.base, BallBase), name="start")
         if len(start) != count:
             raise ValueError(f"start must hold {count} states, but holds {len(start)}")
         u = density.base.to_white(start)
@@ -688,6 +720,7 @@ def sample(
     held: Target = target if project is None else _Held(target, project)
     position = target.coordinates(u).repeat(len(levels), 1)
     chains = start_chains(held, position, ladder_t.repeat_interleave(count))
+    check_start(chains)
     size = StepSize(torch.tensor(INITIAL_STEP_SIZE if step_size is None else step_size, **like))
     accepted_count, trace = torch.zeros((), **like), []
     swaps, tries = torch.zeros(2, len(levels) - 1, **like)
@@ -852,10 +885,16 @@ def _projection(
         return None
     if start is None:
         raise ValueError("clamped needs start, which holds the values of the clamped capsules")
+    checks.require_tensor("clamped", clamped)
     checks.require_shape(
         "clamped", clamped, "I", (density.in_capsules,), "say for each capsule whether it is fixed"
     )
-    fixed = clamped.to(start.device).bool().repeat_interleave(density.in_dim)
+    if clamped.dtype != torch.bool:
+        raise TypeError(
+            f"clamped must be a boolean mask, but its dtype is {clamped.dtype}; "
+            "make one by a comparison, such as clamped > 0"
+        )
+    fixed = clamped.to(start.device).repeat_interleave(density.in_dim)
     base = density.base
     if not isinstance(base, GaussianBase) or not len(base.std):
         return lambda u: u * ~fixed
@@ -874,10 +913,31 @@ def _for_levels(evidence: Callable[[Tensor], Tensor], count: int) -> Callable[[T
     return lambda x: torch.cat([evidence(level) for level in x.split(count)])
 
 
+def _checked(evidence: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Return the evidence with a check of the shape of its results."""
+
+    def checked(x: Tensor) -> Tensor:
+        value = evidence(x)
+        checks.require_tensor("the result of evidence", value)
+        remedy = "return one number for each chain"
+        checks.require_shape("the result of evidence", value, "B", (len(x),), remedy)
+        if torch.is_grad_enabled() and not value.requires_grad:
+            raise ValueError(
+                "evidence must be a differentiable function of x, but its result does not require "
+                "a gradient; compute it from x by operations of PyTorch, outside torch.no_grad"
+            )
+        return value
+
+    return checked
+
+
 def _check_ladder(ladder: Sequence[float] | None) -> tuple[float, ...]:
     if ladder is None:
         return (1.0,)
-    levels = tuple(float(t) for t in ladder)
+    try:
+        levels = tuple(float(t) for t in ladder)
+    except (TypeError, ValueError):
+        raise TypeError(f"ladder must be a sequence of numbers, but is {ladder!r}") from None
     if len(levels) < 2 or levels[0] != 1 or levels[-1] < 0:
         raise ValueError(
             f"ladder must be two or more inverse temperatures from 1 down to at least 0, "
@@ -895,6 +955,7 @@ def _check_ladder(ladder: Sequence[float] | None) -> tuple[float, ...]:
 def autocorrelation(trace: Tensor) -> Tensor:
     """Compute the autocorrelation at every lag, averaged over chains: (T, B) → (T,)."""
     checks.require_shape("trace", trace, "TB", (None, None), "give a row for each step")
+    checks.require_int("the number of steps", len(trace), 1)
     covariance = _autocovariance(trace.double()).mean(1)
     return covariance / covariance[0]
 

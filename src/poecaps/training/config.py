@@ -263,9 +263,11 @@ class DensityStage(CapsuleStage):
         checks.require_int(f"{name}.leapfrog_steps", self.leapfrog_steps, 1, MAX_ITERATIONS)
         checks.require_share(f"{name}.target_acceptance", self.target_acceptance)
         checks.require_share(f"{name}.average", self.average)
-        if self.average == 1 or self.target_acceptance in (0, 1):
+        if self.average == 1:
+            raise ValueError(f"{name}.average must be below 1, but is {self.average}")
+        if self.target_acceptance in (0, 1):
             raise ValueError(
-                f"{name}.average must be below 1, and {name}.target_acceptance between 0 and 1"
+                f"{name}.target_acceptance must be between 0 and 1, but is {self.target_acceptance}"
             )
         checks.require_int(f"{name}.partition_chains", self.partition_chains, 2, MAX_SIZE)
         checks.require_int(f"{name}.partition_steps", self.partition_steps, 0, MAX_SIZE)
