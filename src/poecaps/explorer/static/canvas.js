@@ -4,6 +4,7 @@
 export function drawPixels(canvas, pixels, [channels, height, width]) {
   if (canvas.width !== width || canvas.height !== height) Object.assign(canvas, { width, height });
   canvas.getContext("2d").putImageData(toImageData(pixels, channels, height, width), 0, 0);
+  canvas.classList.add("drawn");
 }
 
 function toImageData(pixels, channels, height, width) {
@@ -76,6 +77,21 @@ export function drawHeatMap(canvas, rows) {
 
 export function clear(canvas) {
   canvas.getContext("2d").clearRect(0, 0, canvas.width, canvas.height);
+  canvas.classList.remove("drawn");
+}
+
+/** Return whether most pixels along the sides of a part of a canvas are light. */
+function isLightAtSides(context, [left, top, width, height]) {
+  const [right, bottom] = [left + width - 1, top + height - 1];
+  const sides = [
+    [left, top, width, 1], [left, bottom, width, 1], [left, top, 1, height], [right, top, 1, height],
+  ];
+  const levels = sides.flatMap((side) => {
+    const { data } = context.getImageData(...side);
+    return Array.from({ length: data.length / 4 }, (_, i) =>
+      (data[4 * i] + data[4 * i + 1] + data[4 * i + 2]) / 3);
+  });
+  return 2 * levels.filter((level) => level > 127).length > levels.length;
 }
 
 const PEN_STEP = 10; // of the canvas's 280 pixels
@@ -90,6 +106,7 @@ export class Sketch {
   #drawing = false;
   #at; // of the pen that keys move
   #isPenDown = false;
+  isLight = false; // whether the paper is light, and the pen dark
 
   constructor(canvas, { onChange, onClear, onPen }) {
     this.canvas = canvas;
@@ -172,7 +189,7 @@ export class Sketch {
       lineWidth: this.canvas.width / 13,
       lineCap: "round",
       lineJoin: "round",
-      strokeStyle: "#fff",
+      strokeStyle: this.isLight ? "#000" : "#fff",
     });
     this.context.lineTo(x, y);
     this.context.stroke();
@@ -180,12 +197,14 @@ export class Sketch {
     this.context.moveTo(x, y);
   }
 
-  clear() {
-    this.context.fillStyle = "#000";
+  clear(isLight = this.isLight) {
+    this.isLight = isLight;
+    this.context.fillStyle = isLight ? "#fff" : "#000";
     this.context.fillRect(0, 0, this.canvas.width, this.canvas.height);
+    this.canvas.classList.add("drawn");
   }
 
-  /** Show a picture, as large as fits. */
+  /** Show a picture, as large as fits. A pen on light paper is dark from then on. */
   async show(blob) {
     const picture = await createImageBitmap(blob);
     const { width, height } = this.canvas;
@@ -196,6 +215,8 @@ export class Sketch {
     const [left, top] = [(width - shownWidth) / 2, (height - shownHeight) / 2];
     this.context.drawImage(picture, left, top, shownWidth, shownHeight);
     picture.close();
+    this.isLight = isLightAtSides(
+      this.context, [left, top, shownWidth, shownHeight].map((each) => Math.round(each)));
   }
 
   toPng() {
