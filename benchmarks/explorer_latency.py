@@ -31,6 +31,7 @@ FLAGS = [
     "--no-proxy-server",
     "--disable-background-networking",
 ]
+CHAIN_STEPS = 275  # of the screenshot: 200 of annealing, and some of the model
 MOVE = """async ([moves, pause]) => {
     const image = document.getElementById("image"), times = [];
     const rows = [...document.querySelectorAll("#sliders input")];
@@ -96,6 +97,27 @@ def take_screenshot(address: str, path: Path) -> None:
         page.screenshot(path=path)
 
 
+def take_screenshot_of_chains(address: str, path: Path) -> None:
+    """Take the screenshot of the tab Chains, whose chains have passed the annealing."""
+    with opened(address) as page:
+        page.set_viewport_size({"width": 1200, "height": 1300})
+        page.locator("#chains-tab").click()
+        page.locator("#chains-steps").select_option("10")
+        page.wait_for_selector("#chains-grid canvas[data-step='0']")
+        shown, step = page.locator("#chains-grid canvas").first, 0
+        while step < CHAIN_STEPS:
+            page.locator("#chains-step").click()
+            while int(shown.get_attribute("data-step") or 0) == step:
+                page.wait_for_timeout(20)
+            step = int(shown.get_attribute("data-step") or 0)
+        page.mouse.move(0, 0)
+        middle = "panel => panel.scrollIntoView({ block: 'center' })"
+        page.locator("#chains-panel").evaluate(middle)  # where the small image is hidden
+        page.evaluate("document.activeElement.blur()")
+        page.wait_for_timeout(1000)
+        page.locator("#chains-panel").screenshot(path=path)
+
+
 def main(
     run: str,
     /,
@@ -104,6 +126,7 @@ def main(
     pause: float = 30,
     rounds: int = 3,
     picture: Path | None = None,
+    chains: Path | None = None,
 ) -> None:
     """Measure the latency with one model.
 
@@ -119,10 +142,15 @@ def main(
         Number of rounds.
     picture
         Only write a screenshot of the page to this PNG file: docs/images/explorer.png.
+    chains
+        Only write a screenshot of the chains of a model with a density: docs/images/chains.png.
     """
     with running_explorer(run) as address:
         if picture is not None:
             take_screenshot(address, picture)
+        if chains is not None:
+            take_screenshot_of_chains(address, chains)
+        if picture is not None or chains is not None:
             return
         for _ in range(rounds):
             low, median, high, highest = np.percentile(

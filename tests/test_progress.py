@@ -88,6 +88,19 @@ def test_a_file_gets_a_line_soon_and_then_at_growing_pauses(clock: Clock) -> Non
     assert seconds == [4, 12, 28, 60, 120, 180]
 
 
+def test_what_is_before_the_first_step_does_not_count_for_the_time_that_is_left(
+    clock: Clock,
+) -> None:
+    out = io.StringIO()
+    count = Counter("reading", "files", out)
+    for _ in range(2):  # the training images of a folder, and its test images
+        clock.now += 100  # the folder is listed
+        count(0, 200)
+        clock.now += 1
+        count(1, 200)
+        assert out.getvalue().splitlines()[-1] == "reading    0%  1/200 files  3:19 left"
+
+
 def test_a_short_computation_shows_nothing(clock: Clock) -> None:
     for out in (io.StringIO(), Terminal()):
         count = Counter("encoding", out=out)

@@ -98,7 +98,9 @@ class Counter:
         self.started = time.monotonic()
 
     def __call__(self, done: int, total: int) -> None:
-        """Report that `done` of `total` are done."""
+        """Report that `done` of `total` are done; with 0 done, the time is counted from now."""
+        if done == 0:
+            self.started = time.monotonic()
         if done >= total:
             self.line.clear()
         elif done > 0 and self.line.is_due():

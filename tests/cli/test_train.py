@@ -117,6 +117,7 @@ def test_progress_is_plain_lines_where_there_is_no_terminal(
     assert [line.split()[1] for line in lines[2:]] == [stage for stage in stages for _ in range(2)]
     assert all(line.isprintable() for line in lines)
     assert "runs/digits/figures/joint.png" in done.out
+    assert done.out.splitlines()[-1].endswith(": poecaps explore runs/digits")
     assert main([*arguments, "--no-figures"]) == 0
     assert "the model is in runs/digits-2" in capsys.readouterr().out
 

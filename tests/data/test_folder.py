@@ -42,7 +42,21 @@ def test_reading_is_reported(digits: Array, tmp_path: Path) -> None:
         save(tmp_path / f"{index}.png", digit)
     seen: list[tuple[int, int]] = []
     load(tmp_path, report=lambda *report: seen.append(report))
-    assert seen == [(done, len(digits)) for done in range(len(digits) + 1)]
+    assert seen == sorted(seen)
+    assert set(seen) == {(done, len(digits)) for done in range(len(digits) + 1)}
+
+
+def test_skipped_files_are_reported_as_read(digits: Array, tmp_path: Path) -> None:
+    for index, digit in enumerate(digits):
+        save(tmp_path / f"{index}.png", digit)
+        save(tmp_path / f"{index}-small.png", digit[:9])
+        (tmp_path / f"{index}-broken.png").write_bytes(b"no picture")
+    seen: list[tuple[int, int]] = []
+    with suppress_skipped_warnings():
+        read_folder(tmp_path, smallest=17, report=lambda *report: seen.append(report))
+    assert seen == sorted(seen)
+    assert seen[0] == (0, 3 * len(digits))
+    assert [done == total for done, total in seen].index(True) == len(seen) - 1
 
 
 def test_few_files_are_decoded_in_advance(tmp_path: Path) -> None:

@@ -46,6 +46,20 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> ExplorerModel:
 
 
 @pytest.fixture(scope="session")
+def ink(tmp_path_factory: pytest.TempPathFactory) -> ExplorerModel:
+    """Three experts over dark digits on light paper."""
+    test = 255 - poecaps.data.load("mnist-sample", split="test").images[:100]
+    images = ImageSet(test)
+    shape = Architecture(
+        features=8, capsule_dim=4, experts=((3, 5),), joint_components=4, expert_components=2
+    )
+    network = untrained(shape, images.batch(range(100)), torch.Generator().manual_seed(4))
+    folder = tmp_path_factory.mktemp("models") / "ink"
+    network.save(folder)
+    return ExplorerModel("ink", str(folder), network, ImageSet(test[:30]))
+
+
+@pytest.fixture(scope="session")
 def colours() -> ExplorerModel:
     """Two layers over small, not square pictures in colour with a margin, without test images."""
     images = torch.rand(60, 3, 20, 23, generator=torch.Generator().manual_seed(2))

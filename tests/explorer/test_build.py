@@ -12,7 +12,7 @@ import pytest
 from playwright.sync_api import expect
 
 from poecaps.cli.main import main
-from poecaps.explorer import maps
+from poecaps.explorer import maps, pictures
 from poecaps.explorer.build import write_static
 from poecaps.explorer.render import Setting
 from poecaps.explorer.schema import Code
@@ -33,6 +33,7 @@ ENCODE = """async ([name, index]) => {
     const api = await import('./api.js');
     const image = await api.testImage(name, index);
     return api.encode(name, image, { centre: false, invert: false }); }"""
+CENTRE = ENCODE.replace("centre: false", "centre: true")
 
 
 class QuietHandler(http.server.SimpleHTTPRequestHandler):
@@ -42,14 +43,17 @@ class QuietHandler(http.server.SimpleHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def static_address(
-    digits: ExplorerModel, colours: ExplorerModel, tmp_path_factory: pytest.TempPathFactory
+    digits: ExplorerModel,
+    colours: ExplorerModel,
+    ink: ExplorerModel,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[str]:
-    """Any web server, in a folder of its own, with the build of two models."""
+    """Any web server, in a folder of its own, with the build of three models."""
     folder = tmp_path_factory.mktemp("site")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(maps, "IMAGES", 30)
         patch.setattr(maps, "ITERATIONS", 50)
-        write_static([digits, colours], folder / "page")
+        write_static([digits, colours, ink], folder / "page")
     handler = functools.partial(QuietHandler, directory=str(folder))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever).start()
@@ -93,6 +97,19 @@ def test_an_image_is_encoded_as_by_the_server(static_page: Page, digits: Explore
     assert found["free_energy"] == pytest.approx(wanted.free_energy, abs=1e-4)
     difference = np.array(found["reconstruction"]) - wanted.reconstruction.astype(int)
     assert np.abs(difference).max() <= 1
+
+
+@pytest.mark.parametrize("name", ["digits", "ink"])  # light on dark, dark on light
+def test_an_image_is_centred_as_by_the_server(
+    name: str, static_page: Page, request: pytest.FixtureRequest
+) -> None:
+    model: ExplorerModel = request.getfixturevalue(name)
+    assert model.images is not None
+    found = static_page.evaluate(CENTRE, [name, 7])
+    picture = pictures.write(np.asarray(model.images.images[7]))
+    wanted = pictures.read(picture, (1, 28, 28), centre=True, background=model.background)
+    difference = np.array(found["image"]) - wanted.pixels.astype(int)
+    assert np.abs(difference).mean() < 5  # each scales in its own way
 
 
 def test_the_page_works_without_a_server(static_page: Page, digits: ExplorerModel) -> None:

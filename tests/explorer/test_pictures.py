@@ -51,6 +51,15 @@ def test_a_drawing_in_a_corner_comes_to_the_middle() -> None:
     assert abs(columns.mean() - 13.5) <= 0.5
 
 
+def test_a_drawing_on_light_paper_comes_to_the_middle_as_well() -> None:
+    page = np.zeros((280, 280), np.uint8)
+    page[10:60, 10:40] = 255
+    white = pictures.read(png(page), GREY, centre=True, background=0.0).pixels
+    black = pictures.read(png(255 - page), GREY, centre=True, background=1.0)
+    assert not black.inverted
+    assert np.array_equal(black.pixels, 255 - white)
+
+
 @pytest.mark.parametrize(
     "drawn", [np.s_[0:0, 0:0], np.s_[3:4, 3:4], np.s_[:, 139:141], np.s_[:, :]]
 )

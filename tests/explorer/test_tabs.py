@@ -11,15 +11,17 @@ import pytest
 from PIL import Image
 from playwright.sync_api import expect
 
-from poecaps.explorer import maps
+from poecaps.explorer import maps, pictures
 from poecaps.explorer.render import Setting
+from poecaps.explorer.server import create_app
+from tests.explorer.conftest import TOKEN, serving
 from tests.explorer.pages import after, drawn, on_a_phone, pixels, shows, sketch, wait_until_still
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from playwright.sync_api import Page
+    from playwright.sync_api import Browser, Page
 
     from poecaps.explorer.render import ExplorerModel
 
@@ -87,6 +89,41 @@ def test_the_heat_map_follows_the_strongest_expert(
         expect(page.locator("#heat-caption")).to_contain_text(
             re.compile(rf"xpert {strongest} looks(: .* times the average| at all parts alike)\.$")
         )
+
+
+def test_ink_is_drawn_on_light_paper_where_a_model_knows_dark_on_light(
+    browser: Browser, digits: ExplorerModel, ink: ExplorerModel, tmp_path: Path
+) -> None:
+    file = tmp_path / "chalk.png"
+    board = np.full((60, 60), 5, np.uint8)
+    board[10:50, 27:33] = 250
+    Image.fromarray(board).save(file)
+    with serving(create_app([ink, digits], token=TOKEN)) as address:
+        page = browser.new_page()
+        page.goto(f"{address}/?token={TOKEN}")
+        expect(page.locator("#image[data-number]")).to_be_visible()
+        sketch(page, (0.3, 0.2), (0.6, 0.8))
+        drawing = pixels(page, "#sketch")
+        png = pictures.write(drawing[..., None])
+        seen = pictures.read(png, (1, 28, 28), centre=True, background=1.0).pixels[..., 0]
+        shows(page, seen, "#seen")
+        for canvas in (drawing, seen):
+            assert np.median(canvas) > 250
+            assert canvas.min() < 50
+
+        page.get_by_role("combobox", name="Model").select_option("digits")
+        expect(page.locator("#firing button")).to_have_count(4)
+        assert np.array_equal(pixels(page, "#sketch"), drawing)
+        shows(page, 255 - seen, "#seen")
+
+        page.get_by_role("combobox", name="Model").select_option("ink")
+        expect(page.locator("#firing button")).to_have_count(3)
+        page.locator("#file").set_input_files(file)
+        expect(page.locator("#inverted")).to_contain_text("Light on dark")
+        assert np.median(pixels(page, "#seen")) > 250
+        page.get_by_role("button", name="Clear").click()
+        assert pixels(page, "#sketch").min() == 255
+        page.close()
 
 
 @on_a_phone

@@ -221,7 +221,11 @@ def _without_machine_options(config: Config) -> Config:
 
 
 def _resume_command(folder: Path) -> str:
-    return f"poecaps train --resume {shlex.quote(str(folder))}"
+    return f"poecaps train --resume {_quote(folder)}"
+
+
+def _quote(folder: Path) -> str:
+    return shlex.quote(str(folder))
 
 
 def _describe_selections(result: TrainingResult) -> Iterator[str]:
@@ -280,6 +284,8 @@ def _finish(result: TrainingResult, *, quiet: bool, figures: bool) -> None:
             if not quiet:
                 say(line)
         write_card(result.network, result.folder, draw=figures)
+        if not quiet:
+            say(f"to see what each expert stands for: poecaps explore {_quote(result.folder)}")
     except OSError as error:
         raise TrainingError(
             f"the model in {result.folder} is complete, but its figures or its card are not "

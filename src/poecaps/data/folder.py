@@ -81,7 +81,8 @@ def read_folder(
         Skip images with a side of fewer pixels, measured before scaling, unless all images are
         that small.
     report
-        Called with the number of files that were read, and that of all files.
+        Called with the number of files that were read, and that of all files. Files are read
+        twice: first their sizes, which counts as a half.
 
     Raises
     ------
@@ -160,7 +161,9 @@ def _read_by(
         )
     problems: list[str] = []
     headers: dict[Path, tuple[str, tuple[int, int]]] = {}
-    for file, header in _in_parallel(pool, _read_mode_and_size, pictures):
+    for number, (file, header) in enumerate(_in_parallel(pool, _read_mode_and_size, pictures)):
+        if report is not None:
+            report(number // 2, len(pictures))
         if isinstance(header, DataError):
             skipped[str(file)] = UNREADABLE
             problems.append(str(header))
@@ -179,7 +182,7 @@ def _read_by(
     decode = partial(_decode, size=size, channels=decoded_channels)
     for number, (file, image) in enumerate(_in_parallel(pool, decode, candidates)):
         if report is not None:
-            report(number, len(candidates))
+            report(len(pictures) - (len(candidates) - number + 1) // 2, len(pictures))
         if isinstance(image, DataError):
             skipped[str(file)] = UNREADABLE
             problems.append(str(image))
@@ -195,8 +198,8 @@ def _read_by(
             )
         images[len(kept)] = image
         kept.append(file)
-    if report is not None and candidates:
-        report(len(candidates), len(candidates))
+    if report is not None:
+        report(len(pictures), len(pictures))
     if not kept:
         which = "its only image" if len(problems) == 1 else f"the first of {len(problems)} problems"
         raise DataError(f"{root} contains no usable image; {which}: {problems[0]}")

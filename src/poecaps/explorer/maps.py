@@ -51,7 +51,7 @@ class CodeMap:
     images : (columns², H, W, C)
         Thumbnails, row by row; uint8.
     filled : (columns²,)
-        Whether there are codes near a thumbnail; the others are black.
+        Whether there are codes near a thumbnail; the page leaves the others empty.
     """
 
     explained: tuple[float, float] | None

@@ -53,7 +53,8 @@ def read(
         The shape of the model's input.
     centre
         Whether to preprocess the picture like the digits of MNIST instead: scale its bright part to
-        20/28 of the size, and move the centre of mass to the centre.
+        20/28 of the size, and move the centre of mass to the centre. If `background` is light, the
+        same with its dark part.
     invert
         Whether to invert the brightness, for dark strokes on light paper. In a grey picture, the
         paper becomes black and the ink white, even if they are not white and black in a photo.
@@ -73,11 +74,12 @@ def read(
         invert = own is not None and background is not None and is_opposite(own, background)
     if invert:
         image = _negative(image)
-    image = (
-        _centred(image, (width, height))
-        if centre
-        else ImageOps.fit(image, (width, height), Image.Resampling.LANCZOS)
-    )
+    if not centre:
+        image = ImageOps.fit(image, (width, height), Image.Resampling.LANCZOS)
+    elif is_light(background):
+        image = ImageOps.invert(_centred(ImageOps.invert(image), (width, height)))
+    else:
+        image = _centred(image, (width, height))
     return Picture(np.asarray(image).reshape(height, width, channels), invert)
 
 
@@ -104,6 +106,11 @@ def plain_background(grey: Array) -> float | None:
 def is_opposite(background: float, other: float) -> bool:
     """Return whether a background is clearly nearer to another one once it is inverted."""
     return abs(background - other) > abs(1 - background - other) + 0.1
+
+
+def is_light(background: float | None) -> bool:
+    """Return whether a background is plain, and nearer to white than to black."""
+    return background is not None and background > 0.5
 
 
 def _frame(pixels: Array) -> Array:

@@ -299,6 +299,10 @@ class ModelInfo(BaseModel):
     images: Annotated[int, Field(description="Number of images that can be encoded by index.")]
     part: Annotated[Part, Field(description="Which images they are.")]
     note: Annotated[str, Field(description="What to know about the model, if anything.")]
+    background: Annotated[
+        float | None,
+        Field(description="Brightness of the background of its images, if they have a plain one."),
+    ]
     chains: Annotated[
         int, Field(description="Most chains of a request; 0 if the model has no density.")
     ]

@@ -257,6 +257,7 @@ def _add_models(app: FastAPI, registry: ModelRegistry) -> None:
             images=0 if found.images is None else len(found.images),
             part=found.part,
             note=found.note,
+            background=found.background,
             chains=chains.max_chains(found),
             mean=found.mean.tolist(),
             deviation=found.deviation.tolist(),
@@ -369,13 +370,17 @@ def _add_codes(app: FastAPI, registry: ModelRegistry) -> None:
         model: Name,
         request: Request,
         centre: Annotated[
-            bool, Query(description="Whether to centre and scale the bright part as in MNIST.")
+            bool,
+            Query(
+                description="Whether to centre and scale the bright part as in MNIST; the dark "
+                "part, if the images of the model have a light background."
+            ),
         ] = False,
         invert: Annotated[
             Literal["true", "false", "auto"],
             Query(
-                description="Whether to invert the brightness, for dark on light; auto: if the "
-                "background is the opposite of that of the model's images."
+                description="Whether to invert the brightness, such as that of ink on paper; auto: "
+                "if the background is the opposite of that of the model's images."
             ),
         ] = "false",
     ) -> JSONResponse:

@@ -84,6 +84,24 @@ function centred(picture, [width, height]) {
   return page;
 }
 
+/** Return a canvas with the brightness of all pixels inverted. */
+function inverse(picture) {
+  const context = scaled(picture, whole(picture), [picture.width, picture.height]);
+  const image = context.getImageData(0, 0, picture.width, picture.height);
+  image.data.forEach((value, at) => {
+    if (at % 4 !== 3) image.data[at] = 255 - value;
+  });
+  context.putImageData(image, 0, 0);
+  return context.canvas;
+}
+
+/** Scale and centre what is not background. */
+function centredInk(picture, size, isLight) {
+  return isLight
+    ? inverse(centred(inverse(picture), size).canvas).getContext("2d")
+    : centred(picture, size);
+}
+
 /** Scale a picture to cover a size, and crop it. */
 function fitted(picture, [width, height]) {
   const scale = Math.min(picture.width / width, picture.height / height);
@@ -106,7 +124,8 @@ export async function readPicture(blob, { image_shape: [channels, height, width]
       && Math.abs(own - background) > Math.abs(1 - own - background) + 0.1;
   }
   if (inverted) picture = negative(picture, channels === 1);
-  const context = centre ? centred(picture, [width, height]) : fitted(picture, [width, height]);
+  const size = [width, height];
+  const context = centre ? centredInk(picture, size, background > 0.5) : fitted(picture, size);
   const { data } = context.getImageData(0, 0, width, height);
   const grey = brightness(context).flat();
   const pixels = Uint8ClampedArray.from({ length: height * width * channels }, (_, at) =>

@@ -4,6 +4,7 @@
 export function drawPixels(canvas, pixels, [channels, height, width]) {
   if (canvas.width !== width || canvas.height !== height) Object.assign(canvas, { width, height });
   canvas.getContext("2d").putImageData(toImageData(pixels, channels, height, width), 0, 0);
+  canvas.classList.add("drawn");
 }
 
 function toImageData(pixels, channels, height, width) {
@@ -76,6 +77,20 @@ export function drawHeatMap(canvas, rows) {
 
 export function clear(canvas) {
   canvas.getContext("2d").clearRect(0, 0, canvas.width, canvas.height);
+  canvas.classList.remove("drawn");
+}
+
+/** Return whether most pixels along the sides of a part of a canvas are light. */
+function isLightAtSides(context, [left, top, width, height]) {
+  const { data } = context.getImageData(left, top, width, height);
+  let balance = 0;
+  for (let y = 0; y < height; y += 1) {
+    for (let x = 0; x < width; x += y % (height - 1) ? width - 1 : 1) {
+      const at = 4 * (y * width + x);
+      balance += data[at] + data[at + 1] + data[at + 2] > 3 * 127 ? 1 : -1;
+    }
+  }
+  return balance > 0;
 }
 
 const PEN_STEP = 10; // of the canvas's 280 pixels
@@ -90,6 +105,7 @@ export class Sketch {
   #drawing = false;
   #at; // of the pen that keys move
   #isPenDown = false;
+  isLight = false; // whether the paper is light, and the pen dark
 
   constructor(canvas, { onChange, onClear, onPen }) {
     this.canvas = canvas;
@@ -172,7 +188,7 @@ export class Sketch {
       lineWidth: this.canvas.width / 13,
       lineCap: "round",
       lineJoin: "round",
-      strokeStyle: "#fff",
+      strokeStyle: this.isLight ? "#000" : "#fff",
     });
     this.context.lineTo(x, y);
     this.context.stroke();
@@ -180,12 +196,14 @@ export class Sketch {
     this.context.moveTo(x, y);
   }
 
-  clear() {
-    this.context.fillStyle = "#000";
+  clear(isLight = this.isLight) {
+    this.isLight = isLight;
+    this.context.fillStyle = isLight ? "#fff" : "#000";
     this.context.fillRect(0, 0, this.canvas.width, this.canvas.height);
+    this.canvas.classList.add("drawn");
   }
 
-  /** Show a picture, as large as fits. */
+  /** Show a picture, as large as fits. A pen on light paper is dark from then on. */
   async show(blob) {
     const picture = await createImageBitmap(blob);
     const { width, height } = this.canvas;
@@ -196,6 +214,8 @@ export class Sketch {
     const [left, top] = [(width - shownWidth) / 2, (height - shownHeight) / 2];
     this.context.drawImage(picture, left, top, shownWidth, shownHeight);
     picture.close();
+    this.isLight = isLightAtSides(
+      this.context, [left, top, shownWidth, shownHeight].map((each) => Math.round(each)));
   }
 
   toPng() {

@@ -17,6 +17,8 @@ const UNIFORM = 1.05; // times the average: an expert that looks at all parts al
 const clamp = (value, least, greatest) => Math.min(Math.max(value, least), greatest);
 const size = (shape) => shape.reduce((a, b) => a * b);
 
+const isLight = (model) => model.background > 0.5;
+
 export class Encoder {
   #latest = new LatestRequest();
   #sketched = null; // the picture on the sketch
@@ -76,7 +78,7 @@ export class Encoder {
   #empty() {
     this.#latest.cancel();
     this.encoding = null;
-    this.sketch.clear();
+    this.sketch.clear(isLight(this.page.model));
     this.#sketched = null;
     for (const id of ["seen", "heat", "reconstruction"]) clear(byId(id));
     byId("firing").replaceChildren(create("p", { className: "hint" }, "No image yet."));
@@ -119,7 +121,7 @@ export class Encoder {
 
   async #encodeDrawing() {
     const blob = this.#sketched = await this.sketch.toPng();
-    this.#encode({ test: null, blob, isDrawing: true });
+    this.#encode({ test: null, blob, isDrawing: true, isLight: this.sketch.isLight });
   }
 
   #encodeAgain(changes) {
@@ -129,10 +131,13 @@ export class Encoder {
 
   /** Encode the image of a source; one that is already an input of the model is not changed. */
   #encode(source) {
+    const { model } = this.page;
     const canChange = !source.isInput && !source.isDrawing;
+    const isOpposite = Boolean(source.isDrawing) && model.background !== null
+      && source.isLight !== isLight(model);
     const options = {
       centre: byId("centre").checked && !source.isInput,
-      invert: canChange ? source.invert ?? "auto" : false,
+      invert: canChange ? source.invert ?? "auto" : isOpposite,
     };
     this.#latest.run(async (signal) => {
       const blob = source.blob ?? await source.load(signal);
@@ -148,7 +153,9 @@ export class Encoder {
       Object.assign(this.page.state, { test: source.test, pixels, source });
       Object.assign(byId("invert"), { checked: encoding.inverted, disabled: !canChange });
       byId("inverted").textContent = encoding.inverted && source.invert === null
-        ? "Dark on light, unlike the images of this model: inverted." : "";
+        ? `${isLight(model) ? "Light on dark" : "Dark on light"}, unlike the images of this model: `
+          + "inverted."
+        : "";
       clearError();
       this.#show();
     }, showError);

@@ -79,18 +79,22 @@ export class CodeMap {
         ? `Across: ${percent(map.explained[0])} of the variance of the codes, down: `
           + `${percent(map.explained[1])}.`
         : "Point at the map to walk in it.";
-      this.#draw(map, model.image_shape);
+      this.#draw(map, model);
     }, (error) => {
       byId("map-place").replaceChildren();
       showError(error);
     });
   }
 
-  #draw({ columns, filled, images }, shape) {
+  #draw({ columns, filled, images }, { image_shape: shape, background }) {
     const [channels, height, width] = shape;
     const canvas = byId("map-images");
     Object.assign(canvas, { width: columns * width, height: columns * height });
     const context = canvas.getContext("2d");
+    const level = Math.round(255 * (background ?? 0));
+    context.fillStyle = `rgb(${level} ${level} ${level})`; // of a place without an image
+    context.fillRect(0, 0, canvas.width, canvas.height);
+    canvas.classList.add("drawn");
     const thumbnail = document.createElement("canvas");
     filled.forEach((isFilled, i) => {
       if (!isFilled) return;

@@ -32,8 +32,9 @@ const STEPS = [
     at: "encode-panel",
     view: "encode",
     title: "The other direction",
-    text: "Draw something. The bars show which experts recognize it, and orange shows where the "
-      + "strongest of them looks. Load into the sliders copies the numbers for you to change.",
+    text: "Draw something. Each part of the image votes for every expert, and votes that agree add "
+      + "up. The bars show how probably each expert fires, and orange shows where the strongest of "
+      + "them looks. Load into the sliders copies the numbers for you to change.",
   },
   {
     at: "map-panel",
