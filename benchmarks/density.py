@@ -102,6 +102,15 @@ _WIDE = {
     "model__density__base_components": 1024,
     "model__density__base_max_variance": 30.0,
 }
+_DEMO = {  # of `make demo-energy`, for the bundled digits on a CPU
+    **_ALONE,
+    "autoencoder__epochs": 3,
+    "model__density__experts": (100, 8),
+    "model__density__base_components": 192,
+    "density__epochs": 45,
+    "density__levels": 20,
+    "density__chains": 320,
+}
 _LONG = {"density__epochs": 26, "density__final_learning_rate_ratio": 0.01}
 _ANNEALED = {
     **_WIDE,
@@ -126,6 +135,11 @@ STUDY: dict[str, Variant] = {
     ),
     "60 experts of 8, principal components": energy_with(
         **_ALONE, model__density__experts=(60, 8), model__density__strength=10.0
+    ),
+    "demo": energy_with(**_DEMO),
+    "demo, no linear coordinates": energy_with(**_DEMO, model__density__linear_dims=0),
+    "demo, strength 1": energy_with(
+        **_DEMO, model__density__strength=1.0, density__strength_rate=0.0
     ),
     "energy": Variant("energy"),
     "energy, 26 epochs": energy_with(**_ALONE, **_LONG),
