@@ -106,12 +106,12 @@ def rows(
     results: dict[str, Tensor],
     images: Tensor,
     labels: Tensor,
-    known: Tensor,
+    measured: Tensor,
     classifier: Classifier,
 ) -> dict[str, Row]:
-    """Measure the results of all methods, of which the first is the posterior mean."""
+    """Measure the pixels of a mask in the results of all methods; the first is the posterior."""
     errors = {
-        name: (result - images)[:, :, known].square().mean((1, 2)).double()
+        name: (result - images)[:, :, measured].square().mean((1, 2)).double()
         for name, result in results.items()
     }
     reference, root = next(iter(errors.values())), len(images) ** 0.5

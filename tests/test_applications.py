@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from poecaps import CapsuleNetwork, squash, unsquash
+from poecaps import CapsuleDensity, CapsuleNetwork, applications, sampling, squash, unsquash
 from poecaps.applications import (
     denoise,
     encode,
@@ -151,10 +152,23 @@ class TestInpaintByDensity:
         assert errors[0] < 0.8 * errors[1]
 
     def test_the_chains_draw_from_the_components_alone(
-        self, dense: CapsuleNetwork, generator: torch.Generator
+        self, dense: CapsuleNetwork, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        used: list[CapsuleDensity] = []
+
+        def observed(density: CapsuleDensity, *args: Any, **options: Any) -> sampling.Samples:
+            used.append(density)
+            return sampling.sample(density, *args, **options)
+
+        monkeypatch.setattr(applications, "sample", observed)
         density, hidden = dense.require_density(), torch.zeros(20, 19, dtype=torch.bool)
         drawn = inpaint_by_density(dense, bars(2, seed=1), hidden, steps=6, generator=generator)
+        assert (used[0].in_capsules, used[0].in_dim) == (1, 16)
+        # Experts that read other directions as well, as random ones do, need all of them.
+        other = copy.deepcopy(dense)
+        other.require_density().reset_parameters(std=0.1, generator=generator)
+        inpaint_by_density(other, bars(2, seed=1), hidden, draws=1, steps=2, generator=generator)
+        assert used[1] is other.require_density()
         with torch.no_grad():
             capsules = dense.whitened(bars(20, seed=1))
             restored = density.from_components(density.components(capsules))

@@ -231,8 +231,13 @@ def inpaint_by_density(
 
         P(x | known pixels) ∝ P(x) exp(−‖decode(x) − image‖²/2σ²), the norm over the known pixels
 
-    If the base measure has principal components, chains move in these alone, which is faster.
-    All other directions, which can hardly be seen, are left at their mean.
+    If the experts read the principal components y = Vᵀx of the base measure alone, as after
+    training with `base_components`, this is the posterior of y, with x = V y: all other
+    directions, which can hardly be seen, are left at their mean, and chains are shorter in time.
+    It is not the posterior of x, in which these directions explain a part of the known pixels.
+
+    Chains of a few hundred steps have not converged: their draws fit the known pixels less well
+    than those of longer ones.
 
     Parameters
     ----------
@@ -257,7 +262,7 @@ def inpaint_by_density(
     -------
     (draws, N, C, H, W)
         The images with their hidden pixels replaced. Their mean over the draws has the smallest
-        squared error; each draw by itself is as sharp as the draws of the density.
+        squared error.
     """
     _check_masked(network, images, known)
     drawn = _posterior(network, images, known, noise, draws, steps, generator, report)
@@ -315,10 +320,10 @@ def _posterior(
     checks.require_images("images", images)
     density = network.require_density()
     seen = images[:, :, known].flatten(1).repeat(draws, 1)
+    in_components = density.reads_components_alone()
 
     def decode(x: Tensor) -> Tensor:
-        capsules = density.from_components(x) if density.has_components else x
-        return network.decode_whitened(capsules)
+        return network.decode_whitened(density.from_components(x) if in_components else x)
 
     def evidence(x: Tensor) -> Tensor:
         decoded = decode(x)[:, :, known].flatten(1)
@@ -326,7 +331,7 @@ def _posterior(
 
     anneal = round(ANNEALED_SHARE * steps)
     samples = sample(
-        density.restrict() if density.has_components else density,
+        density.restrict() if in_components else density,
         len(seen),
         steps=steps - anneal,
         anneal=anneal,

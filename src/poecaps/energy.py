@@ -36,6 +36,7 @@ __all__ = ["BallBase", "CapsuleDensity", "GaussianBase"]
 # The least variance of the base measure in a direction, relative to the mean over all directions,
 # so that the coordinates u exist if the data do not vary in a direction.
 SMALLEST_VARIANCE = 1e-6
+ROUNDING = 1e-5  # share of the norm of a matrix that may be due to rounding
 
 
 class GaussianBase(nn.Module):
@@ -511,6 +512,18 @@ class CapsuleDensity(CapsuleRouting):
     def has_components(self) -> bool:
         """Whether the votes are mixed evenly, and the base measure has principal components."""
         return self.is_even and self.base_components > 0
+
+    @torch.no_grad()
+    def reads_components_alone(self) -> bool:
+        """Return whether the experts depend on x by its principal components Vᵀx alone.
+
+        Training leaves them so, where there are components; new experts are random.
+        """
+        if not self.has_components:
+            return False
+        directions, weight = self._base_with_components().directions, self.even_matrix()
+        outside = weight - directions @ (directions.T @ weight)
+        return bool(outside.norm() <= ROUNDING * weight.norm())
 
     @torch.no_grad()
     def restrict(self) -> CapsuleDensity:

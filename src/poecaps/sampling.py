@@ -63,7 +63,6 @@ __all__ = [
 ANNEALED_SHARE = 2 / 3
 INITIAL_STEP_SIZE = 0.1
 TARGET_ACCEPTANCE = 0.8  # near the optimum of HMC in many dimensions (Neal 2011: 0.65 to 0.9)
-ROUNDING = 1e-5  # share of the norm of a matrix that may be due to rounding
 ADAPTATION_RATE = 0.1  # of the logarithm of the step size, for each step
 # Draws by parallel tempering: steps of a chain and levels of the ladder, the most states that one
 # chain gives, and as many chains at least.
@@ -124,13 +123,11 @@ class DensityTarget:
     def _multiply_maps(self, base: GaussianBase, *, reduced: bool) -> None:
         """Compute the matrix of z = Wᵀ Σ^½ u, in which both maps are linear."""
         weight = self.density.even_matrix().detach()  # (N, J·D)
-        if reduced and base.directions.shape[1] < min(weight.shape):
-            components = base.directions.T @ weight
-            outside = weight - base.directions @ components
-            if outside.norm() <= ROUNDING * weight.norm():
-                self._directions = base.directions  # Σ^½ V = V diag(√λ)
-                self._matrix = base.std.unsqueeze(-1) * components
-                return
+        few = base.directions.shape[1] < min(weight.shape)
+        if reduced and few and self.density.reads_components_alone():
+            self._directions = base.directions  # Σ^½ V = V diag(√λ)
+            self._matrix = base.std.unsqueeze(-1) * (base.directions.T @ weight)
+            return
         self._matrix = base.times_root(weight.T).T.contiguous()
         if reduced and weight.shape[1] < weight.shape[0]:
             self._directions, self._matrix = torch.linalg.qr(self._matrix)
@@ -921,7 +918,7 @@ def _checked(evidence: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]
         checks.require_tensor("the result of evidence", value)
         remedy = "return one number for each chain"
         checks.require_shape("the result of evidence", value, "B", (len(x),), remedy)
-        if torch.is_grad_enabled() and not value.requires_grad:
+        if not value.requires_grad:
             raise ValueError(
                 "evidence must be a differentiable function of x, but its result does not require "
                 "a gradient; compute it from x by operations of PyTorch, outside torch.no_grad"

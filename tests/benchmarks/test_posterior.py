@@ -52,6 +52,8 @@ def test_the_gaussian_removes_noise_like_a_wiener_filter(generator: torch.Genera
 
 def test_without_experts_the_base_measure_is_left(network: CapsuleNetwork) -> None:
     images = load("mnist-sample").batch(range(5))
+    with torch.no_grad():
+        network.require_density().origin.fill_(1.0)
     density, control = (each.require_density() for each in (network, without_experts(network)))
     with torch.no_grad():
         assert density.free_energy(network.whitened(images)).std() > 1e-3
@@ -81,4 +83,5 @@ def test_the_script_measures_every_method(
             assert name in printed
             assert row["difference"] == pytest.approx(row["error"] - first["error"])
     assert found["denoising"]["noisy image"]["error"] > 0.01
+    assert found["inpainting"]["mean image"]["error"] > 0.01  # of the hidden pixels
     assert picture.is_file()
