@@ -61,6 +61,16 @@ def test_dark_on_light_is_inverted_and_said_and_can_be_overridden(
     expect(page.locator("#inverted")).to_be_empty()
 
 
+@pytest.mark.parametrize("size", [(2, 600), (1, 700), (600, 1)])
+def test_a_very_narrow_picture_is_shown(
+    opened: Callable[..., Page], tmp_path: Path, size: tuple[int, int]
+) -> None:
+    page, file = opened(), tmp_path / "narrow.png"
+    Image.new("L", size, 250).save(file)
+    after(page, lambda: page.locator("#file").set_input_files(file), "#sketch")
+    expect(page.get_by_label("Invert brightness")).to_be_enabled()
+
+
 def test_transparent_paper_is_white_below_dark_ink(
     opened: Callable[..., Page], tmp_path: Path
 ) -> None:

@@ -83,9 +83,10 @@ export function clear(canvas) {
 /** Return whether most pixels along the sides of a part of a canvas are light. */
 function isLightAtSides(context, [left, top, width, height]) {
   const { data } = context.getImageData(left, top, width, height);
+  const across = Math.max(1, width - 1); // from the left side to the right one
   let balance = 0;
   for (let y = 0; y < height; y += 1) {
-    for (let x = 0; x < width; x += y % (height - 1) ? width - 1 : 1) {
+    for (let x = 0; x < width; x += y % (height - 1) ? across : 1) {
       const at = 4 * (y * width + x);
       balance += data[at] + data[at + 1] + data[at + 2] > 3 * 127 ? 1 : -1;
     }
@@ -212,10 +213,10 @@ export class Sketch {
     this.clear();
     this.context.imageSmoothingEnabled = scale < 1;
     const [left, top] = [(width - shownWidth) / 2, (height - shownHeight) / 2];
+    const part = [Math.floor(left), Math.floor(top), Math.ceil(shownWidth), Math.ceil(shownHeight)];
     this.context.drawImage(picture, left, top, shownWidth, shownHeight);
     picture.close();
-    this.isLight = isLightAtSides(
-      this.context, [left, top, shownWidth, shownHeight].map((each) => Math.round(each)));
+    this.isLight = isLightAtSides(this.context, part);
   }
 
   toPng() {
