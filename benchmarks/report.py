@@ -222,7 +222,8 @@ BUNDLED_COLUMNS = {
     "recognisable": ("recognisability.share", ".1%"),
     "effective classes": ("diversity.effective_classes", ".2f"),
     "negatives": ("negatives.share", ".1%"),
-    "density": ("neighbourhoods.density", ".2f"),
+    "precision": ("neighbourhoods.precision", ".1%"),
+    "recall": ("neighbourhoods.recall", ".1%"),
     "coverage": ("neighbourhoods.coverage", ".1%"),
     "nearer": ("nearest.nearer", ".1%"),
 }
