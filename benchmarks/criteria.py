@@ -85,13 +85,14 @@ for _name, _part, _changes in (
         _base, changes={**_base.changes, **_changes, "encoder.criterion": CHOSEN}
     )
 
-# What each part gives, with the batch sizes that were chosen for digits (large views) and clothes.
+# To measure what each part gives, with the batch sizes that were chosen for digits (large views) and
+# clothes.
 EFFECT_STARTS = 4
 BATCHES = {"4 views": 512, "4 small views": 256}
 
 
 def effect_name(views: str, part: str = "") -> str:
-    """Return the name of the variant from which the effect of a part is computed.
+    """Return the name of the variant that leaves out a part.
 
     Parameters
     ----------
