@@ -85,8 +85,8 @@ for _name, _part, _changes in (
         _base, changes={**_base.changes, **_changes, "encoder.criterion": CHOSEN}
     )
 
-# To measure what each part gives, with the batch sizes that were chosen for digits (large views) and
-# clothes.
+# To measure what each part gives, with the batch sizes that were chosen for digits (large views)
+# and clothes.
 EFFECT_STARTS = 4
 BATCHES = {"4 views": 512, "4 small views": 256}
 
