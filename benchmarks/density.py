@@ -112,6 +112,7 @@ _DEMO = {  # of `make demo-energy`, for the bundled digits on a CPU
     "density__chains": 320,
 }
 _LONG = {"density__epochs": 26, "density__final_learning_rate_ratio": 0.01}
+_TEMPERED = {"density__chains": 1024, "density__lifetime": 0, "density__levels": 32}
 _ANNEALED = {
     **_WIDE,
     "density__chains": 1024,
@@ -130,6 +131,18 @@ STUDY: dict[str, Variant] = {
         **_STRONG, model__density__linear_dims=4, model__density__iterations=3
     ),
     "8 linear coordinates": energy_with(**_STRONG, model__density__linear_dims=8),
+    "no linear coordinates, 26 epochs": energy_with(
+        **{**_STRONG, **_LONG}, model__density__linear_dims=0
+    ),
+    "4 linear coordinates, 26 epochs": energy_with(
+        **{**_STRONG, **_LONG}, model__density__linear_dims=4
+    ),
+    "4 linear coordinates, 26 epochs, tempered chains": energy_with(
+        **{**_STRONG, **_LONG, **_TEMPERED}, model__density__linear_dims=4
+    ),
+    "16 linear coordinates, 26 epochs": energy_with(
+        **{**_STRONG, **_LONG}, model__density__linear_dims=16
+    ),
     "60 experts of 8": energy_with(
         **{**_STRONG, "model__density__experts": (60, 8), "model__density__strength": 10.0}
     ),
