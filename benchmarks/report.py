@@ -422,7 +422,7 @@ def speed_targets() -> Iterator[SpeedTarget]:
         ("cpu", "poecaps", "one CPU core"),
     ):
         yield SpeedTarget(
-            f"sampler step, {label}, the least of three sizes, against einsum and autograd",
+            f"sampler step, {label}, the least of all sizes, against einsum and autograd",
             4,
             _least_sampler_ratio(device, version),
             "× poecaps",

@@ -1,7 +1,9 @@
 """Time one step of the sampler of a density: five leapfrog steps and a Metropolis test.
 
-`python -m benchmarks.sampler --device cuda --json docs/results/sampler-cuda.json` compares three
-ways to take the same step, for the sizes of the paper and for those of the preset `energy`:
+`python -m benchmarks.sampler --device cuda --json docs/results/sampler-cuda.json` compares ways to
+take the same step. Three cases are over the 576 capsules of the paper: its 20 experts of 16, ten
+times as many, and 20 with routing. The last one is what the preset `energy` samples: 600 experts of
+8 that read 256 principal components, which are one capsule, so that there are no votes to save.
 
 `poecaps`
     `poecaps.sampling.hmc_step`. With one routing iteration, the energy and its gradient are two
@@ -16,8 +18,7 @@ ways to take the same step, for the sizes of the paper and for those of the pres
     finds the gradient.
 
 All of them use the same random numbers, and the largest difference of their results is shown. The
-alternatives take
-turns; times are medians with minimum and maximum.
+alternatives take turns; times are medians with minimum and maximum.
 """
 
 from __future__ import annotations
@@ -53,13 +54,35 @@ class Case:
     dim: int
     iterations: int
     chains: int
+    components: int = 0
+    """Principal components that the experts read; 0: all capsules."""
 
     def __str__(self) -> str:
-        return f"{self.experts}×{self.dim}, R {self.iterations}, {self.chains} chains"
+        read = f" of {self.components} components" if self.components else ""
+        return f"{self.experts}×{self.dim}{read}, R {self.iterations}, {self.chains} chains"
+
+    def density(self, device: torch.device) -> CapsuleDensity:
+        """Return a density with random weights, of the components alone if there are any."""
+        inputs = (1, self.components) if self.components else (INPUTS, IN_DIM)
+        return CapsuleDensity(
+            *inputs,
+            self.experts,
+            self.dim,
+            linear_dims=self.dim if self.components else self.dim // 2,
+            strength=5.0,
+            iterations=self.iterations,
+            generator=torch.Generator(device).manual_seed(0),
+            device=device,
+        )
 
 
 INPUTS, IN_DIM = 576, 8
-CASES = (Case(20, 16, 1, 128), Case(200, 16, 1, 32), Case(20, 16, 3, 128))
+CASES = (
+    Case(20, 16, 1, 128),
+    Case(200, 16, 1, 32),
+    Case(20, 16, 3, 128),
+    Case(600, 8, 1, 256, components=256),
+)
 
 
 class Autograd:
@@ -98,19 +121,9 @@ class Autograd:
 
 def steps_of(case: Case, device: torch.device) -> dict[str, Callable[[], Tensor]]:
     """Return the alternatives, each of which takes one step and returns the positions."""
-    density = CapsuleDensity(
-        INPUTS,
-        IN_DIM,
-        case.experts,
-        case.dim,
-        linear_dims=case.dim // 2,
-        strength=5.0,
-        iterations=case.iterations,
-        generator=torch.Generator(device).manual_seed(0),
-        device=device,
-    )
+    density = case.density(device)
     generator = torch.Generator(device).manual_seed(1)
-    shape = (case.chains, INPUTS * IN_DIM)
+    shape = (case.chains, density.in_capsules * density.in_dim)
     position, momentum = torch.randn(2, *shape, generator=generator, device=device)
     uniform = torch.rand(case.chains, generator=generator, device=device)
     one = torch.ones(case.chains, device=device)

@@ -22,6 +22,7 @@ from poecaps.sampling import (
     Sampler,
     StepSize,
     autocorrelation,
+    autocorrelation_time,
     draw,
     effective_sample_size,
     hmc_step,
@@ -627,6 +628,8 @@ def test_samples_know_their_diagnostics(generator: torch.Generator) -> None:
     short = sample(from_zoo("even", generator), 20, steps=3, anneal=0, generator=generator)
     assert math.isnan(short.effective_sample_size)
     assert math.isnan(short.split_rhat)
+    assert 1 < samples.autocorrelation_time < 20 * 200 / 500
+    assert math.isnan(short.autocorrelation_time)
 
 
 @pytest.mark.parametrize(
@@ -752,6 +755,17 @@ def test_the_effective_sample_size_of_an_autoregressive_process(
     assert effective_sample_size(trace) == pytest.approx(expected, rel=0.15)
 
 
+@pytest.mark.parametrize("rho", [0.0, 0.5, 0.9, -0.4])
+def test_the_autocorrelation_time_of_an_autoregressive_process(
+    rho: float, generator: torch.Generator
+) -> None:
+    """1 + 2 Σ ρ^lag = (1 + ρ)/(1 − ρ), whether chains agree or not."""
+    trace = autoregressive(rho, 2000, 50, generator)
+    expected = pytest.approx((1 + rho) / (1 - rho), rel=0.15)
+    assert autocorrelation_time(trace) == expected
+    assert autocorrelation_time(trace + 5 * torch.arange(50)) == expected
+
+
 def test_chains_that_disagree_are_worth_few_draws(generator: torch.Generator) -> None:
     trace = torch.randn(200, 10, generator=generator)
     assert split_rhat(trace) == pytest.approx(1, abs=0.01)
@@ -766,7 +780,8 @@ def test_diagnostics_of_constants_and_of_few_steps_are_not_numbers() -> None:
     for trace in (torch.ones(10, 3), torch.randn(3, 3)):
         assert math.isnan(effective_sample_size(trace))
         assert math.isnan(split_rhat(trace))
-    for function in (effective_sample_size, split_rhat, autocorrelation):
+        assert math.isnan(autocorrelation_time(trace))
+    for function in (effective_sample_size, split_rhat, autocorrelation, autocorrelation_time):
         with pytest.raises(ValueError, match=r"trace must have shape \(T, B\)"):
             function(torch.ones(10))
 

@@ -624,9 +624,10 @@ def energy_and_gradient(
     -------
     (B,), (B, J, D)
     """
-    log_factor = strength * torch.log1p(z.square().sum(-1))  # log of each expert's factor in P
-    gradient = -2 * strength.unsqueeze(-1) * F.g(z)
+    square = z.square().sum(-1)
+    log_factor = strength * torch.log1p(square)  # log of each expert's factor in P
+    slope = -2 * strength / (1 + square)
     if on is None:
-        return -log_factor.sum(-1), gradient
+        return -log_factor.sum(-1), slope.unsqueeze(-1) * z
     share = on / -torch.expm1(-log_factor).clamp(max=-torch.finfo(z.dtype).tiny)
-    return F.energy(z, on, strength), share.unsqueeze(-1) * gradient
+    return F.energy(z, on, strength), (share * slope).unsqueeze(-1) * z

@@ -433,7 +433,8 @@ def forward_side(z: Tensor, linear_dims: int, origin: Tensor | None = None) -> T
     sphere, line = z.split((z.shape[-1] - linear_dims, linear_dims), dim=-1)
     if origin is not None:
         line = line + origin.unsqueeze(-1)
-    return torch.cat((sphere, line.clamp(min=0)), dim=-1)
+    line = line.clamp(min=0)
+    return torch.cat((sphere, line), dim=-1) if sphere.shape[-1] else line
 
 
 def winning_experts(

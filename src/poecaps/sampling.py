@@ -49,6 +49,7 @@ __all__ = [
     "StepSize",
     "Target",
     "autocorrelation",
+    "autocorrelation_time",
     "draw",
     "effective_sample_size",
     "hmc_step",
@@ -606,6 +607,14 @@ class Samples:
         """Split-R̂ of the free energy at t = 1; NaN with fewer than 4 steps."""
         return split_rhat(self.free_energy)
 
+    @property
+    def autocorrelation_time(self) -> float:
+        """Integrated autocorrelation time of the free energy at t = 1, in steps.
+
+        NaN with fewer than 4 steps.
+        """
+        return autocorrelation_time(self.free_energy)
+
 
 @torch.no_grad()
 def sample(
@@ -981,11 +990,30 @@ def effective_sample_size(trace: Tensor) -> float:
     if pooled == 0:
         return float("nan")
     correlation = 1 - (within - _autocovariance(split).mean(1) * steps / (steps - 1)) / pooled
-    pairs = correlation[: steps // 2 * 2].view(-1, 2).sum(1)
-    positive = torch.cumprod((pairs > 0).double(), 0)
-    monotone = torch.cummin(pairs, 0).values * positive
-    time = (2 * monotone.sum() - 1).clamp(min=1 / torch.tensor(steps * chains).log10().item())
+    time = _integrated(correlation).clamp(min=1 / torch.tensor(steps * chains).log10().item())
     return (steps * chains / time).item()
+
+
+def autocorrelation_time(trace: Tensor) -> float:
+    """Estimate the integrated autocorrelation time of a chain, 1 + 2 Σ_lag ρ_lag, in steps.
+
+    A chain of T steps is worth T divided by this time independent draws of the modes that it
+    visits. ρ is `autocorrelation`, with the sum cut off as in `effective_sample_size`, which also
+    counts how far chains disagree. The estimate is too small if the chains are not many times
+    longer than it.
+
+    Parameters
+    ----------
+    trace : (T, B)
+        A number for each step of each chain.
+
+    Returns
+    -------
+    float
+        NaN with fewer than 4 steps, or if the numbers do not vary.
+    """
+    correlation = autocorrelation(trace)
+    return _integrated(correlation).item() if len(trace) >= 4 else float("nan")
 
 
 def split_rhat(trace: Tensor) -> float:
@@ -1006,6 +1034,14 @@ def split_rhat(trace: Tensor) -> float:
         return float("nan")
     within, pooled = _variances(split)
     return (pooled / within).sqrt().item() if within > 0 else float("nan")
+
+
+def _integrated(correlation: Tensor) -> Tensor:
+    """Compute 1 + 2 Σ ρ, up to where the sum of two consecutive ρ is not positive: (T,) → ()."""
+    pairs = correlation[: len(correlation) // 2 * 2].view(-1, 2).sum(1)
+    positive = torch.cumprod((pairs > 0).double(), 0)
+    monotone = torch.cummin(pairs, 0).values * positive
+    return 2 * monotone.sum() - 1
 
 
 def _split(trace: Tensor) -> Tensor | None:

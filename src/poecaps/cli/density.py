@@ -105,6 +105,7 @@ def sample(
     say(f"free energy            {drawn.free_energy[-1].mean():.1f}")
     say(f"effective sample size  {drawn.effective_sample_size:.0f} of {drawn.free_energy.numel()}")
     say(f"split R-hat            {drawn.split_rhat:.3f}")
+    say(f"autocorrelation time   {drawn.autocorrelation_time:.1f} steps of a chain")
     if drawn.swap_rates:
         say("exchanges accepted    ", *(f"{rate:.2f}" for rate in drawn.swap_rates))
     pictures = _decode(network, drawn.capsules, tied)
