@@ -83,8 +83,6 @@ def why_not(weight: Tensor, grid: tuple[int, int], x: Tensor | None = None) -> s
         return f"minimal filtering runs on CPUs, not on {weight.device.type!r}"
     if weight.dtype != torch.float32:
         return f"minimal filtering computes in float32, but the filters are {weight.dtype}"
-    if getattr(torch.cpu, "_is_amx_tile_supported", bool)():
-        return "this CPU multiplies matrices of bfloat16 faster"
     if min(weight.shape[:2]) < MIN_CHANNELS:
         return f"minimal filtering needs {MIN_CHANNELS} channels, but there are {weight.shape[1]}"
     most = len(POINTS) + 2 - _taps(weight)
