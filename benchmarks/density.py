@@ -120,6 +120,7 @@ _ANNEALED = {
     "density__levels": 0,
 }
 
+ROUTED = "4 linear coordinates, routing"
 STUDY: dict[str, Variant] = {
     "contrastive divergence, preset paper": Variant("paper"),
     "contrastive divergence, preset default": Variant("default"),
@@ -127,9 +128,7 @@ STUDY: dict[str, Variant] = {
     "Gaussian base": energy_with(**_PAPER),
     "learned strengths": energy_with(**_STRONG, model__density__linear_dims=0),
     "4 linear coordinates": energy_with(**_STRONG, model__density__linear_dims=4),
-    "4 linear coordinates, routing": energy_with(
-        **_STRONG, model__density__linear_dims=4, model__density__iterations=3
-    ),
+    ROUTED: energy_with(**_STRONG, model__density__linear_dims=4, model__density__iterations=3),
     "8 linear coordinates": energy_with(**_STRONG, model__density__linear_dims=8),
     "no linear coordinates, 26 epochs": energy_with(
         **{**_STRONG, **_LONG}, model__density__linear_dims=0
@@ -470,6 +469,37 @@ def table(rows: Sequence[Mapping[str, Any]], columns: variants.Columns | None = 
     """Format rows as a Markdown table, by default with all columns; see `variants.table`."""
     columns = columns or NATS_COLUMNS | DRAW_COLUMNS | TEMPERED_COLUMNS | TIME_COLUMNS
     return variants.table(rows, {name: name for name in STUDY}, columns, "density")
+
+
+def routing_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Format what routing gives, seed by seed, as a Markdown table.
+
+    Nats are from the lower to the upper estimate. The gain is what routing adds: at least its lower
+    estimate minus the upper one without routing, and at most the upper one minus the lower one.
+    """
+    lines = [
+        "| seed | nats without routing | with | gain | classes without | with "
+        "| Fréchet distance without | with |",
+        "| ---: |" + 7 * " ---: |",
+    ]
+    without, routed = (
+        {row["seed"]: row for row in rows if row["variant"] == name}
+        for name in (ROUTED.removesuffix(", routing"), ROUTED)
+    )
+    for seed in sorted(without.keys() & routed.keys()):
+        pair = (without[seed], routed[seed])
+        (low, high), (low_routed, high_routed) = (
+            (row["nats"]["lower"], row["nats"]["upper"]) for row in pair
+        )
+        cells = [
+            str(seed),
+            *(f"{row['nats']['lower']:,.0f} to {row['nats']['upper']:,.0f}" for row in pair),
+            f"{low_routed - high:+,.0f} to {high_routed - low:+,.0f}",
+            *(f"{row['draws']['tied']['classes']:.2f}" for row in pair),
+            *(f"{row['draws']['tied']['frechet']:.0f}" for row in pair),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

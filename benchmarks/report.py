@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from benchmarks.colour import table as colour_table
 from benchmarks.criteria import CHOSEN, by_measure, early, effects, many
-from benchmarks.density import DRAW_COLUMNS, NATS_COLUMNS, TEMPERED_COLUMNS
+from benchmarks.density import DRAW_COLUMNS, NATS_COLUMNS, TEMPERED_COLUMNS, routing_table
 from benchmarks.density import table as density_table
 from benchmarks.intervals import Interval, mean_interval
 from benchmarks.libraries import PARTS
@@ -837,6 +837,11 @@ def density_tempered(data: str) -> str:
     return density_table(rows, TEMPERED_COLUMNS)
 
 
+def density_routing(data: str) -> str:
+    """List what routing gives to the density of features, seed by seed."""
+    return routing_table(numbers(data, "density-routing"))
+
+
 def density_pixels(data: str) -> str:
     """List the likelihoods of images in pixels."""
     return pixels_table(numbers(data, "pixels"))
@@ -959,6 +964,7 @@ TABLES: dict[str, Callable[..., str]] = {  # name in the comment of a page: tabl
     "density-tempered": density_tempered,
     "density-parts": density_parts,
     "density-pixels": density_pixels,
+    "density-routing": density_routing,
     "colour": colour_digits,
     "few-labels": few_labels,
     "class-effects": class_effects,

@@ -19,6 +19,7 @@ from benchmarks.density import (
     measure_draws,
     measured,
     nearest_training_images,
+    routing_table,
     table,
 )
 from benchmarks.internals import changed_options, command_for
@@ -209,3 +210,17 @@ def test_a_table_has_a_line_for_each_variant() -> None:
     lines = table([row, failed]).splitlines()
     assert lines[2].startswith("| Gaussian base | 1 | density diverged at step 7 |")
     assert lines[3].startswith("| energy | 1 | 1,234 | – |")
+
+
+def test_the_gain_of_routing_is_bounded_by_the_estimates() -> None:
+    """Seed by seed; a seed that only one of the two has is left out."""
+
+    def row(name: str, seed: int, lower: float, upper: float) -> dict[str, Any]:
+        draws = {"tied": {"classes": 9.0 + seed, "frechet": 100.0}}
+        nats = {"lower": lower, "upper": upper}
+        return {"variant": name, "seed": seed, "nats": nats, "draws": draws}
+
+    name = "4 linear coordinates"
+    rows = [row(f"{name}, routing", 1, 90, 120), row(name, 0, 1, 2), row(name, 1, 100, 105)]
+    (line,) = routing_table(rows).splitlines()[2:]
+    assert line.startswith("| 1 | 100 to 105 | 90 to 120 | -15 to +20 | 10.00 |")
