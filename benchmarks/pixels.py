@@ -636,20 +636,25 @@ def table(report: Mapping[str, Any]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in (head, rule, *rows))
 
 
-def found_before(report: Mapping[str, Any], path: Path | None) -> list[dict[str, Any]]:
-    """Return the results that a file has; raise ValueError if they cannot be compared with ours."""
+def go_on(report: dict[str, Any], path: Path | None) -> dict[str, Any]:
+    """Return a report with the results that a file has; rows name machines other than its first.
+
+    Raises
+    ------
+    ValueError
+        If the results of the file cannot be compared with ours.
+    """
     if path is None or not path.exists():
-        return []
+        return report
     before: dict[str, Any] = json.loads(path.read_text())
     now = json.loads(json.dumps(report))  # with lists for tuples
-    for key in ("machine", "data", "size"):
+    for key in ("data", "size"):
         if before[key] != now[key]:
             raise ValueError(
                 f"--json {path} has results of another {key}, {before[key]} instead of {now[key]}; "
                 f"use another file"
             )
-    models: list[dict[str, Any]] = before["models"]
-    return models
+    return report | {"machine": before["machine"], "models": before["models"]}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -710,10 +715,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "published": published(options.data, first),
     }
     print(json.dumps(report["data"] | report["machine"], indent=1, ensure_ascii=False), flush=True)
+    ours = report["machine"]
     try:
-        report["models"] = found_before(report, options.json)
+        report = go_on(report, options.json)
     except ValueError as error:
         parser.error(str(error))
+    other = {} if report["machine"] == ours else {"machine": ours}
     known = {(found["name"], found["seed"]) for found in report["models"]}
     for problem in problems:
         for name, fit in models(problem).items():
@@ -726,7 +733,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(f"{name}: {found.bits:.3f} bits/dim, {found.seconds:.0f} s", flush=True)
             row = argparse.Namespace(**vars(options) | {"only": name, "seeds": str(problem.seed)})
             command = machine.command("benchmarks.pixels", parser, row)
-            report["models"].append(asdict(found) | {"command": command})
+            report["models"].append(asdict(found) | {"command": command} | other)
             machine.write(report, options.json)  # an interrupted run keeps its results
     print(f"\n{table(report)}")
 

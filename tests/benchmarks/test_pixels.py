@@ -332,6 +332,13 @@ def test_an_interrupted_script_goes_on(
         ("poecaps, 8×16", 1),
     ]
     assert added[1]["command"].endswith("--seeds 1 --quick --only 'poecaps, 8×16'")
+    assert not any("machine" in model for model in added)
+    another = whole["machine"] | {"device": "another CPU"}
+    monkeypatch.setattr("benchmarks.pixels.machine.describe", lambda _: another)
+    pixels.main([*arguments, "--seeds", "2", "--only", "full covariance"])
+    again = json.loads(file.read_text())
+    assert again["machine"] == whole["machine"]
+    assert again["models"][-1]["machine"] == another
     monkeypatch.setattr(pixels, "QUICK", replace(TINY, routed_steps=0, chains=4))
     before = file.read_bytes()
     with pytest.raises(SystemExit):
