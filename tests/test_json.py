@@ -65,7 +65,7 @@ def test_a_whole_number_is_a_float_where_one_is_expected() -> None:
         share = dataclass_from_json(Inner, {"pairs": [], "name": None, "share": number}).share
         assert type(share) is float
         assert share == number
-    too_large = {"pairs": [], "name": None, "share": 10**400}
+    too_large: dict[str, Any] = {"pairs": [], "name": None, "share": 10**400}
     assert dataclass_from_json(Inner, too_large).share == 10**400
 
 

@@ -169,9 +169,9 @@ def write_repository(
     folder, source = Path(folder), None if run is None else Path(run)
     if source is not None and not (source / record.RECORD).is_file():
         raise FileNotFoundError(f"{source} does not contain a run: {record.RECORD} is missing")
-    for file in () if source is None else (source / card.CARD, source / card.PICTURE):
-        if file.is_symlink():  # in a run from elsewhere, it may lead to any file of this user
-            raise ModelError(f"{file} is a symbolic link, so it is not copied; put the file there")
+    for each in () if source is None else (source / card.CARD, source / card.PICTURE):
+        if each.is_symlink():  # in a run from elsewhere, it may lead to any file of this user
+            raise ModelError(f"{each} is a symbolic link, so it is not copied; put the file there")
     network.save(folder, half=half)
     if source is not None:
         record.write(folder, record.without_machine(record.read(source)))
