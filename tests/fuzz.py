@@ -42,6 +42,7 @@ from poecaps.serialization import read_tensors, write_tensors
 from poecaps.training import Config, record, resume, train
 from poecaps.training.config import DensityStage
 from poecaps.training.run import resume_training
+from poecaps.views import ViewOptions
 from tests.faults import config, images
 
 if TYPE_CHECKING:
@@ -113,14 +114,32 @@ def use_model(root: Path) -> None:
 
 
 def make_run(root: Path) -> None:
-    """Write a run that was stopped in its last stage."""
+    """Write a run that was stopped while its density learned from chains."""
+    make_stopped_run(root, options(), "density", 1)
+
+
+def make_halved(root: Path) -> None:
+    """Write a run that was stopped when half of its encoders had been dropped."""
+    encoder = replace(options().encoder, epochs=4, restarts=4, halvings=1)
+    make_stopped_run(root, replace(options(), encoder=encoder), "encoder 1", 4)
+
+
+def make_recombined(root: Path) -> None:
+    """Write a run that was stopped when its encoders had been recombined."""
+    encoder = replace(options().encoder, epochs=4, restarts=2, recombinations=2, winners=1)
+    encoder = replace(encoder, views=ViewOptions(count=2))
+    make_stopped_run(root, replace(options(), encoder=encoder), "encoder 1", 4)
+
+
+def make_stopped_run(root: Path, config: Config, stage: str, step: int) -> None:
+    """Write a run that was stopped after a step of a stage."""
 
     def stop(progress: Any) -> None:
-        if (progress.stage, progress.step) == ("density", 1):
+        if (progress.stage, progress.step) == (stage, step):
             raise Enough
 
     with suppress(Enough):
-        train(options(), root, data=ImageSet(images(), source="bars"), report=stop)
+        train(config, root, data=ImageSet(images(), source="bars"), report=stop)
     record.write(root, record.without_machine(record.read(root)))
 
 
@@ -188,6 +207,8 @@ def use_pictures(root: Path) -> None:
 KINDS: dict[str, tuple[Callable[[Path], None], Callable[[Path], None]]] = {
     "model": (make_model, use_model),
     "run": (make_run, use_run),
+    "halved": (make_halved, use_run),
+    "recombined": (make_recombined, use_run),
     "npz": (make_npz, use_arrays),
     "idx": (make_idx, use_arrays),
     "pictures": (make_pictures, use_pictures),

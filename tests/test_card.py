@@ -19,7 +19,7 @@ import yaml
 from PIL import Image
 
 import poecaps
-from poecaps import Architecture, CapsuleNetwork, card, evaluation, hub
+from poecaps import Architecture, CapsuleNetwork, ModelError, card, evaluation, hub
 from poecaps.cli.main import main
 from poecaps.evaluation import judge
 from poecaps.training import PRESETS, record
@@ -446,6 +446,17 @@ def test_a_repository_is_not_written_through_links(run: Path, tmp_path: Path) ->
     hub.write_repository(poecaps.load(run), tmp_path / "out", run=run)
     assert {(tmp_path / name).read_text() for name in files} == {"precious"}
     assert not any((tmp_path / "out" / name).is_symlink() for name in files)
+
+
+@pytest.mark.parametrize("name", [card.CARD, card.PICTURE])
+def test_a_link_in_a_run_is_not_published(name: str, run: Path, tmp_path: Path) -> None:
+    """In a run from elsewhere, it may lead to any file of the user who publishes it."""
+    (tmp_path / "secret").write_text("secret")
+    (run / name).unlink(missing_ok=True)
+    (run / name).symlink_to(tmp_path / "secret")
+    with pytest.raises(ModelError, match=f"{name} is a symbolic link, so it is not copied"):
+        hub.write_repository(poecaps.load(run), tmp_path / "out", run=run)
+    assert not (tmp_path / "out").exists()
 
 
 def test_without_huggingface_hub_a_folder_opens_and_a_name_raises_an_error(

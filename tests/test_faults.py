@@ -180,6 +180,40 @@ def test_the_temporary_file_of_a_living_process_is_not_swept(
     ]
 
 
+def test_a_temporary_file_that_another_process_has_locked_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever can read a file can lock it, and need never unlock it."""
+    lock_temporary, held = _files._lock_temporary, list[int]()
+
+    def lock_late(handle: int) -> None:
+        if not held:
+            (temporary,) = tmp_path.iterdir()
+            held.append(os.open(temporary, os.O_RDONLY))
+            lock_temporary(held[0])
+        lock_temporary(handle)
+
+    monkeypatch.setattr(_files, "_lock_temporary", lock_late)
+    signal.signal(signal.SIGALRM, lambda *_: pytest.fail("it waits for ever"))
+    signal.alarm(10)
+    with _files.atomic_write(tmp_path / "codes.npz") as file:
+        file.write(b"codes")
+    signal.alarm(0)
+    os.close(held[0])
+    assert [each.name for each in tmp_path.iterdir()] == ["codes.npz"]
+
+
+def test_nothing_is_swept_through_a_link(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    for folder in (elsewhere, tmp_path / "run" / "figures"):
+        folder.mkdir(parents=True)
+        (folder / ".a-0123456789abcdef.part").touch()
+    (tmp_path / "run" / "link").symlink_to(elsewhere)
+    _files.sweep(tmp_path / "run")
+    assert list(elsewhere.iterdir())
+    assert not list((tmp_path / "run" / "figures").iterdir())
+
+
 # --------------------------------------------------------------------------------------------------
 # Bits
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 from types import SimpleNamespace
 
@@ -9,7 +10,14 @@ import pytest
 import torch
 
 from poecaps import _progress
-from poecaps._progress import LIVE_PAUSE, PLAIN_DELAY, Counter, counted, format_seconds
+from poecaps._progress import (
+    LIVE_PAUSE,
+    PLAIN_DELAY,
+    Counter,
+    StatusLine,
+    counted,
+    format_seconds,
+)
 
 START = 1000.0  # of the clock, in seconds
 
@@ -120,3 +128,22 @@ def test_batches_are_counted_once_they_have_been_used() -> None:
 
 def test_durations_have_hours_only_if_there_are_any() -> None:
     assert [format_seconds(each) for each in (0.4, 59.6, 3725)] == ["0:00", "1:00", "1:02:05"]
+
+
+class Gone(Terminal):
+    """A terminal that was closed, or a file on a full disk."""
+
+    def write(self, text: str) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_computation_goes_on_without_its_terminal(
+    is_terminal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Gone, "isatty", lambda _: is_terminal)
+    line = StatusLine(Gone())
+    line.write("1 %")
+    line.clear()
+    line.write("2 %")
+    line.end()

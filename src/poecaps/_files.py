@@ -44,6 +44,7 @@ BINARY = getattr(os, "O_BINARY", 0)
 
 TEMPORARY = re.compile(r"\..*-[0-9a-f]{16}\.part")  # names of `_temporary`
 MAX_JSON = 64 * 2**20  # bytes of a JSON file; those of a run have a few thousand
+MAX_DEPTH = 50  # of lists and objects in each other; those of a run have about 5
 OWNER_READS, OWNER_PAUSE = 20, 0.05  # attempts to read who owns a lock, and seconds between them
 CHECKSUM = "checksum"  # of a JSON object, in the object itself
 # Errors of a file system that has no locks, or whose folders cannot be flushed.
@@ -126,12 +127,13 @@ def sweep(folder: Path) -> None:
     A file that a living process writes is locked, and stays.
     """
     for file in (*folder.glob(".*.part"), *folder.glob("*/.*.part")):
-        if TEMPORARY.fullmatch(file.name):
+        is_linked = file.parent != folder and file.parent.is_symlink()
+        if TEMPORARY.fullmatch(file.name) and not is_linked:
             with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
                 if fcntl is not None:  # Windows does not delete an open file anyway
                     handle = os.open(file, os.O_RDWR | NOFOLLOW | NONBLOCK | CLOEXEC)
                     stack.callback(os.close, handle)
-                    _lock_temporary(handle, wait=False)
+                    _lock_temporary(handle)
                 os.unlink(file)
 
 
@@ -144,9 +146,11 @@ def _create_temporary(path: Path) -> tuple[Path, int]:
         try:
             if fcntl is None:
                 return temporary, handle
-            _lock_temporary(handle, wait=True)
+            _lock_temporary(handle)
             if temporary.exists():  # another process may have deleted it before it was locked
                 return temporary, handle
+        except BlockingIOError:  # another process has locked it, perhaps for ever
+            _unlink(temporary)
         except BaseException:
             os.close(handle)
             _unlink(temporary)
@@ -154,19 +158,34 @@ def _create_temporary(path: Path) -> tuple[Path, int]:
         os.close(handle)
 
 
-def _lock_temporary(handle: int, *, wait: bool) -> None:
+def _lock_temporary(handle: int) -> None:
     """Lock an open file until it is closed, where the file system has locks.
 
     Raises
     ------
     BlockingIOError
-        If another process has locked it, unless `wait`.
+        If another process has locked it.
     """
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno not in UNSUPPORTED:
             raise
+
+
+def own_folder(folder: Path) -> Path:
+    """Return a folder within that of a run or a model, to write into.
+
+    Raises
+    ------
+    OSError
+        If it is a symbolic link: in a folder from elsewhere, it may lead anywhere.
+    """
+    if folder.is_symlink():
+        raise OSError(
+            f"{folder} is a symbolic link, so nothing is written there; replace it by a folder"
+        )
+    return folder
 
 
 def _unlink(path: Path) -> None:
@@ -226,7 +245,7 @@ def write_json(path: Path, value: Any, *, checksum: bool = False) -> None:
     if checksum:
         value = value | {CHECKSUM: _json_digest(value)}
     with atomic_write(path) as file:
-        file.write((json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
+        file.write(f"{format_json(value, indent=2)}\n".encode())
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -243,8 +262,8 @@ def read_json(path: Path) -> dict[str, Any]:
     if len(content) > MAX_JSON:
         raise DamagedError(f"{path} is too large: a JSON file may have {MAX_JSON:,} bytes")
     try:
-        value = json.loads(content)
-    except (ValueError, RecursionError) as error:
+        value = parse_json(content)
+    except ValueError as error:
         raise DamagedError(f"{path} is not a valid JSON file ({error})") from error
     if not isinstance(value, dict):
         raise DamagedError(f"{path} must hold a JSON object, but holds a {type(value).__name__}")
@@ -252,6 +271,42 @@ def read_json(path: Path) -> dict[str, Any]:
     if found is not None and found != _json_digest(value):
         raise DamagedError(f"{path} is damaged: it does not match its checksum; use another copy")
     return value
+
+
+def format_json(value: Any, *, indent: int | None = None) -> str:
+    """Return JSON with readable names; names of files that are not valid Unicode are escaped."""
+    text = json.dumps(value, indent=indent, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return json.dumps(value, indent=indent)
+    return text
+
+
+def parse_json(content: str | bytes) -> Any:
+    """Parse JSON of moderate depth, so that no function that descends into it can fail for depth.
+
+    Raises
+    ------
+    ValueError
+        If it is not valid JSON, or lists and objects are nested too deeply.
+    """
+    too_deep = f"lists and objects are nested more than {MAX_DEPTH} times"
+    try:
+        value = json.loads(content)
+    except RecursionError as error:
+        raise ValueError(too_deep) from error
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, (dict, list))
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+        if not level:
+            return value
+    raise ValueError(too_deep)
 
 
 def _json_digest(value: dict[str, Any]) -> str:
@@ -290,7 +345,8 @@ def lock(path: Path) -> Iterator[None]:
 def _acquire(path: Path) -> int:
     """Open, lock and empty a file."""
     while True:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | NOFOLLOW | NONBLOCK | CLOEXEC, 0o644)
+        # Nobody else may read it: whoever can open a file can also lock it, for ever.
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | NOFOLLOW | NONBLOCK | CLOEXEC, 0o600)
         try:
             _lock_handle(handle)
             os.ftruncate(handle, 0)  # the text of a killed owner
@@ -337,7 +393,7 @@ def _read_owner(handle: int) -> str:
     for _ in range(OWNER_READS):
         os.lseek(handle, 0, os.SEEK_SET)
         try:
-            owner = json.loads(os.read(handle, 4096))
+            owner = parse_json(os.read(handle, 4096))
             return f"process {owner['process']} on {owner['host']}, since {owner['since']}"
         except (ValueError, TypeError, KeyError):
             sleep(OWNER_PAUSE)

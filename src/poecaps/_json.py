@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import MISSING, Field, fields, is_dataclass
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar, get_args, get_type_hints
 
 T = TypeVar("T")
 
@@ -38,10 +39,15 @@ def dataclass_from_json(cls: type[T], values: Any, *, defaults: bool = False) ->
     rebuilt = {
         name: dataclass_from_json(hints[name], value, defaults=defaults)
         if is_dataclass(hints[name])
-        else _as_tuples(value)
+        else _as_declared(hints[name], value)
         for name, value in values.items()
     }
     return cls(**rebuilt)
+
+
+def is_number(value: Any) -> bool:
+    """Return whether a JSON value is a number that a float can hold."""
+    return type(value) is float or (type(value) is int and abs(value) < 2**63)
 
 
 def _has_default(field: Field[Any]) -> bool:
@@ -54,6 +60,14 @@ def _difference(values: Any, required: set[str], known: Any) -> str:
         return f"is a JSON {type(values).__name__}"
     missing, unknown = sorted(required - values.keys()), sorted(values.keys() - known)
     return f"{', '.join(missing)} is missing" if missing else f"{', '.join(unknown)} is unknown"
+
+
+def _as_declared(hint: Any, value: Any) -> Any:
+    """Return a value with the type of its field: JSON has lists, and no float that is whole."""
+    if type(value) is int and (hint is float or float in get_args(hint)):
+        with suppress(OverflowError):  # it is too large for any option
+            return float(value)
+    return _as_tuples(value)
 
 
 def _as_tuples(value: Any) -> Any:

@@ -10,6 +10,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
@@ -60,22 +61,27 @@ class StatusLine:
         self.shown = time.monotonic()
         if self.is_live:
             self.pause, self.is_shown = LIVE_PAUSE, True
-            print(f"\r\x1b[K{text[: self.width()]}", end="", file=self.out, flush=True)
+            self._print(f"\r\x1b[K{text[: self.width()]}", end="")
         else:
             self.pause = min(2 * self.pause, PLAIN_PAUSE_LIMIT)
-            print(text, file=self.out, flush=True)
+            self._print(text)
 
     def end(self) -> None:
         """Keep the last text, and move the cursor to a new line."""
         if self.is_shown:
-            print(file=self.out, flush=True)
+            self._print("")
         self.is_shown = False
 
     def clear(self) -> None:
         """Remove the last text from a terminal."""
         if self.is_shown:
-            print("\r\x1b[K", end="", file=self.out, flush=True)
+            self._print("\r\x1b[K", end="")
         self.is_shown = False
+
+    def _print(self, text: str, end: str = "\n") -> None:
+        """Print a text, unless the terminal is gone or the disk of the log is full."""
+        with suppress(OSError):
+            print(text, end=end, file=self.out, flush=True)
 
 
 class Counter:

@@ -21,7 +21,7 @@ import torch
 
 from poecaps import plotting
 from poecaps._files import ModelError, atomic_write, read_json
-from poecaps._json import dataclass_from_json
+from poecaps._json import dataclass_from_json, is_number
 from poecaps._modules import device_of
 from poecaps.code_density import DOMAIN_INFO
 from poecaps.data.datasets import NAMES
@@ -174,14 +174,10 @@ def read_measured(folder: Path) -> dict[str, Any] | None:
     if (
         not isinstance(measured.get("data"), str)
         or not all(type(measured.get(name)) is int for name in ("test_images", "samples", "seed"))
-        or not all(each is None or _is_number(each) for each in numbers)
+        or not all(each is None or is_number(each) for each in numbers)
     ):
         raise ModelError(f"{path} is not an evaluation; delete it, or evaluate the model again")
     return measured
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) is float or (type(value) is int and abs(value) < 2**63)
 
 
 def measures(measured: Mapping[str, Any]) -> dict[str, str]:

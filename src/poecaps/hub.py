@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from poecaps import card, models
-from poecaps._files import atomic_write, read_bytes, write_json
+from poecaps._files import ModelError, atomic_write, read_bytes, write_json
 from poecaps.network import CapsuleNetwork
 from poecaps.serialization import CONFIG, WEIGHTS
 from poecaps.training import record
@@ -169,6 +169,9 @@ def write_repository(
     folder, source = Path(folder), None if run is None else Path(run)
     if source is not None and not (source / record.RECORD).is_file():
         raise FileNotFoundError(f"{source} does not contain a run: {record.RECORD} is missing")
+    for each in () if source is None else (source / card.CARD, source / card.PICTURE):
+        if each.is_symlink():  # in a run from elsewhere, it may lead to any file of this user
+            raise ModelError(f"{each} is a symbolic link, so it is not copied; put the file there")
     network.save(folder, half=half)
     if source is not None:
         record.write(folder, record.without_machine(record.read(source)))

@@ -9,7 +9,6 @@ its format version, and no file is a pickle.
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -20,7 +19,9 @@ from poecaps._files import (
     DamagedError,
     ModelError,
     atomic_write,
+    format_json,
     open_regular,
+    parse_json,
     read_bytes,
     read_json,
     write_json,
@@ -279,7 +280,7 @@ def write_tensors(
 
     whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     values = {"format": FORMAT, "version": version, **about}
-    metadata = {"about": json.dumps(values, ensure_ascii=False), "digest": NO_DIGEST}
+    metadata = {"about": format_json(values), "digest": NO_DIGEST}
     header, data = _split(safetensors.torch.save(whole, metadata), path)
     digest = _file_digest(header, data, NO_DIGEST)
     with atomic_write(path, previous=previous) as file:
@@ -385,11 +386,11 @@ def _split(content: bytes, path: Path) -> tuple[bytes, memoryview]:
 def _parse_header(header: bytes, path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the JSON object in the header of a safetensors file, and all metadata."""
     try:
-        metadata = json.loads(header)["__metadata__"]
-        about = json.loads(metadata["about"])
+        metadata = parse_json(header)["__metadata__"]
+        about = parse_json(metadata["about"])
     except (KeyError, TypeError):
         metadata, about = None, None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise DamagedError(DAMAGED.format(path, error)) from error
     if not isinstance(about, dict) or not isinstance(metadata, dict):
         raise DamagedError(f"{path} is a safetensors file that was not written by poecaps")

@@ -8,13 +8,17 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 from PIL import Image
 
 import poecaps
-from poecaps.cli.main import main
+from poecaps.cli.main import main, run_program
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 @pytest.mark.parametrize(
@@ -268,3 +272,46 @@ def test_without_a_record_images_must_be_given(
     assert main(["reconstruct", str(tmp_path / "bare")]) == 2
     assert "are unknown; give images with --data" in capsys.readouterr().err
     assert main(["info", str(tmp_path / "bare")]) == 0
+
+
+def status_of_program(prepare: Callable[[], object], *arguments: str) -> int:
+    """Run the program in a forked process, in which something is done before; return its status."""
+    child = os.fork()
+    if child == 0:
+        status = 70
+        try:
+            prepare()
+            sys.argv = ["poecaps", *arguments]
+            run_program()
+        except SystemExit as leave:
+            status = int(leave.code or 0)
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+
+
+@needs_fork
+def test_a_command_may_be_started_without_standard_streams() -> None:
+    def close() -> None:
+        os.closerange(0, 3)
+        for name in ("stdin", "stdout", "stderr"):
+            setattr(sys, name, None)
+
+    assert status_of_program(close, "--version") == 0
+    assert status_of_program(close, "info", "nowhere") == 1
+
+
+@needs_fork
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_log_on_a_full_disk_does_not_change_how_a_command_ends(run: Path, tmp_path: Path) -> None:
+    def fill() -> None:
+        os.dup2(os.open("/dev/full", os.O_WRONLY), 2)
+        sys.stderr = open(2, "w", buffering=1, encoding="utf-8")  # noqa: SIM115
+
+    assert status_of_program(fill, "info", "nowhere") == 1
+    out = tmp_path / "codes.npz"
+    assert status_of_program(fill, "encode", str(run), "--out", str(out)) == 0
+    assert out.exists()

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from typing import TYPE_CHECKING, Any
+import sys
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,10 +19,8 @@ from poecaps.serialization import read_tensors, write_tensors
 from poecaps.training import record
 from poecaps.training.checkpoint import CHECKPOINT, PREVIOUS
 from poecaps.training.metrics import METRICS
+from poecaps.training.progress import TensorBoard
 from tests.cli.conftest import SMALL
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.fixture
@@ -48,6 +48,31 @@ def test_nothing_is_written_through_a_link(link: str, model: Path, tmp_path: Pat
     record.write(model, record.read(model) | {"finished": None})
     main(["train", "--resume", str(model), "--quiet", "--no-figures"])
     assert precious.read_text() == "precious"
+
+
+@pytest.mark.parametrize("command", ["generate", "train"])
+def test_nothing_is_written_into_a_folder_behind_a_link(
+    command: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "joint.png").write_text("precious")
+    shutil.rmtree(model / "figures")
+    (model / "figures").symlink_to(tmp_path / "precious")
+    resume = ["train", "--resume", str(model), "--quiet"]
+    assert main(resume if command == "train" else [command, str(model)]) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert f"{model / 'figures'} is a symbolic link, so nothing is written there" in error
+    assert [file.read_text() for file in (tmp_path / "precious").iterdir()] == ["precious"]
+
+
+def test_curves_for_tensorboard_are_not_written_into_a_folder_behind_a_link(
+    model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "precious").mkdir()
+    (model / "tensorboard").symlink_to(tmp_path / "precious")
+    with pytest.raises(OSError, match="is a symbolic link"):
+        TensorBoard(model)
 
 
 def test_a_run_does_not_append_to_a_link(
@@ -180,6 +205,21 @@ def test_a_selection_that_is_none_is_one_line(
     )
 
 
+def test_a_line_is_cut_however_long_an_entry_is(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    about = record.read(model)
+    record.write(model, about | {"finished": "x" * 10**6})
+    assert main(["info", str(model)]) == 0
+    about["config"]["precision"] = "x" * 10**6
+    record.write(model, about)
+    assert main(["info", str(model)]) == 1
+    shown = capsys.readouterr()
+    for text in (shown.out, shown.err):
+        assert "x… (1,000," in text
+        assert len(text) < 20_000
+
+
 ESCAPE = "\x1b]0;owned\x07\x9b31m\u202e"
 
 
@@ -232,6 +272,23 @@ def test_escape_sequences_of_file_names_are_shown_and_not_obeyed(
         assert r"\x1b]0;owned" in text
         assert "\x1b" not in text
         assert "\x9b" not in text
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere, names of files are Unicode")
+def test_names_of_files_may_be_any_bytes(model: Path, tmp_path: Path) -> None:
+    """Of other encodings, for example; Python represents such bytes by lone surrogates."""
+    folder = Path(os.fsdecode(bytes(tmp_path) + b"/im\xfeges"))
+    folder.mkdir()
+    random = np.random.default_rng(0)
+    for number in range(20):
+        image = Image.fromarray(random.integers(0, 256, (28, 28), np.uint8))
+        image.save(folder / os.fsdecode(b"%d\xff.png" % number))
+    train = ["train", "--data", str(folder), "--out", str(tmp_path / "run"), *SMALL, "--no-figures"]
+    assert main([*train, "--batch-size", "8"]) == 0
+    assert main(["info", str(tmp_path / "run")]) == 0
+    out = tmp_path / "clusters.csv"
+    assert main(["cluster", str(model), "--data", str(folder), "--out", str(out)]) == 0
+    assert r"7\udcff.png" in out.read_text("utf-8")
 
 
 @pytest.mark.filterwarnings("default")

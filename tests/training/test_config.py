@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, get_args
 
 import pytest
+import torch
 
 from poecaps.options import ModelOptions
 from poecaps.training import (
@@ -17,6 +18,7 @@ from poecaps.training import (
     train,
 )
 from poecaps.training.config import Preset, changed_options, nearest_preset, stage_options
+from poecaps.training.optim import make_optimizer
 from tests.training.runs import config_for
 
 if TYPE_CHECKING:
@@ -173,3 +175,13 @@ def test_each_stage_has_a_name_and_a_field_of_options(data: Path) -> None:
 
 def test_the_command_line_offers_every_preset() -> None:
     assert set(get_args(Preset)) == set(PRESETS)
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+def test_options_may_be_whole_numbers(optimizer: Any) -> None:
+    """PyTorch refuses some of them as int."""
+    stage = Stage(optimizer=optimizer, momentum=0, weight_decay=10**30)
+    parameter = torch.nn.Parameter(torch.ones(2))
+    made = make_optimizer(stage, [parameter])
+    parameter.grad = torch.ones(2)
+    made.step()

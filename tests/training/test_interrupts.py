@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from poecaps.training.interrupts import Interrupts
+from poecaps.training.interrupts import SIGNALS, Interrupts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,7 +33,7 @@ def test_a_signal_waits_for_the_end_of_a_step_but_a_second_does_not() -> None:
             os.kill(os.getpid(), signal.SIGINT)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", SIGNALS)
 def test_between_steps_a_signal_acts_at_once(number: signal.Signals) -> None:
     interrupts = Interrupts()
     with interrupts.installed(), pytest.raises(KeyboardInterrupt):
@@ -78,3 +78,12 @@ def test_another_thread_may_train() -> None:
     thread.start()
     thread.join()
     assert entered
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="Windows has no SIGHUP")
+def test_a_terminal_that_is_closed_stops_a_run_between_two_steps() -> None:
+    interrupts = Interrupts()
+    with interrupts.installed():
+        interrupts.deferred = True
+        os.kill(os.getpid(), signal.SIGHUP)
+    assert interrupts.requested

@@ -114,12 +114,15 @@ def test_a_last_line_that_a_crash_has_cut_is_ignored(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "line",
     ["no JSON", "[1, 2]", '{"epoch": 1}', '{"stage": "encoder 1"}', '{"stage": 1, "epoch": 1}',
-     '{"stage": "encoder 1", "epoch": true}'],
+     '{"stage": "encoder 1", "epoch": true}', f'{{"stage": "encoder 1", "epoch": 1{"0" * 400}}}',
+     "[" * 60 + "]" * 60, "[" * 5000],
 )  # fmt: skip
 def test_an_invalid_line_is_named(line: str, tmp_path: Path) -> None:
     path, good = tmp_path / METRICS, '{"stage": "encoder 1", "epoch": 1, "loss": 1}'
     path.write_text(f"{good}\n\n{line}\n{good}\n", encoding="utf-8")
-    message = f"{path}, line 3, must be a JSON object with a stage and an epoch, but is {line!r}"
+    message = (
+        f"{path}, line 3, must be a JSON object with a stage and an epoch, but is {line[:80]!r}"
+    )
     with pytest.raises(ValueError, match=re.escape(message) + "; correct or delete the line"):
         read_metrics(path)
 
@@ -129,3 +132,17 @@ def test_a_file_without_metrics_is_an_error(text: str, tmp_path: Path) -> None:
     (tmp_path / METRICS).write_text(text, encoding="utf-8")
     with pytest.raises(ValueError, match=r"contains no metrics; use the metrics.jsonl of a run"):
         read_metrics(tmp_path / METRICS)
+
+
+def test_a_number_that_no_float_can_hold_is_no_metric(tmp_path: Path) -> None:
+    path = write(tmp_path / METRICS, {"stage": "encoder 1", "epoch": 1, "loss": 2, "x": 10**400})
+    assert last_values(path) == {"encoder 1": {"loss": 2.0}}
+
+
+def test_a_line_that_is_nested_too_deeply_is_removed(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path)
+    log.append(at("autoencoder", 1, loss=1.0))
+    good = log.path.read_text()
+    log.path.write_text("[" * 5000 + "\n" + good)
+    log.truncate_after(1, 1, STAGES)
+    assert log.path.read_text() == good

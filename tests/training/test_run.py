@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 import socket
+import stat
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -232,6 +233,13 @@ def test_a_killed_process_leaves_no_lock(data: Path, finished: Path, tmp_path: P
     resume(folder)
     assert_same_weights(folder, finished)
     assert not (folder / ".lock").exists()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no modes of files")
+def test_nobody_else_can_lock_a_folder(tmp_path: Path) -> None:
+    """A file that may be read may also be locked, for ever."""
+    with _files.lock(tmp_path / ".lock"):
+        assert stat.S_IMODE((tmp_path / ".lock").stat().st_mode) == 0o600
 
 
 def test_a_lock_that_its_owner_deletes_meanwhile_is_no_lock(

@@ -56,7 +56,7 @@ def cluster(
     clusters = cluster_images(network, pixels.to(device_of(network)), report=Counter("encoding"))
     out.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(out) as file:
-        file.write(_table(images, clusters).encode())
+        file.write(_table(images, clusters).encode(errors="backslashreplace"))
     groups = {}
     for expert, count in enumerate(clusters.expert.bincount().tolist()):
         if count:

@@ -1,8 +1,8 @@
 """Dispatch of the commands, and how their errors are reported.
 
 Results (paths and numbers) go to standard output, progress and errors to standard error. The exit
-status is 0 after success, 1 after a failure, 2 for an invalid command, 130 after Ctrl-C or SIGTERM,
-and 141 if the output is no longer read, as by `head`.
+status is 0 after success, 1 after a failure, 2 for an invalid command, 130 after Ctrl-C, SIGTERM or
+SIGHUP, and 141 if the output is no longer read, as by `head`.
 """
 
 from __future__ import annotations
@@ -73,16 +73,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run_program() -> NoReturn:
     """Run the command line as a program."""
+    _open_missing_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # the encoding may lack characters such as ×
     status = main()
+    try:
+        sys.stderr.flush()
+    except OSError:  # Python would fail when it closes the stream
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
     if Distributed.from_environment().size > 1:
         # The threads of torch.distributed may abort the process when Python shuts down normally.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
     sys.exit(status)
+
+
+def _open_missing_streams() -> None:
+    """Open standard streams that are closed, so that no file gets the number of one of them."""
+    while (handle := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(handle)
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "w" if number else "r", encoding="utf-8"))  # noqa: PTH123, SIM115
 
 
 def completion(shell: Positional[Shell]) -> None:

@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from poecaps import card, models
-from poecaps._files import printable
+from poecaps._files import own_folder, printable
 
 if TYPE_CHECKING:
     from poecaps.network import CapsuleNetwork
 
 FIGURES = "figures"
+MAX_CHARACTERS = 10_000  # of a line; a file from elsewhere may hold a name of many megabytes
 
 
 def say(*words: object, file: TextIO | None = None) -> None:
-    """Print a line, with the control characters of names in it escaped; to standard output."""
-    print(printable(" ".join(map(str, words))), file=file, flush=True)
+    """Print a line, with the control characters of names in it escaped; to standard output.
+
+    What cannot be written to standard error is left out, as if the terminal is gone.
+    """
+    text = " ".join(map(str, words))
+    if len(text) > MAX_CHARACTERS:
+        text = f"{text[:MAX_CHARACTERS]}… ({len(text):,} characters)"
+    with suppress(OSError) if file is sys.stderr else nullcontext():
+        print(printable(text), file=file, flush=True)
 
 
 def default_output(run: str, *parts: str) -> Path:
@@ -25,7 +34,9 @@ def default_output(run: str, *parts: str) -> Path:
 
     It is in the folder of the run; for a model of the package it is in the current folder.
     """
-    return Path(f"{run}-{parts[-1]}") if models.is_shipped(run) else Path(run, *parts)
+    if models.is_shipped(run):
+        return Path(f"{run}-{parts[-1]}")
+    return Path(own_folder(Path(run, *parts[:-1])) if parts[1:] else run, parts[-1])
 
 
 def require_png(path: Path) -> None:

@@ -14,6 +14,7 @@ import tyro
 
 from poecaps import plotting
 from poecaps._devices import keep_freed_memory
+from poecaps._files import own_folder
 from poecaps._progress import Counter
 from poecaps.cli.generate import (
     ROWS,
@@ -295,7 +296,7 @@ def _finish(result: TrainingResult, *, quiet: bool, figures: bool) -> None:
 
 def _draw_figures(result: TrainingResult, *, quiet: bool) -> Iterator[str]:
     """Draw the figures of a run, and yield a line about each."""
-    network, folder = result.network, result.folder / FIGURES
+    network, folder = result.network, own_folder(result.folder / FIGURES)
     images = result.held_out if result.held_out is not None else result.data
     if images is None:
         config = result.config

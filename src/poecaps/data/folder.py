@@ -381,7 +381,8 @@ def _labels(
     )
     if len(names) < 2 or not all(parents):
         return None, ()
-    return np.array([names.index(parts[0]) for parts in parents]), tuple(names)
+    numbers = {name: number for number, name in enumerate(names)}
+    return np.array([numbers[parts[0]] for parts in parents]), tuple(names)
 
 
 def _format_size(shape: tuple[int, ...]) -> str:

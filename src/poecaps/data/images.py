@@ -238,7 +238,9 @@ def hold_out(
     if count == 0:
         return images, None
     names = images.files or tuple(map(str, range(len(images))))
-    keys = [hashlib.sha256(f"{seed}/{Path(name).as_posix()}".encode()).digest() for name in names]
+    # The name of a file may be any bytes.
+    salted = (f"{seed}/{Path(name).as_posix()}".encode(errors="surrogateescape") for name in names)
+    keys = [hashlib.sha256(each).digest() for each in salted]
     order = sorted(range(len(images)), key=keys.__getitem__)
     test, train = sorted(order[:count]), sorted(order[count:])
     return replace(images.subset(train), held_out=count), images.subset(test)

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: deferred during a training step, so that a run stops between two steps."""
+"""Ctrl-C, SIGTERM and SIGHUP: deferred during a step, so that a run stops between two steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from poecaps.training.distributed import Distributed
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# Not all systems have SIGHUP, which a terminal sends when it is closed.
+NAMES = ("SIGINT", "SIGTERM", "SIGHUP")
+SIGNALS = [getattr(signal, name) for name in NAMES if hasattr(signal, name)]
 
 
 class Interrupts:

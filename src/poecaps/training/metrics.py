@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from poecaps._files import append_line, atomic_write, read_bytes
+from poecaps._files import append_line, atomic_write, parse_json, read_bytes
+from poecaps._json import is_number
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 METRICS = "metrics.jsonl"
 # Numbers of a line that have no curve.
 NOT_METRICS = ("step", "epoch", "images_per_second", "seconds")
-NUMBER_TYPES = (int, float)  # of a JSON number; bool is a subclass of int, but not a number
 
 
 class MetricsLog:
@@ -60,7 +60,7 @@ class MetricsLog:
 
 def _is_until(line: str, stage: int, step: int, stages: Sequence[str]) -> bool:
     try:
-        entry = json.loads(line)
+        entry = parse_json(line)
         return bool((stages.index(entry["stage"]), entry["step"]) <= (stage, step))
     except (ValueError, TypeError, KeyError):  # cut off by a crash
         return False
@@ -93,7 +93,7 @@ def read_metrics(path: Path) -> dict[str, dict[str, Array]]:
         if not line.strip():
             continue
         try:
-            entry = json.loads(line)
+            entry = parse_json(line)
         except ValueError:
             if number == len(lines):  # no newline: the process crashed while it wrote this line
                 break
@@ -101,14 +101,14 @@ def read_metrics(path: Path) -> dict[str, dict[str, Array]]:
         if (
             not isinstance(entry, dict)
             or not isinstance(entry.get("stage"), str)
-            or type(entry.get("epoch")) not in NUMBER_TYPES
+            or not is_number(entry.get("epoch"))
         ):
             raise ValueError(
                 f"{path}, line {number}, must be a JSON object with a stage and an epoch, but is "
                 f"{line[:80].decode(errors='replace')!r}; correct or delete the line"
             )
         for name, value in entry.items():
-            if name not in NOT_METRICS and type(value) in NUMBER_TYPES:
+            if name not in NOT_METRICS and is_number(value):
                 points = curves.setdefault(entry["stage"], {}).setdefault(name, {})
                 points[entry["epoch"]] = value
     if not curves:

@@ -178,19 +178,18 @@ def make_optimizer(
         Factor of the learning rate of each parameter; None: all are 1.
     """
     groups = _groups(parameters, factors or [1.0] * len(parameters))
-    betas = (stage.momentum, BETA2)
+    momentum, weight_decay = float(stage.momentum), float(stage.weight_decay)  # torch refuses ints
+    betas = (momentum, BETA2)
     if stage.optimizer == "sgd":
         return torch.optim.SGD(
             groups,
             lr=stage.learning_rate,
-            momentum=stage.momentum,
-            weight_decay=stage.weight_decay,
+            momentum=momentum,
+            weight_decay=weight_decay,
         )
     if parameters[0].device.type == "cuda":
-        return FusedAdam(groups, stage.learning_rate, betas, stage.weight_decay)
-    return torch.optim.Adam(
-        groups, lr=stage.learning_rate, betas=betas, weight_decay=stage.weight_decay
-    )
+        return FusedAdam(groups, stage.learning_rate, betas, weight_decay)
+    return torch.optim.Adam(groups, lr=stage.learning_rate, betas=betas, weight_decay=weight_decay)
 
 
 def _groups(parameters: Sequence[nn.Parameter], factors: Sequence[float]) -> list[dict[str, Any]]:

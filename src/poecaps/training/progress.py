@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TextIO
 
+from poecaps._files import own_folder
 from poecaps._progress import StatusLine, format_seconds
 
 if TYPE_CHECKING:
@@ -235,7 +236,7 @@ class TensorBoard:
             raise ValueError(
                 "TensorBoard is not installed; pip install 'poecaps[tensorboard]'"
             ) from error
-        self.folder = folder / "tensorboard"
+        self.folder = own_folder(folder / "tensorboard")
         self.writer_class: type[Any] = SummaryWriter
         self.writer: Any = None
 
