@@ -80,6 +80,18 @@ def test_own_pictures(capsys: pytest.CaptureFixture[str]) -> None:
     assert Path("runs/pictures/model.safetensors").is_file()
 
 
+def test_nothing_is_drawn_in_a_folder_of_ones_own() -> None:
+    Path("pictures").mkdir()
+    namespace: dict[str, Any] = {}
+    for cell in cells_of("own-pictures"):
+        source = "".join(cell["source"]) if cell["cell_type"] == "code" else ""
+        exec(source, namespace)
+        if "ImageDraw.Draw" in source:
+            break
+    assert "drawing" not in namespace
+    assert not list(Path("pictures").iterdir())
+
+
 @pytest.mark.parametrize("widgets", [True, False])
 def test_mathematics(
     widgets: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

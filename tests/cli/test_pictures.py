@@ -77,6 +77,25 @@ def test_reconstructions_are_those_of_the_held_out_tenth(
     np.testing.assert_array_equal(shown, unseen.batch(slice(None)).numpy())
 
 
+def test_without_a_test_part_test_is_the_held_out_tenth(
+    trained: Path, pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, unseen = hold_out(poecaps.data.load(pictures))
+    assert unseen is not None
+    out, options = tmp_path / "c.npz", ["--split", "test", "--out", str(tmp_path / "c.npz")]
+    assert main(["encode", str(trained), *options]) == 0
+    assert tuple(arrays(out)["files"]) == unseen.files
+    last = str(len(unseen) - 1)
+    assert main(["traverse", str(trained), "--image", last, "--steps", "2"]) == 0
+    assert main(["traverse", str(trained), "--image", str(len(unseen)), "--steps", "2"]) == 2
+    # Nothing of another folder was held out.
+    (tmp_path / "other").mkdir()
+    Image.new("L", (28, 28)).save(tmp_path / "other" / "black.png")
+    capsys.readouterr()
+    assert main(["encode", str(trained), "--data", str(tmp_path / "other"), *options]) == 1
+    assert "has no subfolder 'test'" in capsys.readouterr().err
+
+
 def test_samples_are_judged_by_a_classifier_of_the_own_labels(
     trained: Path, tmp_path: Path
 ) -> None:
@@ -98,7 +117,7 @@ def test_the_training_data_by_name_are_divided_as_well(
 
 
 def test_a_model_that_has_learned_from_every_picture_gets_a_note(
-    pictures: Path, tmp_path: Path
+    pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
     options = ["--data", str(pictures), "--out", str(run), "--no-figures", "--held-out", "0"]
@@ -107,6 +126,9 @@ def test_a_model_that_has_learned_from_every_picture_gets_a_note(
     measured = measure(run, tmp_path / "e.json")
     assert (measured["training_images"], measured["test_images"]) == (54, 6)
     assert "the model has learned from the test images, too" in measured["notes"]  # type: ignore[operator]
+    capsys.readouterr()
+    assert main(["reconstruct", str(run)]) == 0
+    assert "the model has learned from these" in capsys.readouterr().err
 
 
 def test_a_model_without_a_record_is_evaluated_on_a_tenth_of_any_folder(
@@ -179,7 +201,8 @@ def test_a_traversal_from_an_image_varies_its_strongest_expert(
     firing = arrays(tmp_path / "c.npz")["firing"]
     image = next(index for index, row in enumerate(firing) if row.argmax() != 0)
     capsys.readouterr()
-    assert main(["traverse", str(trained), "--image", str(image), "--steps", "2"]) == 0
+    which = ["--image", str(image), "--split", "train"]
+    assert main(["traverse", str(trained), *which, "--steps", "2"]) == 0
     assert f"expert-{firing[image].argmax()}-image-{image}.png" in capsys.readouterr().out
     assert main(["traverse", str(trained), "--steps", "2"]) == 0
     assert "expert-0.png" in capsys.readouterr().out

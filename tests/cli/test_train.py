@@ -499,6 +499,22 @@ def test_a_folder_of_pictures_trains_and_is_reconstructed(tmp_path: Path) -> Non
     )
 
 
+@pytest.mark.parametrize("chosen", [False, True])
+def test_large_pictures_get_a_warning_unless_their_size_was_chosen(
+    chosen: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    random = np.random.default_rng(0)
+    (tmp_path / "pictures").mkdir()
+    for number in range(4):
+        pixels = random.integers(0, 256, (70, 66), dtype=np.uint8)
+        Image.fromarray(pixels).save(tmp_path / "pictures" / f"{number}.png")
+    options = ["--data", str(tmp_path / "pictures"), "--held-out", "0", "--no-figures"]
+    options += ["--size", "70", "66"] if chosen else []
+    assert main(["train", *options, "--out", str(tmp_path / "run"), *SMALL]) == 0
+    warning = "images of 70×66 take much time and memory; --size 32 32 scales them down"
+    assert (f"warning: {warning}" in capsys.readouterr().err) == (not chosen)
+
+
 def test_one_line_says_what_was_found_and_what_was_skipped_and_why(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -142,6 +143,12 @@ def test_images_are_scaled_and_cropped_on_request(tmp_path: Path) -> None:
         "option size",
     ):
         load(tmp_path)
+    for side in (200, 300):  # photographs should not be learned at their size
+        (tmp_path / "photographs").mkdir(exist_ok=True)
+        save(tmp_path / "photographs" / f"{side}.png", np.zeros((side, side), np.uint8))
+    with pytest.raises(DataError, match="such as --size 32 32, to scale"):
+        load(tmp_path / "photographs")
+    shutil.rmtree(tmp_path / "photographs")
     data = load(tmp_path, size=10)
     assert data.shape == (1, 10, 10)
     assert data.images[:, 3:7, 3:7].min() == 255

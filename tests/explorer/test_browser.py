@@ -96,12 +96,14 @@ def test_a_drawn_digit_is_seen_and_loaded(page: Page) -> None:
     assert pixels(page, "#seen").max() > 200
     expect(page.locator("#free-energy")).to_have_text(re.compile(r"free energy [−\d.]+"))
     expect(page.locator("#heat-caption")).to_contain_text(re.compile(r"expert \d looks"))
+    expect(page.get_by_role("img", name="Input of the model; expert")).to_be_visible()
     loaded = after(page, page.get_by_role("button", name="Load into the sliders").click)
     assert np.abs(loaded.astype(int) - seen).mean() < 3  # offsets are rounded
     expect(page.locator("#mix-text")).to_have_text("All experts are mixed.")
     after(page, lambda: page.get_by_label("Parameter 0", exact=True).fill("3"))  # and on from there
     after(page, page.get_by_role("button", name="Clear").click, "#reconstruction")
     assert pixels(page, "#reconstruction").max() == 0
+    expect(page.get_by_role("img", name="Input of the model: none yet")).to_be_visible()
 
 
 @on_a_phone

@@ -346,6 +346,8 @@ def test_watching_a_training(page: Page) -> None:
         "points", re.compile(r"^\S+ \S+$")
     )
     expect(page.get_by_role("img", name="Their reconstructions, 1")).to_be_visible()
+    top = page.locator("#training-panel").evaluate("e => e.getBoundingClientRect().top")
+    assert 0 <= top < 120  # as much as possible of what is shown is in view
     state["points"] = [*state["points"], {**state["points"][0], "share": 1.0}]
     expect(page.locator("#training-plot .followed").first).to_have_attribute(
         "points", re.compile(r"^\S+ \S+ \S+$")
@@ -353,6 +355,15 @@ def test_watching_a_training(page: Page) -> None:
     page.get_by_role("button", name="Stop").click()
     expect(status).to_have_text("stopped")
     expect(page.get_by_role("button", name="Train", exact=True)).to_be_enabled()
+
+
+def test_the_page_says_what_an_expert_is(page: Page) -> None:
+    answer = page.get_by_text("stands for one kind of image, such as one way to write a digit")
+    expect(answer).to_be_hidden()
+    page.get_by_text("What is an expert?").focus()
+    page.keyboard.press("Enter")
+    expect(answer).to_be_visible()
+    expect(answer).to_be_in_viewport()
 
 
 def test_the_tour_leads_through_the_page(page: Page) -> None:

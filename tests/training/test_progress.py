@@ -104,6 +104,39 @@ def test_the_time_left_of_the_run_includes_the_later_stages() -> None:
     assert meter.update(20).seconds_left == 0
 
 
+def test_the_time_left_of_the_run_uses_the_speed_of_earlier_stages_of_the_same_kind() -> None:
+    meter = ProgressMeter(
+        {"autoencoder": 2, "encoder 1": 4, "decoder 1": 2, "pixel decoder": 3},
+        "encoder 1",
+        first_step=0,
+        steps_per_epoch={"autoencoder": 10, "encoder 1": 5, "decoder 1": 10, "pixel decoder": 10},
+        batch_size=8,
+        work={"autoencoder": 3.0, "encoder 1": 3.0, "decoder 1": 3.0, "pixel decoder": 900.0},
+        expected={"pixel decoder": 2.0},
+    )
+    half = meter.update(10)
+    # 10 steps are left, and 20 of the decoder; 30 of the pixel decoder take 2 s each.
+    assert half.run_seconds_left == pytest.approx(3 * half.seconds_left + 60)
+
+
+def test_every_stage_expects_later_ones_to_be_as_fast_as_those_of_their_kind(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected: dict[str, set[str]] = {}
+
+    class Meter(ProgressMeter):
+        def __init__(self, epochs: Any, stage: str, **options: Any) -> None:
+            super().__init__(epochs, stage, **options)
+            expected[stage] = set(options["expected"])
+
+    monkeypatch.setattr("poecaps.training.trainer.ProgressMeter", Meter)
+    train(config_for(data), tmp_path / "run")
+    for stage, others in expected.items():
+        is_between = stage not in ("autoencoder", "pixel decoder")
+        assert others == ({"pixel decoder"} if is_between else set())
+    assert {"autoencoder", "encoder 1", "decoder 1", "pixel decoder"} <= expected.keys()
+
+
 def test_on_a_terminal_one_line_is_drawn_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
     for pause in ("LIVE_DELAY", "LIVE_PAUSE"):
         monkeypatch.setattr(f"poecaps._progress.{pause}", 0.0)

@@ -17,7 +17,7 @@ from poecaps import plotting
 from poecaps._files import write_json
 from poecaps._modules import BATCH_SIZE, device_of, in_batches
 from poecaps._progress import Counter, counted
-from poecaps.cli.loading import load_images, open_model
+from poecaps.cli.loading import load_shown, open_model
 from poecaps.cli.options import Data, DataPath, Device, Model, OptionalSplit, output
 from poecaps.cli.outputs import FIGURES, default_output, require_png, say
 from poecaps.network import DENSITY_STEPS, CapsuleNetwork
@@ -82,7 +82,7 @@ def sample(
     require_png(target)  # before the chains run
     options: dict[str, Any] = {"temperature": temperature}
     if image is not None:
-        images = load_images(network, run, data, data_path, split)
+        images = load_shown(network, run, data, data_path, split)
         checks.require_int("image", image, 0, len(images) - 1)
         with torch.no_grad():
             start = network.whitened(images.batch([image]).to(device_of(network)))
@@ -153,7 +153,7 @@ def likelihood(
         raise ValueError(f"--out must name a .json file, but is {path}")
     network = open_model(run, device, "density")
     density = network.require_density()
-    shown = load_images(network, run, data, data_path, split)
+    shown = load_shown(network, run, data, data_path, split)
     batch = shown.batch(range(min(images, len(shown)))).to(device_of(network))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -12,7 +12,7 @@ from poecaps import _checks as checks
 from poecaps import plotting
 from poecaps._modules import device_of, in_batches
 from poecaps._progress import Counter
-from poecaps.cli.loading import load_images, load_unseen, open_model, training_source
+from poecaps.cli.loading import load_shown, open_model
 from poecaps.cli.options import (
     Data,
     DataPath,
@@ -227,11 +227,7 @@ def reconstruct(
     """
     checks.require_int("count", count, 1)
     network = open_model(run, device)
-    if split is not None:
-        images = load_images(network, run, data, data_path, split)
-    else:
-        known = training_source(run, data_path) if data is None else (data, data_path)
-        images, _ = load_unseen(network, run, *known)
+    images = load_shown(network, run, data, data_path, split)
     path = out or default_output(run, FIGURES, "reconstructions.png")
     say(draw_reconstructions(network, images, path, count))
 
@@ -295,7 +291,7 @@ def traverse(
     offsets = torch.linspace(-reach, reach, steps)
     start = None
     if image is not None:
-        images = load_images(network, run, data, data_path, split)
+        images = load_shown(network, run, data, data_path, split)
         checks.require_int("image", image, 0, len(images) - 1)
         with torch.no_grad():
             start = network.encode(images.batch([image]).to(device_of(network)))[0]

@@ -109,7 +109,8 @@ def load_images(
     source, path
         The data as in `poecaps.data.load`; by default the training data of the model.
     split
-        By default the test images, or the training images if there is no test split.
+        By default the test images, or all images if there is no test split. The test images of
+        training data without a test split are those that were held out.
 
     Raises
     ------
@@ -118,15 +119,18 @@ def load_images(
     """
     if source is None:
         source, path = training_source(run, path)
-    if split is None:
-        images = _load_test_images(network, source, path)
-        if images is None:
-            images = _load(network, source, path, "train")
-    else:
-        images = _load(network, source, path, split)
-    if images.skipped:
-        say(f"found {images.describe()}", file=sys.stderr)
-    return _require_shape(network, images)
+    if split == "train":
+        return _load_split(network, source, path, "train")
+    try:
+        return _load_split(network, source, path, "test")
+    except MissingSplitError:
+        images = _load_split(network, source, path, "train")
+        if split is None:
+            return images
+        unseen, part = _held_out(images, run, source)
+        if part != "held-out":
+            raise
+        return unseen
 
 
 @dataclass(frozen=True)
@@ -162,20 +166,20 @@ def load_parts(network: CapsuleNetwork, run: str, source: str, path: str | None)
     DataError
         If the images do not have the shape that the model expects, or are too few.
     """
-    images = load_images(network, run, source, path, "train")
+    images = _load_split(network, source, path, "train")
     try:
-        test = load_images(network, run, source, path, "test")
+        test = _load_split(network, source, path, "test")
     except MissingSplitError:
         folder = models.find(run)
         if not (folder / record.RECORD).is_file() or _is_training_data(source, folder):
             return _divide(images, folder)
         source, path = training_source(run, None)
-        return _with_same_labels(load_images(network, run, source, path, "train"), images)
+        return _with_same_labels(_load_split(network, source, path, "train"), images)
     return Parts(images, test)
 
 
 def load_unseen(
-    network: CapsuleNetwork, run: str, source: str, path: str | None
+    network: CapsuleNetwork, run: str, source: str | None, path: str | None
 ) -> tuple[ImageSet, Part]:
     """Load images to show with a model, if possible those from which it has not learned.
 
@@ -187,17 +191,46 @@ def load_unseen(
     network, run
         The model, and its name or folder.
     source, path
-        The data as in `poecaps.data.load`.
+        The data as in `poecaps.data.load`; by default the training data of the model.
 
     Raises
     ------
     DataError
         If the images do not have the shape that the model expects.
     """
+    if source is None:
+        source, path = training_source(run, path)
     try:
-        return load_images(network, run, source, path, "test"), "test"
+        return _load_split(network, source, path, "test"), "test"
     except MissingSplitError:
-        images, folder = load_images(network, run, source, path, "train"), models.find(run)
+        return _held_out(_load_split(network, source, path, "train"), run, source)
+
+
+def load_shown(
+    network: CapsuleNetwork, run: str, source: str | None, path: str | None, split: Split | None
+) -> ImageSet:
+    """Load the images that a user chose, by default those from which a model has not learned.
+
+    A note on standard error says so if it has learned from them.
+
+    Parameters
+    ----------
+    network, run
+        The model, and its name or folder.
+    source, path, split
+        As in `load_images`, but without a split as in `load_unseen`.
+    """
+    if split is not None:
+        return load_images(network, run, source, path, split)
+    images, part = load_unseen(network, run, source, path)
+    if part == "training":
+        say("note: there are no test images; the model has learned from these", file=sys.stderr)
+    return images
+
+
+def _held_out(images: ImageSet, run: str, source: str) -> tuple[ImageSet, Part]:
+    """Return the images of a source that training has held out, or all if there are none."""
+    folder = models.find(run)
     if not (folder / record.RECORD).is_file() or not _is_training_data(source, folder):
         return images, "other"
     about = record.read(folder)
@@ -286,12 +319,12 @@ def is_on_this_machine(name: str) -> bool:
         return False
 
 
-def _load_test_images(network: CapsuleNetwork, source: str, path: str | None) -> ImageSet | None:
-    """Load the test images, or return None if the data have no test split."""
-    try:
-        return _load(network, source, path, "test")
-    except MissingSplitError:
-        return None
+def _load_split(network: CapsuleNetwork, source: str, path: str | None, split: Split) -> ImageSet:
+    """Load images of the shape that the model expects, and report skipped files."""
+    images = _load(network, source, path, split)
+    if images.skipped:
+        say(f"found {images.describe()}", file=sys.stderr)
+    return _require_shape(network, images)
 
 
 def _load(network: CapsuleNetwork, source: str, path: str | None, split: Split) -> ImageSet:

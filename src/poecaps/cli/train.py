@@ -27,6 +27,7 @@ from poecaps.cli.generate import (
 from poecaps.cli.loading import load_images, untrained_note
 from poecaps.cli.outputs import FIGURES, say, write_card
 from poecaps.code_density import DOMAINS
+from poecaps.data.folder import SMALL_SIDE
 from poecaps.training import (
     PRESETS,
     Config,
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from poecaps.data import ImageSet
 
 RECONSTRUCTIONS = 40  # images of the figure
+LARGE_SIDE = 64  # pixels; there is a warning if images have a larger area than such a square
 # A stage that decodes pixels and loses this share of their variance after so few steps needs more.
 FEW_STEPS, LARGE_ERROR, MORE_EPOCHS = 250, 0.5, 10
 
@@ -124,10 +126,21 @@ class TrainingReporter:
         Whether to print nothing.
     tensorboard
         Whether to write curves for TensorBoard.
+    warns_of_size
+        Whether to warn of large images, for users who may not have chosen their size.
     """
 
-    def __init__(self, folder: Path, *, resumed: bool, quiet: bool, tensorboard: bool) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        resumed: bool,
+        quiet: bool,
+        tensorboard: bool,
+        warns_of_size: bool = False,
+    ) -> None:
         self.folder, self.resumed, self.quiet = folder, resumed, quiet
+        self.warns_of_size = warns_of_size
         self.started = False
         self.displays: list[Any] = [] if quiet else [display()]
         self.reading = None if quiet else Counter("reading", "files")
@@ -135,9 +148,19 @@ class TrainingReporter:
             self.displays.append(TensorBoard(folder))
 
     def found(self, images: ImageSet) -> None:
-        """Report the training images."""
-        if not self.quiet:
-            say(f"found {images.describe()}", file=sys.stderr)
+        """Report the training images, with a warning if they are large."""
+        if self.quiet:
+            return
+        say(f"found {images.describe()}", file=sys.stderr)
+        _, height, width = images.shape
+        if self.warns_of_size and height * width > LARGE_SIDE**2:
+            advice = (
+                f"--size {SMALL_SIDE} {SMALL_SIDE} scales them" if images.files else "scale them"
+            )
+            say(
+                f"warning: images of {height}×{width} take much time and memory; {advice} down",
+                file=sys.stderr,
+            )
 
     def report(self, progress: Progress) -> None:
         """Report the progress after a step; before the first step also the folder of the run."""
@@ -160,7 +183,11 @@ def _train(
     """Start or resume a run; only the first of several processes reports it."""
     first = Distributed.from_environment().is_main
     reporter = TrainingReporter(
-        folder, resumed=resume, quiet=quiet or not first, tensorboard=tensorboard and first
+        folder,
+        resumed=resume,
+        quiet=quiet or not first,
+        tensorboard=tensorboard and first,
+        warns_of_size=not resume and config.size is None and not config.model.halvings,
     )
     started = time.perf_counter()
     try:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from poecaps._progress import Report
 
 MAX_SIDE = 16384  # pixels; a larger `size` is most likely a typing error
+SMALL_SIDE = 32  # pixels of the images for which the default options are meant
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 FORMATS = ("PNG", "JPEG", "WEBP")  # the only decoders used, regardless of a file's suffix
 # Why a file is skipped. Opening a FIFO, a socket or a device may never return.
@@ -190,11 +191,11 @@ def _read_by(
         if not kept:
             images = allocate((len(candidates), *image.shape), np.dtype(np.uint8))
         if image.shape != images.shape[1:]:
+            side = min(SMALL_SIDE, *image.shape[:2], *images.shape[1:3])
             raise DataError(
                 f"the images have different sizes: {file} has {_format_size(image.shape)} pixels, "
                 f"but {kept[0]} has {_format_size(images.shape[1:])}; set the option size "
-                f"(height, width), such as --size {image.shape[0]} {image.shape[0]}, to scale all "
-                "of them to one size"
+                f"(height, width), such as --size {side} {side}, to scale all of them to one size"
             )
         images[len(kept)] = image
         kept.append(file)

@@ -97,6 +97,9 @@ class ProgressMeter:
         Images per step of the stage.
     work
         Relative durations of a step of each stage.
+    expected
+        Seconds of a step of later stages where earlier stages like them were measured; for the
+        others, this stage is the measure.
     """
 
     def __init__(
@@ -108,7 +111,9 @@ class ProgressMeter:
         steps_per_epoch: Mapping[str, int],
         batch_size: int,
         work: Mapping[str, float],
+        expected: Mapping[str, float] | None = None,
     ) -> None:
+        expected = expected or {}
         self.stage, self.index, self.stages = stage, list(epochs).index(stage), len(epochs)
         self.epochs, self.first_step = epochs[stage], first_step
         self.steps_per_epoch, self.batch_size = steps_per_epoch[stage], batch_size
@@ -116,8 +121,11 @@ class ProgressMeter:
         self.steps = steps[stage]
         self.steps_before = sum(list(steps.values())[: self.index])
         later = list(epochs)[self.index + 1 :]
-        # The steps of this stage that take as long as all later stages.
-        self.later_steps = sum(work[name] * steps[name] for name in later) / work[stage]
+        # The steps of this stage that take as long as all later stages, but for the expected ones.
+        others = [name for name in later if name not in expected]
+        self.later_steps = sum(work[name] * steps[name] for name in others) / work[stage]
+        self.later_seconds = sum(expected[name] * steps[name] for name in later if name in expected)
+        self.seconds_per_step: float | None = None
         self.metrics: Mapping[str, float] = {}
         self.start_timer()
 
@@ -131,6 +139,8 @@ class ProgressMeter:
         steps_per_second = (step - self.first_step) / seconds
         seconds_per_step = 1 / steps_per_second if steps_per_second else math.inf
         steps_left = self.steps - step
+        if step > self.first_step:
+            self.seconds_per_step = seconds_per_step
         self.metrics = metrics or self.metrics
         return Progress(
             stage=self.stage,
@@ -143,9 +153,12 @@ class ProgressMeter:
             total_step=self.steps_before + step,
             images_per_second=steps_per_second * self.batch_size,
             seconds_left=steps_left * seconds_per_step if steps_left else 0.0,
-            run_seconds_left=(steps_left + self.later_steps) * seconds_per_step
-            if steps_left or self.later_steps
-            else 0.0,
+            run_seconds_left=self.later_seconds
+            + (
+                (steps_left + self.later_steps) * seconds_per_step
+                if steps_left or self.later_steps
+                else 0.0
+            ),
             metrics=self.metrics,
             measured=bool(metrics),
         )

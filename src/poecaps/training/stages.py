@@ -108,6 +108,8 @@ class StageTrainer(ABC):
     module: nn.Module
     has_state = False
     """Whether the stage has a state beside the weights and the optimizer, see `state`."""
+    has_convolutions = False
+    """Whether the filters are trained, whose multiplications take less time than others."""
     selection: Selection | None = None
     """After `finish`: which of several trained parts was kept; None if there was only one."""
 
@@ -174,6 +176,8 @@ class AutoencoderTrainer(StageTrainer):
     """Stage 1: the convolutional autoencoder learns to reconstruct images."""
 
     module: ConvAutoencoder
+
+    has_convolutions = True
 
     def __init__(self, options: Stage, multi_scale: float, cache: FeatureCache) -> None:
         super().__init__(cache)
@@ -749,6 +753,8 @@ class PixelDecoderTrainer(StageTrainer):
     """Stage 4: the pixel decoder and the lowest capsule decoder learn to reconstruct images."""
 
     options: PixelDecoderStage
+
+    has_convolutions = True
 
     def __init__(
         self,

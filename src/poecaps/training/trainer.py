@@ -133,6 +133,8 @@ class Trainer:
         self.metrics_log = MetricsLog(folder)
         self.record: dict[str, Any] = {}  # of the run; only the main process writes it
         self.checkpoint_timer = CheckpointTimer(config.checkpoint_every)
+        # Measured in the last stage with convolutions and in the last one without.
+        self.seconds_per_work: dict[bool, float] = {}
 
     @_numerical_errors()
     def fit(self, checkpoint: Checkpoint) -> None:
@@ -193,6 +195,7 @@ class Trainer:
             self._log(meter.update(done, metrics))
             if done < steps:
                 self._save_or_stop(index, done, self._is_interrupted(done), optimizer)
+        self._note_speed(stage, meter)
         stage.module.eval()
         stage.finish()
         self._record_selection(stage)
@@ -213,17 +216,32 @@ class Trainer:
         return stage.options.epochs * self.steps_per_epoch[stage.name]
 
     def _make_meter(self, index: int, first_step: int) -> ProgressMeter:
-        sizes = self.batch_sizes
+        stage, work = self.stages[index], {each.name: self._work_of(each) for each in self.stages}
         return ProgressMeter(
-            {stage.name: stage.options.epochs for stage in self.stages},
-            self.stages[index].name,
+            {each.name: each.options.epochs for each in self.stages},
+            stage.name,
             first_step=first_step,
             steps_per_epoch=self.steps_per_epoch,
-            batch_size=sizes[self.stages[index].name],
-            work={
-                each.name: sizes[each.name] * each.work(sizes[each.name]) for each in self.stages
+            batch_size=self.batch_sizes[stage.name],
+            work=work,
+            expected={
+                each.name: self.seconds_per_work[each.has_convolutions] * work[each.name]
+                for each in self.stages[index + 1 :]
+                if each.has_convolutions != stage.has_convolutions
+                and each.has_convolutions in self.seconds_per_work
             },
         )
+
+    def _work_of(self, stage: StageTrainer) -> float:
+        """Estimate the multiplications of a step."""
+        size = self.batch_sizes[stage.name]
+        return size * stage.work(size)
+
+    def _note_speed(self, stage: StageTrainer, meter: ProgressMeter) -> None:
+        """Keep the speed of a stage that ends, from which that of later ones is estimated."""
+        if meter.seconds_per_step is not None:
+            speed = meter.seconds_per_step / self._work_of(stage)
+            self.seconds_per_work[stage.has_convolutions] = speed
 
     def _make_step(
         self, stage: StageTrainer, optimizer: Optimizer, generator: torch.Generator, steps: int

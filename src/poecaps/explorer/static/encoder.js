@@ -81,6 +81,8 @@ export class Encoder {
     this.sketch.clear(isLight(this.page.model));
     this.#sketched = null;
     for (const id of ["seen", "heat", "reconstruction"]) clear(byId(id));
+    byId("seen").setAttribute("aria-label", "Input of the model: none yet");
+    byId("reconstruction").setAttribute("aria-label", "Reconstruction: none yet");
     byId("firing").replaceChildren(create("p", { className: "hint" }, "No image yet."));
     byId("load").disabled = true;
     byId("free-energy").hidden = true;

@@ -66,6 +66,7 @@ export class Training {
     });
     clearError();
     this.#show(state);
+    byId("training-panel").scrollIntoView({ block: "start" }); // it has become taller
   }
 
   #poll() {
