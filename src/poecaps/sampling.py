@@ -960,6 +960,7 @@ def _check_ladder(ladder: Sequence[float] | None) -> tuple[float, ...]:
 
 def autocorrelation(trace: Tensor) -> Tensor:
     """Compute the autocorrelation at every lag, averaged over chains: (T, B) → (T,)."""
+    checks.require_tensor("trace", trace)
     checks.require_shape("trace", trace, "TB", (None, None), "give a row for each step")
     checks.require_int("the number of steps", len(trace), 1)
     covariance = _autocovariance(trace.double()).mean(1)
@@ -1046,6 +1047,7 @@ def _integrated(correlation: Tensor) -> Tensor:
 
 def _split(trace: Tensor) -> Tensor | None:
     """Cut every chain into two halves: (T, B) → (T/2, 2B), float64."""
+    checks.require_tensor("trace", trace)
     checks.require_shape("trace", trace, "TB", (None, None), "give a row for each step")
     half = len(trace) // 2
     if half < 2:
