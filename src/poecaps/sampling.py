@@ -795,6 +795,7 @@ def draw(
 
     A chain is annealed to its temperature in the first fifth of its steps. It forgets how it began
     in the next two fifths, and gives up to sixteen states in the last two, at equal distances.
+    States of the same chain share the directions of x on which no expert depends.
 
     Parameters
     ----------

@@ -393,6 +393,8 @@ def test_every_chain_of_a_network_may_have_an_expert_of_its_own(
         network.sample_density(4, expert=experts - 1)
     with pytest.raises(TypeError, match=r"expert must be a whole number from 0 to 2, but is 0\.0"):
         network.sample_density(4, expert=experts.float())
+    with pytest.raises(ValueError, match="anneal must be a whole number from 0 to 5, but is 6"):
+        network.sample_density(4, steps=6, anneal=6)
 
 
 # --------------------------------------------------------------------------------------------------
