@@ -599,12 +599,18 @@ class Samples:
 
     @property
     def effective_sample_size(self) -> float:
-        """Effective sample size of the free energy at t = 1; NaN with fewer than 4 steps."""
+        """Effective sample size of the free energy at t = 1; NaN with fewer than 4 steps.
+
+        It does not tell whether chains cross between modes whose free energies are alike.
+        """
         return effective_sample_size(self.free_energy)
 
     @property
     def split_rhat(self) -> float:
-        """Split-R̂ of the free energy at t = 1; NaN with fewer than 4 steps."""
+        """Split-R̂ of the free energy at t = 1; NaN with fewer than 4 steps.
+
+        It does not tell whether chains cross between modes whose free energies are alike.
+        """
         return split_rhat(self.free_energy)
 
     @property
@@ -791,7 +797,8 @@ def draw(
 
     Chains that are annealed from noise end in the modes that the annealing finds, whatever their
     probability. Here, chains at several temperatures, down to the base measure, exchange their
-    states, so that they cross between the modes: a mode is drawn as often as it is probable.
+    states, so that they cross between the modes: with many steps, a mode is drawn as often as it is
+    probable.
 
     A chain is annealed to its temperature in the first fifth of its steps. It forgets how it began
     in the next two fifths, and gives up to sixteen states in the last two, at equal distances.
