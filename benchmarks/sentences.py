@@ -193,6 +193,14 @@ def _density(text: str, *sources: Callable[[], str], in_table: bool = False) -> 
     return Sentence("docs/density.md", text, sources, in_table)
 
 
+def mixing(path: str, form: str) -> str:
+    """Format a number of `benchmarks.mixing`."""
+    value: Any = report.numbers("mnist-sample", "mixing")
+    for key in path.split("/"):
+        value = value[key]
+    return format(value, form)
+
+
 SOFT, SHARP = "2×1 → 2×2, over inputs, β 1", "2×1 → 2×2, over inputs, β 5"
 HELD = "2×1 → 2×2, over outputs, β 1"
 DENSITY_FRECHET = "domains.density.frechet.distance"
@@ -489,6 +497,61 @@ SENTENCES: tuple[Sentence, ...] = (
         ),
         of(density_extreme, statistics.mean, MNIST, ANNEALED[MNIST], "nats.bracket", ".0f"),
         in_table=True,
+    ),
+    _density(
+        "among the states of the tempered chains above, in the second half of their steps, is {},",
+        of(mixing, "from_noise/difference", ".2f"),
+    ),
+    _density(
+        "For the tempered chains, R̂ of the classes is still {} in the second half of 6,000 steps.",
+        of(mixing, "tempered/classes/rhat", ".2f"),
+    ),
+    _density(
+        "The forward estimate is {} ± {}. In reverse, it is {} ± {} from the ends of the forward "
+        "chains and {} ± {} from tempered draws, which had no part in these (500 temperatures, 256 "
+        "chains; {} forward chains are effective).",
+        *(
+            of(mixing, f"log_partition/{kind}/{number}", form)
+            for kind, way in (
+                ("own ends", "forward"),
+                ("own ends", "reverse"),
+                ("tempered draws", "reverse"),
+            )
+            for number, form in ((way, ",.2f"), (f"{way}_error", ".2f"))
+        ),
+        of(mixing, "log_partition/own ends/effective_sample_size", ".0f"),
+    ),
+    _density(
+        "they add {} ± {} nats for 2,000 test images, and {} ± {} for the 10,000 training images.",
+        *(
+            of(mixing, f"likelihood/{kind}/{number}", ".1f")
+            for kind in ("test", "training")
+            for number in ("experts", "error")
+        ),
+    ),
+    _density(
+        "The base measure has {} for test images and {} for training images.",
+        *(of(mixing, f"likelihood/{kind}/base", ",.0f") for kind in ("test", "training")),
+    ),
+    _density(
+        "a Gaussian with the same 192 components and no limit has {} nats for test images,",
+        of(mixing, "gaussians/192/test", ",.0f"),
+    ),
+    _density(
+        "With 1,024 components a Gaussian has {}, and with all 4,608 it overfits ({}, and {} for "
+        "training images).",
+        of(mixing, "gaussians/1024/test", ",.0f"),
+        of(mixing, "gaussians/4608/test", ",.0f"),
+        of(mixing, "gaussians/4608/training", ",.0f"),
+    ),
+    _density(
+        "The median distance from a draw to the nearest training image is {}, and from a test "
+        "image {}, decoded in the same way; as a mean over the medians of the classes, {} and {}.",
+        *(
+            of(mixing, f"nearest/{kind}/{measure}", ".2f")
+            for measure in ("all", "by_class")
+            for kind in ("draws", "images")
+        ),
     ),
     Sentence(
         "docs/results-claims.md",

@@ -605,7 +605,7 @@ def test_the_given_random_numbers_decide_the_metropolis_test(
     ids=["annealed", "tempered", "persistent"],
 )
 def test_a_density_learns_from_chains_of_the_model_alone(
-    options: dict[str, int], density: CapsuleDensity, generator: torch.Generator
+    options: dict[str, Any], density: CapsuleDensity, generator: torch.Generator
 ) -> None:
     """The loss is the mean of F over data minus that over P; chains at other t have no part."""
     stage = DensityStage(**{"chains": 6000, "leapfrog_steps": 3, **options})
