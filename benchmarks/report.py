@@ -20,6 +20,7 @@ from benchmarks.density import DRAW_COLUMNS, NATS_COLUMNS, TEMPERED_COLUMNS, rou
 from benchmarks.density import table as density_table
 from benchmarks.intervals import Interval, mean_interval
 from benchmarks.libraries import PARTS
+from benchmarks.mixing import table as mixing_table
 from benchmarks.pixels import table as pixels_table
 from benchmarks.routing import COPY_RATES, ORDERS, PLAIN_TORCH, PRODUCT_RATES, SIZE_NAMES, share
 from benchmarks.study import table as study_table
@@ -842,6 +843,11 @@ def density_routing(data: str) -> str:
     return routing_table(numbers(data, "density-routing"))
 
 
+def density_mixing(data: str) -> str:
+    """List how chains forget where they began."""
+    return mixing_table(numbers(data, "mixing"))
+
+
 def density_pixels(data: str) -> str:
     """List the likelihoods of images in pixels."""
     return pixels_table(numbers(data, "pixels"))
@@ -965,6 +971,7 @@ TABLES: dict[str, Callable[..., str]] = {  # name in the comment of a page: tabl
     "density-parts": density_parts,
     "density-pixels": density_pixels,
     "density-routing": density_routing,
+    "density-mixing": density_mixing,
     "colour": colour_digits,
     "few-labels": few_labels,
     "class-effects": class_effects,

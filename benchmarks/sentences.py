@@ -40,10 +40,16 @@ class Sentence:
     page: str
     text: str
     sources: Sequence[Callable[[], str]]
+    in_table: bool = False
+    """Whether it is a part of a row of a table that is written by hand."""
 
     def filled(self) -> str:
         """Return the sentence with the measured numbers."""
         return self.text.format(*(source() for source in self.sources))
+
+    def page_text(self) -> str:
+        """Return the text in which the sentence must be: that of its page, or of its tables."""
+        return text_of(self.page, tables=self.in_table)
 
 
 def study(data: str, variant: str, path: str, form: str, *, spread: bool = False) -> str:
@@ -140,6 +146,59 @@ def dropped(model: str) -> str:
 def largest_quadrature_error() -> str:
     """Format the largest error of a log Z, in nats."""
     return f"{max(run['quadrature_error'] for run in _routed_runs()):.4f}"
+
+
+ENERGY = {MNIST: "energy", FASHION: "energy, variances without a limit"}
+ANNEALED = {data: chosen["annealed"][0] for data, chosen in report.CHOSEN_DENSITIES.items()}
+ROUTING = "4 linear coordinates, routing"
+
+
+def density_rows(data: str, variant: str, kind: str = "density") -> list[Mapping[str, Any]]:
+    """Return the rows of a variant of the study of densities, one for each seed."""
+    rows = [row for row in report.numbers(data, kind) if row["variant"] == variant]
+    if not rows:
+        raise ValueError(f"docs/results/{data}-{kind}.json has no row for {variant}")
+    return rows
+
+
+def density(data: str, variant: str, path: str, form: str, *, kind: str = "density") -> str:
+    """Format mean and standard deviation of a number of a density over its seeds."""
+    return report.mean_cell(density_rows(data, variant, kind), path, form)
+
+
+def density_extreme(
+    choose: Callable[[list[float]], float],
+    data: str,
+    variant: str,
+    path: str,
+    form: str,
+    kind: str = "density",
+) -> str:
+    """Format the smallest or the largest number of a density over its seeds."""
+    values = [lookup(row, path) for row in density_rows(data, variant, kind)]
+    found = choose([abs(value) for value in values if value is not None])
+    return format(found, form).replace("%", " %")
+
+
+def pixel_gain(
+    data: str, iterations: int, choose: Callable[[list[float]], float] = statistics.mean
+) -> str:
+    """Format the nats above independent capsules of 20 experts of 16 in pixels, over seeds."""
+    name = f"poecaps, 20×16, R {iterations}, over independent capsules"
+    models = report.numbers(data, "pixels")["models"]
+    return f"{choose([each['nats_above_base'] for each in models if each['name'] == name]):.0f}"
+
+
+def _density(text: str, *sources: Callable[[], str], in_table: bool = False) -> Sentence:
+    return Sentence("docs/density.md", text, sources, in_table)
+
+
+def mixing(path: str, form: str) -> str:
+    """Format a number of `benchmarks.mixing`."""
+    value: Any = report.numbers("mnist-sample", "mixing")
+    for key in path.split("/"):
+        value = value[key]
+    return format(value, form)
 
 
 SOFT, SHARP = "2×1 → 2×2, over inputs, β 1", "2×1 → 2×2, over inputs, β 5"
@@ -339,6 +398,162 @@ SENTENCES: tuple[Sentence, ...] = (
         ),
     ),
     Sentence(
+        "README.md",
+        "a classifier is at least 90 % certain of {} of 5,000 such draws, which are spread over {} "
+        "of ten classes, with a Fréchet distance of {} from the test images (three seeds).",
+        tuple(
+            of(density, MNIST, "energy", f"tempered_draws.tied.{path}", form)
+            for path, form in (("recognisable", ".1%"), ("classes", ".2f"), ("frechet", ".0f"))
+        ),
+    ),
+    _density(
+        "{} to {} above independent capsules instead of {} on MNIST, and {} to {} instead of {} on "
+        "Fashion-MNIST.",
+        *(
+            source
+            for data in (MNIST, FASHION)
+            for source in (
+                of(pixel_gain, data, 3, min),
+                of(pixel_gain, data, 3, max),
+                of(pixel_gain, data, 1),
+            )
+        ),
+    ),
+    _density(
+        "| MNIST, at least 9.5 effective classes | {} |",
+        of(density, MNIST, ENERGY[MNIST], "tempered_draws.tied.classes", ".2f"),
+        in_table=True,
+    ),
+    _density(
+        "annealed chains and 1,024 components: {}, but these are not draws of $`P`$",
+        of(density_extreme, statistics.mean, MNIST, ANNEALED[MNIST], "draws.tied.classes", ".2f"),
+        in_table=True,
+    ),
+    _density(
+        "| Fashion-MNIST, at least 9 effective classes | {} |",
+        of(density, FASHION, ENERGY[FASHION], "tempered_draws.tied.classes", ".2f"),
+        in_table=True,
+    ),
+    _density(
+        "| {} by the filters of the autoencoder, {} by the pixel decoder (MNIST: {} by the "
+        "filters)",
+        of(density, FASHION, ENERGY[FASHION], "tempered_draws.tied.only_mirrored", ".1%"),
+        of(density, FASHION, ENERGY[FASHION], "tempered_draws.pixel_decoder.only_mirrored", ".1%"),
+        of(
+            density_extreme,
+            statistics.mean,
+            MNIST,
+            ENERGY[MNIST],
+            "tempered_draws.tied.only_mirrored",
+            ".1%",
+        ),
+        in_table=True,
+    ),
+    _density(
+        "| Fashion-MNIST, Fréchet distance of at most 60 with the pixel decoder | {} (MNIST: {}) |",
+        *(
+            of(density, data, ENERGY[data], "tempered_draws.pixel_decoder.frechet", ".0f")
+            for data in (FASHION, MNIST)
+        ),
+        in_table=True,
+    ),
+    _density(
+        "annealed chains and 1,024 components: {}, with {} only mirrored ({} by the filters)",
+        of(density, FASHION, ANNEALED[FASHION], "draws.pixel_decoder.frechet", ".0f"),
+        *(
+            of(
+                density_extreme,
+                statistics.mean,
+                FASHION,
+                ANNEALED[FASHION],
+                f"draws.{decoder}.only_mirrored",
+                ".1%",
+            )
+            for decoder in ("pixel_decoder", "tied")
+        ),
+        in_table=True,
+    ),
+    _density(
+        "| {} (4 linear coordinates, 2,300 steps, three seeds; Fashion-MNIST: {}) |",
+        *(
+            of(density, data, "4 linear coordinates", "nats.lower", ",.0f", kind="density-routing")
+            for data in (MNIST, FASHION)
+        ),
+        in_table=True,
+    ),
+    _density(
+        "12,200 steps: {}, and {} without linear coordinates",
+        of(density, MNIST, "4 linear coordinates, 26 epochs", "nats.lower", ",.0f"),
+        of(density, MNIST, "no linear coordinates, 26 epochs", "nats.lower", ",.0f"),
+        in_table=True,
+    ),
+    _density(
+        "with routing {} to {} nats on MNIST and {} to {} on Fashion-MNIST; {} with annealed "
+        "chains and 1,024 components on MNIST",
+        *(
+            of(density_extreme, choose, data, ROUTING, "nats.bracket", ".0f", "density-routing")
+            for data in (MNIST, FASHION)
+            for choose in (min, max)
+        ),
+        of(density_extreme, statistics.mean, MNIST, ANNEALED[MNIST], "nats.bracket", ".0f"),
+        in_table=True,
+    ),
+    _density(
+        "among the states of the tempered chains above, in the second half of their steps, is {},",
+        of(mixing, "from_noise/difference", ".2f"),
+    ),
+    _density(
+        "For the tempered chains, R̂ of the classes is still {} in the second half of 6,000 steps.",
+        of(mixing, "tempered/classes/rhat", ".2f"),
+    ),
+    _density(
+        "The forward estimate is {} ± {}. In reverse, it is {} ± {} from the ends of the forward "
+        "chains and {} ± {} from tempered draws, which had no part in these (500 temperatures, 256 "
+        "chains; {} forward chains are effective).",
+        *(
+            of(mixing, f"log_partition/{kind}/{number}", form)
+            for kind, way in (
+                ("own ends", "forward"),
+                ("own ends", "reverse"),
+                ("tempered draws", "reverse"),
+            )
+            for number, form in ((way, ",.2f"), (f"{way}_error", ".2f"))
+        ),
+        of(mixing, "log_partition/own ends/effective_sample_size", ".0f"),
+    ),
+    _density(
+        "they add {} ± {} nats for 2,000 test images, and {} ± {} for the 10,000 training images.",
+        *(
+            of(mixing, f"likelihood/{kind}/{number}", ".1f")
+            for kind in ("test", "training")
+            for number in ("experts", "error")
+        ),
+    ),
+    _density(
+        "The base measure has {} for test images and {} for training images.",
+        *(of(mixing, f"likelihood/{kind}/base", ",.0f") for kind in ("test", "training")),
+    ),
+    _density(
+        "a Gaussian with the same 192 components and no limit has {} nats for test images,",
+        of(mixing, "gaussians/192/test", ",.0f"),
+    ),
+    _density(
+        "With 1,024 components a Gaussian has {}, and with all 4,608 it overfits ({}, and {} for "
+        "training images).",
+        of(mixing, "gaussians/1024/test", ",.0f"),
+        of(mixing, "gaussians/4608/test", ",.0f"),
+        of(mixing, "gaussians/4608/training", ",.0f"),
+    ),
+    _density(
+        "The median distance from a draw to the nearest training image is {}, and from a test "
+        "image {}, decoded in the same way; as a mean over the medians of the classes, {} and {}.",
+        *(
+            of(mixing, f"nearest/{kind}/{measure}", ".2f")
+            for measure in ("all", "by_class")
+            for kind in ("draws", "images")
+        ),
+    ),
+    Sentence(
         "docs/results-claims.md",
         "with the bundled models, {} (complete) and {} (restricted) are recognisable on MNIST, "
         "{} and {} on Fashion-MNIST.",
@@ -368,11 +583,13 @@ COMPLETE_PAGES: dict[str, tuple[str, ...]] = {
 RESULT = re.compile(r"\d+\.\d+|\d+ %")
 
 
-def text_of(page: str) -> str:
-    """Return the text of a page on one line, without tables, code and comments."""
+def text_of(page: str, *, tables: bool = False) -> str:
+    """Return the text of a page on one line, without code and comments: tables, or all the rest."""
     text = (report.ROOT / page).read_text(encoding="utf-8")
     text = re.sub(r"```.*?```|<!--.*?-->", "", text, flags=re.DOTALL)
-    lines = (re.sub(r"^\s*- ", "", line) for line in text.splitlines() if not line.startswith("|"))
+    lines = (
+        re.sub(r"^\s*- ", "", line) for line in text.splitlines() if line.startswith("|") == tables
+    )
     return re.sub(r"\s+", " ", " ".join(lines))
 
 
@@ -391,7 +608,7 @@ def without_source(page: str) -> Iterator[str]:
 def main() -> None:
     """Print all sentences that need attention."""
     for sentence in SENTENCES:
-        if sentence.filled() not in text_of(sentence.page):
+        if sentence.filled() not in sentence.page_text():
             print(f"{sentence.page}: should read: {sentence.filled()}\n")
     for page in COMPLETE_PAGES:
         for found in without_source(page):

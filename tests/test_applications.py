@@ -297,6 +297,21 @@ class TestNoveltyScore:
             score = novelty_score(dense, images, reference)
             torch.testing.assert_close(score, (value - median).abs())
 
+    @pytest.mark.parametrize(
+        ("reference", "error", "message"),
+        [
+            ([1.0, 2.0], TypeError, "reference must be a torch.Tensor"),
+            (torch.tensor([1.0, torch.nan]), ValueError, "reference must be finite"),
+            (torch.ones(2, 2), ValueError, r"reference must have shape \(M\)"),
+            (torch.ones(0), ValueError, "reference must hold at least one"),
+        ],
+    )
+    def test_a_bad_reference_raises_an_error(
+        self, reference: Any, error: type[Exception], message: str, network: CapsuleNetwork
+    ) -> None:
+        with pytest.raises(error, match=message):
+            novelty_score(network, bars(2, seed=0), reference)
+
     def test_without_a_density_there_is_no_log_p(self, network: CapsuleNetwork) -> None:
         with pytest.raises(ValueError, match="this model has no density; train one with"):
             novelty_score(network, bars(1, seed=0), by="log_prob")

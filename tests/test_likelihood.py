@@ -266,6 +266,7 @@ def test_single_precision_gives_the_same_integral(generator: torch.Generator) ->
     [
         ({"chains": 1}, ValueError, "chains must be a whole number of at least 2, but is 1"),
         ({"steps": 0}, ValueError, "steps must be a whole number of at least 1, but is 0"),
+        ({"leapfrog_steps": 0}, ValueError, "leapfrog_steps must be a whole number of at least 1"),
         ({"start": torch.zeros(3, 2, 1).double()}, ValueError, "start must hold 4 states, but"),
         ({"start": torch.zeros(4, 2, 2).double()}, ValueError, "start must have shape"),
         ({"start": torch.full((4, 2, 1), math.inf).double()}, ValueError, "start must be finite"),
@@ -276,6 +277,16 @@ def test_invalid_arguments_are_an_error(
 ) -> None:
     with pytest.raises(error, match=message):
         estimate_log_partition(from_zoo("even", generator), **{"chains": 4, "steps": 1} | options)
+
+
+def test_reverse_chains_in_other_coordinates_are_an_error(generator: torch.Generator) -> None:
+    target = Quadratic(2.0)
+    for start, message in (
+        (target.sample_base(3, generator), "start must hold 4 states, but holds 3"),
+        (target.sample_base(4, generator)[:, 1:], r"start must have shape \(B=4, N=5\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            bracket_log_partition(target, chains=4, steps=2, start=start)
 
 
 def test_weights_that_are_not_numbers_are_an_error(generator: torch.Generator) -> None:

@@ -285,6 +285,18 @@ def test_with_evidence_chains_draw_from_the_posterior(
         Known(density).assert_are_draws(samples.capsules)
 
 
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_evidence_is_tempered_like_the_energy(sampler: Sampler, generator: torch.Generator) -> None:
+    density = from_zoo("even, linear", generator)
+    known = Known(density, t=0.4, evidence=one_in_all)
+    start = known.draws(COUNT, generator)
+    options = settings(sampler, generator, anneal=0, steps=8, temperature=2.5)
+    samples = sample(density, COUNT, start=start, evidence=one_in_all, **options)
+    known.assert_are_draws(samples.capsules)
+    with pytest.raises(AssertionError):
+        Known(density, evidence=one_in_all).assert_are_draws(samples.capsules)
+
+
 @pytest.mark.parametrize("ladder", [None, LADDER])
 def test_every_chain_may_have_evidence_of_its_own(
     ladder: tuple[float, ...] | None, generator: torch.Generator
@@ -784,6 +796,8 @@ def test_diagnostics_of_constants_and_of_few_steps_are_not_numbers() -> None:
     for function in (effective_sample_size, split_rhat, autocorrelation, autocorrelation_time):
         with pytest.raises(ValueError, match=r"trace must have shape \(T, B\)"):
             function(torch.ones(10))
+        with pytest.raises(TypeError, match=r"trace must be a torch.Tensor"):
+            function([[1.0]])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -150,13 +150,17 @@ def novelty_score(
     if by is None:
         by = "free_energy" if network.density is None else "log_prob"
     checks.require_choice("by", by, MEASURES)
+    if reference is not None:
+        checks.require_floating("reference", reference)
+        checks.require_shape(
+            "reference", reference, "M", (None,), f"give the {by} of each of M training images"
+        )
+        checks.require_images("reference", reference)
+        if not bool(reference.isfinite().all()):
+            raise ValueError("reference must be finite, but holds NaN or infinite numbers")
     values = free_energy(network, images) if by == "free_energy" else log_prob(network, images)
     if reference is None:
         return values if by == "free_energy" else -values
-    checks.require_shape(
-        "reference", reference, "M", (None,), f"give the {by} of each of M training images"
-    )
-    checks.require_images("reference", reference)
     median = reference.median()
     spread = (reference - median).abs().median()
     return (values - median).abs() / spread.clamp(min=torch.finfo(spread.dtype).tiny)

@@ -175,6 +175,7 @@ def bracket_log_partition(
     """
     checks.require_int("chains", chains, 2)
     checks.require_int("steps", steps, 1)
+    checks.require_int("leapfrog_steps", leapfrog_steps, 1)
     if start is not None and len(start) != chains:
         raise ValueError(f"start must hold {chains} states, but holds {len(start)}")
     done = 0
@@ -191,6 +192,9 @@ def bracket_log_partition(
         "tick": tick,
     }
     u = target.sample_base(PILOT_CHAINS, generator)
+    if start is not None:
+        remedy = "give draws in the coordinates of the target"
+        checks.require_shape("start", start, "BN", (chains, u.shape[1]), remedy)
     _, _, sizes = _anneal(target, u, steps, step_sizes=None, **options)
     u = target.sample_base(chains, generator)
     ends, forward, _ = _anneal(target, u, steps, step_sizes=sizes, **options)

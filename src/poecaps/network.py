@@ -299,6 +299,7 @@ class CapsuleNetwork(nn.Module):
         density = self._with_density()[0]
         checks.require_int("steps", steps, 2)
         options.setdefault("anneal", round(sampling.ANNEALED_SHARE * steps))
+        checks.require_int("anneal", options["anneal"], 0, steps - 1)
         if expert is not None:
             options["on"] = self._only(expert, count)
         return sampling.sample(density, count, steps=steps - options["anneal"], **options)

@@ -599,12 +599,18 @@ class Samples:
 
     @property
     def effective_sample_size(self) -> float:
-        """Effective sample size of the free energy at t = 1; NaN with fewer than 4 steps."""
+        """Effective sample size of the free energy at t = 1; NaN with fewer than 4 steps.
+
+        It does not tell whether chains cross between modes whose free energies are alike.
+        """
         return effective_sample_size(self.free_energy)
 
     @property
     def split_rhat(self) -> float:
-        """Split-R̂ of the free energy at t = 1; NaN with fewer than 4 steps."""
+        """Split-R̂ of the free energy at t = 1; NaN with fewer than 4 steps.
+
+        It does not tell whether chains cross between modes whose free energies are alike.
+        """
         return split_rhat(self.free_energy)
 
     @property
@@ -791,10 +797,12 @@ def draw(
 
     Chains that are annealed from noise end in the modes that the annealing finds, whatever their
     probability. Here, chains at several temperatures, down to the base measure, exchange their
-    states, so that they cross between the modes: a mode is drawn as often as it is probable.
+    states, so that they cross between the modes: with many steps, a mode is drawn as often as it is
+    probable.
 
     A chain is annealed to its temperature in the first fifth of its steps. It forgets how it began
     in the next two fifths, and gives up to sixteen states in the last two, at equal distances.
+    States of the same chain share the directions of x on which no expert depends.
 
     Parameters
     ----------
@@ -960,6 +968,7 @@ def _check_ladder(ladder: Sequence[float] | None) -> tuple[float, ...]:
 
 def autocorrelation(trace: Tensor) -> Tensor:
     """Compute the autocorrelation at every lag, averaged over chains: (T, B) → (T,)."""
+    checks.require_tensor("trace", trace)
     checks.require_shape("trace", trace, "TB", (None, None), "give a row for each step")
     checks.require_int("the number of steps", len(trace), 1)
     covariance = _autocovariance(trace.double()).mean(1)
@@ -1046,6 +1055,7 @@ def _integrated(correlation: Tensor) -> Tensor:
 
 def _split(trace: Tensor) -> Tensor | None:
     """Cut every chain into two halves: (T, B) → (T/2, 2B), float64."""
+    checks.require_tensor("trace", trace)
     checks.require_shape("trace", trace, "TB", (None, None), "give a row for each step")
     half = len(trace) // 2
     if half < 2:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @pytest.mark.parametrize("sentence", SENTENCES, ids=lambda sentence: sentence.text[:60])
 def test_a_sentence_has_the_measured_numbers(sentence: Sentence) -> None:
-    assert sentence.filled() in text_of(sentence.page)
+    assert sentence.filled() in sentence.page_text()
 
 
 @pytest.mark.parametrize("sentence", SENTENCES, ids=lambda sentence: sentence.text[:60])
@@ -26,7 +26,7 @@ def test_a_sentence_with_exchanged_numbers_is_false(sentence: Sentence) -> None:
             if values[first] != values[second]:
                 exchanged = list(values)
                 exchanged[first], exchanged[second] = values[second], values[first]
-                assert sentence.text.format(*exchanged) not in text_of(sentence.page)
+                assert sentence.text.format(*exchanged) not in sentence.page_text()
 
 
 @pytest.mark.parametrize("page", COMPLETE_PAGES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import statistics
 from dataclasses import replace
@@ -31,6 +32,7 @@ from poecaps.training import (
 from poecaps.training.chains import LearningChains, make_chains
 from poecaps.training.checkpoint import CHECKPOINT, read_checkpoint
 from poecaps.training.config import DensityStage, stage_options
+from poecaps.training.density import DensityLearner
 from poecaps.training.distributed import Distributed, RandomNumbers
 from tests.densities import Known, make_density, two_modes
 from tests.training.runs import Stop, assert_same_weights, metrics, weights, without_epochs
@@ -391,6 +393,8 @@ def test_every_chain_of_a_network_may_have_an_expert_of_its_own(
         network.sample_density(4, expert=experts - 1)
     with pytest.raises(TypeError, match=r"expert must be a whole number from 0 to 2, but is 0\.0"):
         network.sample_density(4, expert=experts.float())
+    with pytest.raises(ValueError, match="anneal must be a whole number from 0 to 5, but is 6"):
+        network.sample_density(4, steps=6, anneal=6)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -593,6 +597,44 @@ def test_the_given_random_numbers_decide_the_metropolis_test(
     random.number = 1.0  # only lower energies are accepted
     chains.advance(random)
     assert chains.acceptance < 0.8
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"lifetime": 60}, {"lifetime": 0, "levels": 6}, {"lifetime": 0}],
+    ids=["annealed", "tempered", "persistent"],
+)
+def test_a_density_learns_from_chains_of_the_model_alone(
+    options: dict[str, Any], density: CapsuleDensity, generator: torch.Generator
+) -> None:
+    """The loss is the mean of F over data minus that over P; chains at other t have no part."""
+    stage = DensityStage(**{"chains": 6000, "leapfrog_steps": 3, **options})
+    learner = DensityLearner(density, stage, Distributed())
+    learner.chains.step_size.value.fill_(0.5)
+    learner.chains.start(generator)
+    random = RandomNumbers(generator, Distributed())
+    for _ in range(80):
+        learner.chains.advance(random)
+    x = torch.randn(5, 2, 1, generator=generator)
+    data = density.free_energy(x).mean().item()
+    with torch.no_grad():
+        found = data - learner.loss(x, random).item()
+    exact = copy.deepcopy(density).double()
+    at_model, at_base = (Known(exact, t).expectation[-1].item() for t in (1.0, 0.0))
+    assert found == pytest.approx(at_model, abs=0.1)
+    assert at_base - at_model > 0.5
+
+
+def test_chains_at_the_base_measure_are_drawn_anew_in_every_step(
+    density: CapsuleDensity, generator: torch.Generator
+) -> None:
+    """From there, new states reach the model even if the sampler itself hardly moves."""
+    chains = chains_on(density, generator, chains=40, levels=2, lifetime=0)
+    chains.position.zero_()
+    chains.step_size.value.fill_(1e-6)
+    chains.advance(RandomNumbers(generator, Distributed()))
+    assert (chains.position.norm(dim=1) > 1e-3).sum() == 20
+    assert bool((chains.position[chains.at_model()].norm(dim=1) > 1e-3).any())
 
 
 def test_persistent_chains_are_draws_and_never_start_anew(

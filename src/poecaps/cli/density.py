@@ -56,6 +56,9 @@ def sample(
 ) -> None:
     """Run Markov chains on the density of a model, and print their diagnostics.
 
+    The diagnostics are those of the free energy. Good ones do not tell whether chains cross between
+    kinds of images, whose free energies may be alike.
+
     Parameters
     ----------
     chains
