@@ -156,10 +156,10 @@ def test_the_ground_photograph_needs_the_option(capsys: pytest.CaptureFixture[st
 
 @pytest.mark.parametrize("name", colour.VARIANTS)
 def test_a_variant_is_valid_and_changes_only_its_options(name: str) -> None:
-    config = colour.VARIANTS[name].config(data="plain.npz")
+    variant = colour.VARIANTS[name]
+    config = variant.config(data="plain.npz")
     config.validate()
-    changes = {"data": "plain.npz", **colour.VARIANTS[name].changes}
-    assert changed_options(config, "default") == changes
+    assert changed_options(config, variant.preset) == {"data": "plain.npz", **variant.changes}
 
 
 def arguments_with(tmp_path: Path, *more: str) -> list[str]:
@@ -213,6 +213,19 @@ def test_held_out_digits_have_photographs_of_their_own(
     numbers = [set(part.images[:, 0, 0, 0].tolist()) for part in (made.training, made.measured)]
     assert numbers[1] == {0, 100}
     assert numbers[0] == {10 * number for number in range(20)} - numbers[1]
+
+
+def test_digits_are_enlarged_before_they_are_coloured(tmp_path: Path) -> None:
+    options = colour.make_parser().parse_args(arguments_with(tmp_path, "--size", "56"))
+    made = colour.make_images("plain", options)
+    assert made.training.shape == made.measured.shape == (3, 56, 56)
+    grey = load("mnist-sample").subset(range(120))
+    large = colour.enlarged(grey, 56)
+    assert large.labels is not None
+    assert (large.labels == grey.labels).all()
+    halved = torch.nn.functional.avg_pool2d(large.batch(slice(None)), 2)
+    assert (halved - grey.batch(slice(None))).abs().mean() < 0.03
+    assert colour.enlarged(grey, None) is grey
 
 
 @pytest.mark.parametrize("name", ["photograph", colour.PHOTOGRAPHS])
