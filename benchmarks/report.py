@@ -702,6 +702,25 @@ def autoencoder_steps(device: str) -> str:
     return markdown_table(head, rows, 2)
 
 
+def view_steps(device: str) -> str:
+    """List the speed of the encoder's steps with several views and restarts."""
+    report = measured("encoder", device)
+    if report is None:
+        return ""
+    rows = [
+        [
+            f"{step['views']}",
+            f"{step['restarts']}",
+            *_times(step)[:2],
+            f"{step['images_per_s']:,.0f}",
+            f"{step['relative']:.2f}",
+        ]
+        for step in report["steps"]
+    ]
+    head = ["views", "restarts", "median ms", "min–max", "images/s", "× one view, one start"]
+    return markdown_table(head, rows)
+
+
 def pipeline_parts(device: str) -> str:
     """List the times of the parts of the pipeline from files to Figure 2."""
     report = measured("pipeline", device)
@@ -991,6 +1010,7 @@ TABLES: dict[str, Callable[..., str]] = {  # name in the comment of a page: tabl
     "plot": growth_plot,
     "largest": largest_layer,
     "autoencoder": autoencoder_steps,
+    "views": view_steps,
     "pipeline": pipeline_parts,
     "quality": pipeline_quality,
     "sampler": sampler_steps,

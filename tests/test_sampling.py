@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from poecaps.energy import CapsuleDensity
+from poecaps.energy import CapsuleDensity, GaussianBase
 from poecaps.sampling import (
     SAMPLERS,
     Chains,
@@ -642,6 +642,46 @@ def test_samples_know_their_diagnostics(generator: torch.Generator) -> None:
     assert math.isnan(short.split_rhat)
     assert 1 < samples.autocorrelation_time < 20 * 200 / 500
     assert math.isnan(short.autocorrelation_time)
+    assert 1 <= samples.leading_rhat < 1.15
+    assert math.isnan(short.leading_rhat)
+
+
+def test_the_leading_coordinates_tell_that_chains_do_not_cross_between_modes(
+    generator: torch.Generator,
+) -> None:
+    """The modes at u and −u have the same free energies."""
+    density = two_modes((60.0, 60.0))
+    options: dict[str, Any] = {"steps": 300, "anneal": 150, "generator": generator}
+    stuck = sample(density, 40, **options)
+    assert stuck.split_rhat < 1.1
+    assert stuck.leading_rhat > 3
+    crossing = sample(density, 40, ladder=tempering_ladder(12), **options)
+    assert crossing.leading_rhat < 1.3
+
+
+@pytest.mark.parametrize(
+    ("components", "restricted", "clamped"),
+    [(0, False, False), (12, False, False), (12, True, False), (12, False, True)],
+)
+def test_leading_coordinates_are_those_of_the_principal_directions(
+    components: int, restricted: bool, clamped: bool, generator: torch.Generator
+) -> None:
+    density = CapsuleDensity(
+        5, 3, 4, 4, base_components=components, dtype=torch.float64, generator=generator
+    )
+    assert isinstance(density.base, GaussianBase)
+    batch = torch.randn(50, 5, 3, generator=generator, dtype=torch.float64)
+    density.base.fit([batch])
+    if restricted:
+        density.extend(density.restrict())
+    options: dict[str, Any] = {}
+    if clamped:
+        options = {"start": batch[:6], "clamped": torch.arange(5) < 2}
+    samples = sample(density, 6, steps=2, anneal=2, generator=generator, **options)
+    u = density.base.to_white(samples.capsules)
+    expected = u @ density.base.directions if components else u
+    torch.testing.assert_close(samples.leading[-1], expected[:, :10])
+    assert not torch.equal(samples.leading[0], samples.leading[1])
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,7 @@ ADAPTATION_RATE = 0.1  # of the logarithm of the step size, for each step
 # Draws by parallel tempering: steps of a chain and levels of the ladder, the most states that one
 # chain gives, and as many chains at least.
 DRAW_STEPS, LEVELS, MAX_STATES, MIN_CHAINS = 1500, 32, 16, 16
+LEADING = 10  # coordinates that are recorded for diagnostics
 
 
 # --------------------------------------------------------------------------------------------------
@@ -132,6 +133,26 @@ class DensityTarget:
         self._matrix = base.times_root(weight.T).T.contiguous()
         if reduced and weight.shape[1] < weight.shape[0]:
             self._directions, self._matrix = torch.linalg.qr(self._matrix)
+
+    def leading(self, coordinates: Tensor) -> Tensor:
+        """Return the coordinates along the leading principal directions of a Gaussian base measure.
+
+        If it has none, or chains move in the range of few experts, these are the first coordinates.
+
+        Parameters
+        ----------
+        coordinates : (B, N)
+            In which chains move.
+
+        Returns
+        -------
+        (B, C)
+            C is at most `LEADING`.
+        """
+        base = self.density.base
+        if self._directions is None and isinstance(base, GaussianBase) and len(base.std):
+            return coordinates @ base.directions[:, :LEADING]
+        return coordinates[:, :LEADING].clone()
 
     @property
     def is_capturable(self) -> bool:
@@ -586,6 +607,9 @@ class Samples:
         Frozen step size.
     swap_rates : tuple of float
         With a ladder: the share of accepted exchanges of each pair of neighbouring levels.
+    leading : (T, B, C)
+        At most ten of the coordinates in which the chains move, after each step at t = 1; see
+        `DensityTarget.leading`.
     strip : tuple of (B, I, K)
         States on the way, if `keep_every` was given: the first is the start.
     """
@@ -594,14 +618,16 @@ class Samples:
     free_energy: Tensor
     acceptance: float
     step_size: float
-    swap_rates: tuple[float, ...] = ()
+    swap_rates: tuple[float, ...]
+    leading: Tensor
     strip: tuple[Tensor, ...] = field(default=(), repr=False)
 
     @property
     def effective_sample_size(self) -> float:
         """Effective sample size of the free energy at t = 1; NaN with fewer than 4 steps.
 
-        It does not tell whether chains cross between modes whose free energies are alike.
+        It does not tell whether chains cross between modes whose free energies are alike, see
+        `leading_rhat`.
         """
         return effective_sample_size(self.free_energy)
 
@@ -609,9 +635,20 @@ class Samples:
     def split_rhat(self) -> float:
         """Split-R̂ of the free energy at t = 1; NaN with fewer than 4 steps.
 
-        It does not tell whether chains cross between modes whose free energies are alike.
+        It does not tell whether chains cross between modes whose free energies are alike, see
+        `leading_rhat`.
         """
         return split_rhat(self.free_energy)
+
+    @property
+    def leading_rhat(self) -> float:
+        """Largest split-R̂ of the leading coordinates at t = 1; NaN with fewer than 4 steps.
+
+        Chains that stay in different modes have different coordinates, even if their free energies
+        are alike. Coordinates that are constant, such as those of clamped capsules, are left out.
+        """
+        found = map(split_rhat, self.leading.unbind(-1))
+        return max((each for each in found if not math.isnan(each)), default=math.nan)
 
     @property
     def autocorrelation_time(self) -> float:
@@ -734,7 +771,7 @@ def sample(
     chains = start_chains(held, position, ladder_t.repeat_interleave(count))
     check_start(chains)
     size = StepSize(torch.tensor(INITIAL_STEP_SIZE if step_size is None else step_size, **like))
-    accepted_count, trace = torch.zeros((), **like), []
+    accepted_count, trace, leading = torch.zeros((), **like), [], []
     swaps, tries = torch.zeros(2, len(levels) - 1, **like)
     strip = [density.base.from_white(u)] if keep_every else []
 
@@ -770,6 +807,7 @@ def sample(
                 swaps += swapped.to(**like).mean(1)
                 tries[step % 2 :: 2] += 1
             trace.append(chains.energy[:count].clone())
+            leading.append(target.leading(chains.position[:count]))
         if keep_every and (step + 1) % keep_every == 0:
             strip.append(capsules())
         if report is not None:
@@ -780,6 +818,7 @@ def sample(
         (accepted_count / steps).item(),
         size.value.item(),
         tuple((swaps / tries.clamp(min=1)).tolist()),
+        torch.stack(leading),
         tuple(strip),
     )
 

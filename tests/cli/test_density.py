@@ -75,6 +75,7 @@ def test_the_last_states_of_the_chains_are_drawn_with_their_diagnostics(
         f"free energy            {samples.free_energy[-1].mean():.1f}",
         f"effective sample size  {samples.effective_sample_size:.0f} of 20",  # 4 steps at t = 1
         f"split R-hat            {samples.split_rhat:.3f}",
+        f"leading R-hat          {samples.leading_rhat:.3f} of 10 coordinates",
         f"autocorrelation time   {samples.autocorrelation_time:.1f} steps of a chain",
     ]
 

@@ -56,8 +56,8 @@ def sample(
 ) -> None:
     """Run Markov chains on the density of a model, and print their diagnostics.
 
-    The diagnostics are those of the free energy. Good ones do not tell whether chains cross between
-    kinds of images, whose free energies may be alike.
+    Most diagnostics are those of the free energy, which may be alike for different kinds of images.
+    The last R-hat, of the leading coordinates, also tells whether chains cross between them.
 
     Parameters
     ----------
@@ -108,6 +108,7 @@ def sample(
     say(f"free energy            {drawn.free_energy[-1].mean():.1f}")
     say(f"effective sample size  {drawn.effective_sample_size:.0f} of {drawn.free_energy.numel()}")
     say(f"split R-hat            {drawn.split_rhat:.3f}")
+    say(f"leading R-hat          {drawn.leading_rhat:.3f} of {drawn.leading.shape[-1]} coordinates")
     say(f"autocorrelation time   {drawn.autocorrelation_time:.1f} steps of a chain")
     if drawn.swap_rates:
         say("exchanges accepted    ", *(f"{rate:.2f}" for rate in drawn.swap_rates))
