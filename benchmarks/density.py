@@ -261,6 +261,7 @@ def run(job: Job) -> dict[str, Any]:
         "seconds": seconds,
         "acceptance": samples.acceptance,
         "split_rhat": samples.split_rhat,
+        "leading_rhat": samples.leading_rhat,
         **measure(samples.capsules),
     }
     if o.levels:
@@ -269,6 +270,7 @@ def run(job: Job) -> dict[str, Any]:
             "seconds": seconds,
             "levels": o.levels,
             "swap_rate": min(tempered.swap_rates),
+            "leading_rhat": tempered.leading_rhat,
             **measure(tempered.capsules),
         }
     base_draws = draw_from_base(model.density, o.samples, job.seed)
@@ -335,6 +337,7 @@ def likelihood(
         "base": base,
         "experts": -energy - max(estimate.forward, estimate.reverse),
         "bracket": estimate.bracket,
+        "effective_chains": estimate.effective_sample_size,
         "above_mirror_images": mirrored - energy,
         "mean_strength": density.strength.mean().item(),
     }

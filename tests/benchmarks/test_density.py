@@ -98,11 +98,14 @@ def test_a_variant_is_trained_and_measured(
     for row in found:
         nats = row["nats"]
         assert nats["upper"] - nats["lower"] == pytest.approx(abs(nats["bracket"]))
+        assert 0 < nats["effective_chains"] <= 256
         assert row["seconds"]["density"] > 0
         assert row["draws"].keys() >= {"tied", "pixel_decoder", "seconds"}
         assert 0 <= row["draws"]["tied"]["recognisable"] <= 1
         assert row["base_draws"]["tied"] != row["draws"]["tied"]
         assert row["tempered_draws"].keys() >= {"seconds", "swap_rate", *row["base_draws"]}
+        for chains in ("draws", "tempered_draws"):
+            assert row[chains]["leading_rhat"] > 0.9
         assert row["reconstructions"]["tied"]["frechet"] < row["base_draws"]["tied"]["frechet"]
         assert row["component_reconstructions"] != row["reconstructions"]
         assert row["nearest"]["images"]["tied"] > 0
