@@ -64,7 +64,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     def serve(explored: Any, *, ready: Any, **options: Any) -> None:
         seen.update(models=explored, **options)
-        ready("http://127.0.0.1:4711/")
+        ready("http://127.0.0.1:4711/?token=secret", "http://127.0.0.1:4711/?token=once")
 
     monkeypatch.setattr(server, "serve", serve)
     monkeypatch.setattr("webbrowser.open", seen["opened"].append)
@@ -75,9 +75,11 @@ def test_the_browser_opens_and_others_are_warned_of(
     digits: ExplorerModel, served: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["explore", digits.source, "--port", "4711"]) == 0
-    assert served["opened"] == ["http://127.0.0.1:4711/"]
+    assert served["opened"] == ["http://127.0.0.1:4711/?token=once"]
     assert (served["host"], served["port"]) == ("127.0.0.1", 4711)
-    assert "warning" not in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert "the explorer is at http://127.0.0.1:4711/?token=secret (" in said.out
+    assert "warning" not in said.err
     assert main(["explore", digits.source, "--host", "0.0.0.0", "--no-browser"]) == 0
     assert len(served["opened"]) == 1
     assert "everybody who has the address can use the explorer" in capsys.readouterr().err

@@ -22,7 +22,7 @@ import pytest
 from PIL import Image
 
 from benchmarks.explorer_load import load
-from poecaps.explorer import chains, server
+from poecaps.explorer import chains, security, server
 from poecaps.explorer.render import ExplorerModel, Setting
 from poecaps.explorer.security import SecurityMiddleware, is_loopback, new_token, require_token
 from poecaps.explorer.server import STATIC, create_app, serve
@@ -475,6 +475,26 @@ def test_the_first_visit_leaves_a_cookie_and_hides_the_token(address: str) -> No
         assert browser.get("/api/models", headers=foreign).status_code == 403  # cookie or not
 
 
+def test_a_ticket_opens_the_page_once_and_not_for_long(
+    digits: ExplorerModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app = create_app([digits], token=TOKEN, ticket="ticket-of-the-tests")
+    params: dict[str, Any] = {"params": {"token": "ticket-of-the-tests"}, "trust_env": False}
+    with serving(app) as address:
+        with httpx.Client(base_url=address, trust_env=False) as browser:
+            # It opens the page alone: nothing else, which would leave it valid for others.
+            assert httpx.get(f"{address}/api/models", **params).status_code == 401
+            assert browser.get("/", params=params["params"]).status_code == 303
+            assert browser.get("/api/models").status_code == 200  # by its cookie
+        assert httpx.get(f"{address}/", **params).status_code == 401
+    monkeypatch.setattr(security, "TICKET_SECONDS", -1.0)
+    late = create_app([digits], token=TOKEN, ticket="ticket-of-the-tests")
+    with serving(late) as address:
+        assert httpx.get(f"{address}/", **params).status_code == 401
+        with_token = httpx.get(f"{address}/", params={"token": TOKEN}, trust_env=False)
+        assert with_token.status_code == 303
+
+
 def test_a_program_may_send_the_token_in_the_url_or_in_a_header(address: str) -> None:
     for options in ({"params": {"token": TOKEN}}, {"headers": BEARER}):
         answer = httpx.get(f"{address}/api/models", trust_env=False, timeout=30, **options)  # type: ignore[arg-type]
@@ -482,11 +502,14 @@ def test_a_program_may_send_the_token_in_the_url_or_in_a_header(address: str) ->
 
 
 def test_a_public_server_needs_a_token(digits: ExplorerModel) -> None:
+    def never(*_: str) -> None:
+        pytest.fail("the server has started")
+
     for host in ("0.0.0.0", "::", "192.168.0.7", "lab"):
         with pytest.raises(ValueError, match="a token is required at host"):
-            serve([digits], token=None, host=host, ready=pytest.fail)
+            serve([digits], token=None, host=host, ready=never)
     with pytest.raises(ValueError, match="token must have 16 to 128 letters"):
-        serve([digits], token="short", ready=pytest.fail)
+        serve([digits], token="short", ready=never)
     assert is_loopback("127.0.0.2")
     assert not is_loopback("127.0.0.1.evil.example")
     assert len({new_token() for _ in range(100)}) == 100

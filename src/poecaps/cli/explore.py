@@ -91,7 +91,7 @@ def explore(
     security.require_token(secret, host)
     opened = _open_all(runs, data, data_path)
 
-    def ready(url: str) -> None:
+    def ready(url: str, url_for_browser: str) -> None:
         if not security.is_loopback(host):
             say(
                 f"warning: at {host} everybody who has the address can use the explorer, and read "
@@ -100,7 +100,7 @@ def explore(
             )
         say(f"the explorer is at {url} (stop it with Ctrl-C)")
         if browser:
-            webbrowser.open(url)
+            webbrowser.open(url_for_browser)
 
     server.serve(opened, token=secret, host=host, port=port, ready=ready)
 

@@ -8,6 +8,7 @@ import json
 import logging
 import re
 import secrets
+import time
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qs
 
@@ -24,6 +25,7 @@ MAX_CONCURRENT_REQUESTS = 32  # further requests are answered with status 429
 BODY_TIMEOUT = 15.0  # seconds in which the body of a request must arrive
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
 TOKEN_BYTES = 24  # of a random token
+TICKET_SECONDS = 120.0  # in which a browser that was started must open the page
 TOKEN = re.compile(r"[A-Za-z0-9_-]{16,128}")  # valid in a URL and in a cookie
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
@@ -84,6 +86,10 @@ class SecurityMiddleware:
     token in a cookie and redirects to the page, so that neither the address bar nor a copied link
     contains it.
 
+    A browser that a program starts gets a ticket instead of the token. The command line of the
+    browser, which other users of the machine can read, contains it, but it opens the page only once
+    and not for long.
+
     Parameters
     ----------
     app
@@ -91,6 +97,9 @@ class SecurityMiddleware:
     token
         The token that requests must have: in a cookie, as the parameter `token` of the URL or in
         the header `Authorization: Bearer TOKEN`. None: requests need no token.
+    ticket
+        What the first visit may have as the parameter `token` of the URL, once, instead of the
+        token.
     hosts
         Names, without port, under which this server may be addressed.
     any_address
@@ -105,6 +114,7 @@ class SecurityMiddleware:
         app: ASGIApp,
         *,
         token: str | None,
+        ticket: str | None = None,
         hosts: Iterable[str] = LOCAL_HOSTS,
         any_address: bool = False,
         max_body_bytes: int = MAX_BODY_BYTES,
@@ -112,6 +122,7 @@ class SecurityMiddleware:
         body_timeout: float = BODY_TIMEOUT,
     ) -> None:
         self.app, self.token = app, token
+        self.ticket, self.ticket_ends = ticket, time.monotonic() + TICKET_SECONDS
         self.hosts = frozenset(host.lower() for host in hosts)
         self.any_address = any_address
         self.max_body_bytes = max_body_bytes
@@ -195,9 +206,19 @@ class SecurityMiddleware:
         )
 
     def _is_first_visit(self, scope: Scope) -> bool:
-        """Return whether a browser opens the page with the token in its URL."""
-        is_page = scope["method"] == "GET" and scope["path"] == "/"
-        return is_page and bool(given := _query_token(scope)) and self._is_token(given)
+        """Return whether a browser opens the page with the token, or a ticket, in its URL."""
+        if scope["method"] != "GET" or scope["path"] != "/" or not (given := _query_token(scope)):
+            return False
+        return self._is_token(given) or self._takes_ticket(given)
+
+    def _takes_ticket(self, text: str) -> bool:
+        """Return whether this is the ticket, which is not valid any more after that."""
+        if self.ticket is None or time.monotonic() > self.ticket_ends:
+            return False
+        if not hmac.compare_digest(text.encode("utf-8", "replace"), self.ticket.encode()):
+            return False
+        self.ticket = None
+        return True
 
     async def _send_cookie(self, send: Send, scope: Scope) -> None:
         """Store the token in the browser, and redirect to the page without it."""

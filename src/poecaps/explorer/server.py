@@ -47,6 +47,7 @@ from poecaps.explorer.security import (
     LOCAL_HOSTS,
     SecurityMiddleware,
     is_loopback,
+    new_token,
     require_token,
 )
 from poecaps.explorer.training import LiveTraining, TrainingError, UnknownSourceError, sweep
@@ -640,7 +641,7 @@ def serve(
     token: str | None,
     host: str = "127.0.0.1",
     port: int = 0,
-    ready: Callable[[str], None],
+    ready: Callable[[str, str], None],
 ) -> None:
     """Serve the explorer until Ctrl-C.
 
@@ -653,7 +654,8 @@ def serve(
     host, port
         Where to listen; port 0 selects a free port.
     ready
-        Called with the URL, which contains the token, once the server accepts connections.
+        Called once the server accepts connections, with the URL, which contains the token, and with
+        that for a browser that is started now, which opens the page once.
 
     Raises
     ------
@@ -665,12 +667,14 @@ def serve(
     torch.set_num_threads(1)  # the threads of the registry share the cores
     is_public = not is_loopback(host)
     names = [*LOCAL_HOSTS, host, *([socket.gethostname()] if is_public else [])]
-    app = create_app(models, token=token, hosts=names, any_address=is_public)
+    ticket = None if token is None else new_token()
+    app = create_app(models, token=token, ticket=ticket, hosts=names, any_address=is_public)
     with listen(host, port) as listener:
         shown = "127.0.0.1" if host in ALL_ADDRESSES else f"[{host}]" if ":" in host else host
-        query = "" if token is None else f"?token={token}"
+        page = f"http://{shown}:{listener.getsockname()[1]}/"
+        urls = [page if each is None else f"{page}?token={each}" for each in (token, ticket)]
         # Connections are queued from now on, even before the server runs.
-        ready(f"http://{shown}:{listener.getsockname()[1]}/{query}")
+        ready(*urls)
         try:
             with bounded_log():
                 LimitedServer(app).run(sockets=[listener])
