@@ -717,7 +717,7 @@ def view_steps(device: str) -> str:
         ]
         for step in report["steps"]
     ]
-    head = ["views", "restarts", "median ms", "min–max", "images/s", "× one view, one start"]
+    head = ["views", "starts", "median ms", "min–max", "images/s", "× one view, one start"]
     return markdown_table(head, rows)
 
 
@@ -897,9 +897,9 @@ def density_parts(data: str, chains: str) -> str:
     return markdown_table(["", *columns], lines)
 
 
-def colour_digits() -> str:
+def colour_digits(images: str = "coloured-digits") -> str:
     """List the results on coloured digits and photographs."""
-    return colour_table(numbers("coloured-digits", "colour"))
+    return colour_table(numbers(images, "colour"))
 
 
 # --------------------------------------------------------------------------------------------------
