@@ -207,7 +207,7 @@ def world(
 @pytest.fixture
 def shell(world: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let `poecaps explore` print its address and exit."""
-    monkeypatch.setattr(server, "serve", lambda *_, ready, **__: ready(f"{EXPLORER}/"))
+    monkeypatch.setattr(server, "serve", lambda *_, ready, **__: ready(*[f"{EXPLORER}/"] * 2))
     monkeypatch.setattr("webbrowser.open", lambda _: True)
 
 

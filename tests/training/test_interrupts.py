@@ -17,10 +17,12 @@ if TYPE_CHECKING:
 
 @pytest.fixture(autouse=True)
 def heeded() -> Iterator[None]:
-    """Install a handler of Ctrl-C: a shell without job control lets background jobs ignore it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    """Heed all signals: background jobs of a shell may ignore Ctrl-C, and those of nohup SIGHUP."""
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in SIGNALS}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
-    signal.signal(signal.SIGINT, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def test_a_signal_waits_for_the_end_of_a_step_but_a_second_does_not() -> None:
