@@ -360,6 +360,8 @@ def test_a_perfect_model_gets_perfect_scores(digits: tuple[ImageSet, ImageSet]) 
     assert result.specialisation.accuracy == 1
     assert result.firing_clusters is not None
     assert result.firing_clusters.accuracy > 0.7  # centres may start at equal points
+    (line,) = (each for each in result.table().splitlines() if "probabilities, adjusted" in each)
+    assert line.split()[-1] == f"{result.firing_clusters.adjusted_rand:.3f}"
     assert result.reconstruction.error == 0
     assert result.domains["joint"].negatives.share == 0
     assert result.experts.purity.mean > 0.97

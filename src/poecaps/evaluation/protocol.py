@@ -739,6 +739,11 @@ CODE_ROWS = (
     ("mutual information, nats", "specialisation.mutual_information", ".3f"),
     ("k-means on firing probabilities, accuracy", "firing_clusters.accuracy", ".4f"),
     ("k-means on firing probabilities, NMI", "firing_clusters.normalised", ".3f"),
+    (
+        "k-means on firing probabilities, adjusted Rand index",
+        "firing_clusters.adjusted_rand",
+        ".3f",
+    ),
     ("effective number of active experts", "specialisation.effective_experts", ".1f"),
     ("effective rank", "effective_rank", ".1f"),
     ("reconstruction error per pixel", "reconstruction.error", ".5f"),
