@@ -210,7 +210,8 @@ def train_model(job: Job, digits: Digits) -> tuple[Encoder | None, dict[str, Any
         budget = Budget(epochs, gibbs=0, seed=job.seed, device=device)
         peer = BASELINES[job.name](digits.training, budget)
         seconds = round(time.perf_counter() - started, 2)
-        return peer, {"variant": job.name, "seed": job.seed, "training_seconds": seconds}
+        row = {"variant": job.name, "seed": job.seed, "epochs": epochs}
+        return peer, {**row, "training_seconds": seconds}
     config = replace(job.config(POECAPS), data=FILE, data_path=None)
     with job.folder() as folder:
         network, trained = variants.train_and_time(config, folder, digits.training)
@@ -229,7 +230,7 @@ def run(job: Job) -> dict[str, Any]:
     return (
         row
         | variants.protocol_of(o)
-        | {"copies": o.copies}
+        | {"copies": o.copies, "images": len(training), "test_images": len(test)}
         | measure(model, digits, find_device(o.device), job.seed)
     )
 
@@ -284,20 +285,25 @@ def _labels(data: ImageSet) -> Tensor:
     return torch.from_numpy(data.labels.astype("int64"))
 
 
-COLUMNS = {  # heading: path of the number in a row, format
+QUALITY_COLUMNS = {  # heading: path of the number in a row, format
     "probe, placed": ("probe.placed", ".4f"),
     "probe, affine": ("probe.affine", ".4f"),
     "experts, placed": ("experts.placed.accuracy", ".3f"),
     "experts, affine": ("experts.affine.accuracy", ".3f"),
     "same expert": ("same_expert", ".3f"),
+}
+MAP_COLUMNS = {
     **{f"R² of {name}": (f"transformations.expert.{name}", ".2f") for name in NAMES},
     **{f"{name}, whole code": (f"transformations.code.{name}", ".2f") for name in NAMES},
 }
 
 
-def table(rows: Sequence[Mapping[str, Any]]) -> str:
+def table(
+    rows: Sequence[Mapping[str, Any]],
+    columns: variants.Columns = QUALITY_COLUMNS | MAP_COLUMNS,
+) -> str:
     """Format rows as a Markdown table; see `benchmarks.variants.table`."""
-    return variants.table(rows, {name: name for name in STUDY}, COLUMNS, "model")
+    return variants.table(rows, {name: name for name in STUDY}, columns, "model")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

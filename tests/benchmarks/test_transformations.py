@@ -236,8 +236,10 @@ def test_models_are_trained_and_measured(
         assert 0 <= row["probe"]["affine"] <= row["probe"]["placed"] + 0.1 <= 1.1
         assert 0 < row["experts"]["placed"]["accuracy"] <= 1
         assert set(row["transformations"]["code"]) == {*NAMES, "mean"}
+        assert (row["images"], row["test_images"]) == (300, 300)
         assert ("expert" in row["transformations"]) == ("same_expert" in row) == (name == "small")
     assert found["small"]["code_size"] == 15
+    assert found["vae"]["epochs"] == 1
     assert "affine-digits.npz" in found["small"]["command"]
     assert found["pixels"]["code_size"] == 1600
     capsys.readouterr()
