@@ -10,10 +10,12 @@ all, best        Mean and largest accuracy (or purity) of the encoders.
 by …             That of the encoder with the highest score by a criterion.
 rank …           Rank correlation of the scores by a criterion and of it, from −1 to 1.
 NMI              Of the encoder with the highest agreement.
+ARI              Its adjusted Rand index, for encoders that were dropped or recombined on the way.
 
 With `--compare 3`, the encoders are also compared after 1/8, 1/4 and 1/2 of the steps, where three
 halvings would drop the worse half of them. A further table says how well an early comparison
-predicts the end.
+predicts the end. With `--balance-rate 0`, the balance of recombined encoders moves at another rate
+than that of poecaps: write these rows to a FILE of their own.
 
 By default, the last 10,000 training images are left out of the training and measured on: a
 criterion is an option like others, and must not be chosen on test images. With `--on test`, the
@@ -26,12 +28,12 @@ import statistics
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from benchmarks import variants
-from benchmarks.internals import halvings_without_drops, starts_observed
+from benchmarks.internals import balance_rate, halvings_without_drops, starts_observed
 from benchmarks.variants import WITHOUT, Job, Variant, class_variants, lookup, preset_with
 from poecaps import functional as F
 from poecaps._modules import in_batches
@@ -153,6 +155,8 @@ def run(job: Job) -> dict[str, Any]:
     with ExitStack() as stack:
         folder = stack.enter_context(job.folder())
         stack.enter_context(starts_observed(observe))
+        if (rate := job.options.balance_rate) is not None:
+            stack.enter_context(balance_rate(rate))
         compared = config
         if compare:
             stack.enter_context(halvings_without_drops())
@@ -163,7 +167,7 @@ def run(job: Job) -> dict[str, Any]:
             return row
         (selection,) = variants.read_selections(folder).values()
     scores: dict[str, list[float]] = selection["scores"]
-    row["scores"] = scores
+    row |= {"scores": scores} | ({} if rate is None else {"balance_rate": rate})
     for part, found in measured.items():
         row |= {f"{part}starts": found, f"{part}summary": summarise(scores, found)}
     for name in ("halvings", "recombinations"):
@@ -192,7 +196,12 @@ def agreement_with_labels(
     found = in_batches(experts, images.batches(500)).unbind(1)
     compared = [clustering(each, labels) for each in found]
     return [
-        {"accuracy": each.accuracy, "nmi": each.normalised, "purity": each.purity}
+        {
+            "accuracy": each.accuracy,
+            "nmi": each.normalised,
+            "ari": each.adjusted_rand,
+            "purity": each.purity,
+        }
         for each in compared
     ]
 
@@ -277,11 +286,16 @@ def by_measure(rows: Sequence[Mapping[str, Any]], measure: str) -> str:
 def many(rows: Sequence[Mapping[str, Any]]) -> str:
     """Format what is kept of encoders that were dropped or recombined on the way."""
     names = {name: name + _on_the_way(name) for name in STUDY if _on_the_way(name)}
-    measures = {"accuracy": "accuracy", "NMI": "nmi", "purity": "purity"}
+    measures = {
+        "accuracy": ("accuracy", ".4f"),
+        "NMI": ("nmi", ".3f"),
+        "ARI": ("ari", ".3f"),
+        "purity": ("purity", ".4f"),
+    }
     kept = {
-        f"{part}{heading}": (f"{part.replace(' ', '_')}summary.{measure}.by.{CHOSEN}", ".3f")
+        f"{part}{heading}": (f"{part.replace(' ', '_')}summary.{measure}.by.{CHOSEN}", form)
         for part in ("", "test ")
-        for heading, measure in measures.items()
+        for heading, (measure, form) in measures.items()
     }
     return variants.table(rows, names, kept, "encoder")
 
@@ -325,9 +339,11 @@ def early(rows: Sequence[Mapping[str, Any]]) -> str:
 def effects(rows: Sequence[Mapping[str, Any]], views: str) -> str:
     """Format what each measured part contributes to the accuracy and NMI of ten experts.
 
-    Numbers are means over the encoders of a seed, and then over the seeds; the gain is the mean of
-    the differences between equal seeds, with two standard errors. The row of the restarts compares
-    the encoder with the highest agreement with the mean.
+    Numbers are means over the encoders of a seed, and then over the seeds. The gain has two
+    standard errors: with several seeds, those of the mean difference between equal seeds; with one,
+    those of the difference between the means of its encoders, which are compared as independent.
+    The row of the restarts compares the encoder with the highest agreement with the mean; with one
+    seed, it has no error.
 
     Parameters
     ----------
@@ -336,46 +352,88 @@ def effects(rows: Sequence[Mapping[str, Any]], views: str) -> str:
     views
         Name of the views, ``"4 views"`` or ``"4 small views"``.
     """
-    single, whole = "10 experts of 32", f"10 experts of 32, {views}"
-    average, kept = "all", f"by.{CHOSEN}"
-    parts = {
-        "views": (single, average),
-        **{part.removeprefix("no "): (f"{whole}, {part}", average) for part in WITHOUT},
-        "best of several encoders": (whole, kept),
-    }
     lines = [
         "| part | seeds | accuracy without | with | gain | NMI without | with | gain |",
         "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
-    for part, (other, kind) in parts.items():
-        cells: list[str] = []
-        for measure in ("accuracy", "nmi"):
-            path = f"summary.{measure}"
-            without = _by_seed(rows, other, f"{path}.{average}")
-            full = _by_seed(rows, whole, f"{path}.{kind}")
-            seeds = without.keys() & full.keys()
-            cells += _gain([(without[seed], full[seed]) for seed in sorted(seeds)])
-        if cells:
-            lines.append(f"| {part} | {len(seeds)} | {' | '.join(cells)} |")
+    for part in PARTS:
+        found = [part_pairs(rows, views, part, measure) for measure in ("accuracy", "nmi")]
+        if all(found):
+            cells = [text for pairs in found for text in _gain_cells(pairs, part)]
+            lines.append(f"| {part} | {len(found[0])} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def _by_seed(rows: Sequence[Mapping[str, Any]], name: str, path: str) -> dict[int, float]:
-    """Return a number of the rows of a variant, by seed."""
-    found = {row["seed"]: lookup(row, path) for row in rows if row["variant"] == name}
-    return {seed: value for seed, value in found.items() if value is not None}
+CHOICE = "best of several encoders"
+PARTS = ("views", *(name.removeprefix("no ") for name in WITHOUT), CHOICE)
 
 
-def _gain(pairs: Sequence[tuple[float, float]]) -> list[str]:
-    """Format the means of two numbers, and that of their difference with two standard errors."""
-    if not pairs:
-        return []
-    differences = [after - before for before, after in pairs]
-    text = f"{statistics.mean(differences):+.3f}"
+class SeedPair(NamedTuple):
+    """A measure of the encoders of two variants with the same seed."""
+
+    without: float
+    """Of the variant without a part: the mean over its encoders."""
+    full: float
+    """Of the variant with it: the mean, or that of the encoder that is chosen."""
+    starts: tuple[Sequence[float], Sequence[float]]
+    """Of each encoder of both variants."""
+
+
+def part_pairs(
+    rows: Sequence[Mapping[str, Any]], views: str, part: str, measure: str
+) -> list[SeedPair]:
+    """Return a measure of ten experts without and with a part, for each seed that has both.
+
+    Parameters
+    ----------
+    rows
+        Of all variants and seeds.
+    views
+        Name of the views, ``"4 views"`` or ``"4 small views"``.
+    part
+        One of `PARTS`.
+    measure
+        A measure of `summarise`.
+    """
+    whole = f"10 experts of 32, {views}"
+    other = {"views": "10 experts of 32", CHOICE: whole}.get(part, f"{whole}, no {part}")
+    sides = ((other, "all"), (whole, f"by.{CHOSEN}" if part == CHOICE else "all"))
+    found: list[dict[int, tuple[float, Sequence[float]]]] = []
+    for name, path in sides:
+        each = {}
+        for row in rows:
+            value = lookup(row, f"summary.{measure}.{path}") if row["variant"] == name else None
+            if value is not None:
+                each[row["seed"]] = value, [start[measure] for start in row["starts"]]
+        found.append(each)
+    first, second = found
+    return [
+        SeedPair(first[seed][0], second[seed][0], (first[seed][1], second[seed][1]))
+        for seed in sorted(first.keys() & second.keys())
+    ]
+
+
+def part_gain(rows: Sequence[Mapping[str, Any]], views: str, part: str, measure: str) -> str:
+    """Format what a part gives to ten experts; for the arguments, see `part_pairs`."""
+    return gain(part_pairs(rows, views, part, measure), part)
+
+
+def gain(pairs: Sequence[SeedPair], part: str) -> str:
+    """Format the mean difference of a part, with two standard errors if these are known."""
+    differences = [pair.full - pair.without for pair in pairs]
+    text, error = f"{statistics.mean(differences):+.3f}", None
     if len(pairs) > 1:
-        text += f" ± {2 * statistics.stdev(differences) / len(pairs) ** 0.5:.3f}"
-    before, after = (statistics.mean(each) for each in zip(*pairs, strict=True))
-    return [f"{before:.3f}", f"{after:.3f}", text]
+        error = statistics.stdev(differences) / len(pairs) ** 0.5
+    elif part != CHOICE:  # the means of independent encoders
+        error = sum(statistics.variance(each) / len(each) for each in pairs[0].starts) ** 0.5
+    return text if error is None else f"{text} ± {2 * error:.3f}"
+
+
+def _gain_cells(pairs: Sequence[SeedPair], part: str) -> list[str]:
+    """Format the means of two numbers, and that of their difference."""
+    before = statistics.mean(pair.without for pair in pairs)
+    after = statistics.mean(pair.full for pair in pairs)
+    return [f"{before:.3f}", f"{after:.3f}", gain(pairs, part)]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -387,6 +445,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         type=int,
         default=0,
         help="comparisons of the encoders on the way, without drops (default: 0)",
+    )
+    parser.add_argument(
+        "--balance-rate",
+        type=float,
+        help="rate at which the balance of recombined encoders moves (default: that of poecaps)",
     )
     variants.run_study(parser, arguments, STUDY, run, table)
 

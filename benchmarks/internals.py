@@ -16,6 +16,7 @@ from poecaps.kernels import cpu, dispatch
 from poecaps.kernels.cpu import build
 from poecaps.network import CapsuleNetwork
 from poecaps.options import Architecture
+from poecaps.training import recombination
 from poecaps.training.config import batch_sizes, changed_options
 from poecaps.training.distributed import Distributed
 from poecaps.training.features import FeatureCache
@@ -37,6 +38,7 @@ __all__ = [
     "WARM_UP_STEPS",
     "StageSteps",
     "backend_name",
+    "balance_rate",
     "changed_options",
     "command_for",
     "compiler",
@@ -148,6 +150,13 @@ def halvings_without_drops() -> Iterator[None]:
         stage.halvings.append(comparison)
 
     with mock.patch.object(EncoderTrainer, "_halve", note):
+        yield
+
+
+@contextmanager
+def balance_rate(rate: float) -> Iterator[None]:
+    """Let the balance of recombined encoders move at this rate."""
+    with mock.patch.object(recombination, "BALANCE_RATE", rate):
         yield
 
 

@@ -8,23 +8,28 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from benchmarks import criteria
 from benchmarks.criteria import (
     STUDY,
     early,
     effects,
     main,
+    many,
+    part_gain,
     rank_correlation,
     restarts_with,
     summarise,
     table,
 )
 from benchmarks.internals import changed_options
+from poecaps.training import recombination
 from poecaps.training.config import CRITERIA
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from benchmarks.variants import Variant
+    from poecaps import CapsuleExperts
 
 
 @pytest.mark.parametrize("name", STUDY)
@@ -90,9 +95,37 @@ def test_recombined_encoders_are_measured_on_test_and_held_out_images(
     for part, count in {"": 20, "test_": 64}.items():
         for start in row[f"{part}starts"]:
             assert start["accuracy"] * count == pytest.approx(round(start["accuracy"] * count))
+            assert start["ari"] <= 1
         assert len(row[f"{part}starts"]) == 2
         assert row[f"{part}summary"] == summarise(row["scores"], row[f"{part}starts"])
     assert "| small, 2 recombinations | 1 |" in capsys.readouterr().out
+    old = {**row, "variant": "small", "test_summary": {"accuracy": row["test_summary"]["accuracy"]}}
+    (_, _, line) = many([old]).splitlines()
+    *_, accuracy, nmi, ari, purity, _ = line.split("|")
+    assert accuracy.strip() == f"{row['test_summary']['accuracy']['by']['agreement']:.4f}"
+    assert [nmi.strip(), ari.strip(), purity.strip()] == ["–"] * 3  # rows of earlier versions
+
+
+@pytest.mark.usefixtures("same_process")
+def test_the_balance_of_recombined_encoders_has_the_rate_of_the_option(
+    bars: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = small_with(autoencoder__epochs=0, encoder__epochs=1, encoder__recombinations=2)
+    monkeypatch.setitem(STUDY, "small", small)
+    rates = []
+
+    def observed(network: object, starts: list[CapsuleExperts], images: object) -> list[object]:
+        rates.append([each.balance_rate for each in starts])
+        return [{"accuracy": 0.5, "nmi": 0.5, "ari": 0.5, "purity": 0.5} for _ in starts]
+
+    monkeypatch.setattr(criteria, "agreement_with_labels", observed)
+    rows = tmp_path / "rows.json"
+    arguments = ["--data", str(bars), "--device", "cpu", "--only", "small", "--held-out", "20"]
+    main([*arguments, "--balance-rate", "0.25", "--json", str(rows)])
+    main([*arguments, "--json", str(tmp_path / "usual.json")])
+    assert rates == [[0.25] * 2, [recombination.BALANCE_RATE] * 2]
+    (row,) = json.loads(rows.read_text())
+    assert row["balance_rate"] == 0.25
 
 
 @pytest.mark.usefixtures("same_process")
@@ -173,7 +206,7 @@ def test_the_gain_of_a_part_is_the_mean_difference_between_equal_seeds() -> None
             {"accuracy": accuracy + 0.1, "nmi": 0.5},
         ]
         summary = summarise({name: [1.0, 2.0] for name in CRITERIA}, starts)
-        return {"variant": name, "seed": seed, "summary": summary}
+        return {"variant": name, "seed": seed, "summary": summary, "starts": starts}
 
     whole = "10 experts of 32, 4 views"
     rows = [row(whole, seed, accuracy) for seed, accuracy in enumerate((0.8, 0.7, 0.9))]
@@ -183,3 +216,21 @@ def test_the_gain_of_a_part_is_the_mean_difference_between_equal_seeds() -> None
     assert cells["routing"] == ["2", "0.600", "0.750", "+0.150 ± 0.100"]
     assert cells["best of several encoders"] == ["3", "0.800", "0.900", "+0.100 ± 0.000"]
     assert "views" not in cells  # not measured
+
+
+def test_the_gain_of_a_part_with_one_seed_has_the_error_of_independent_encoders() -> None:
+    def row(name: str, *accuracies: float) -> dict[str, object]:
+        starts = [{"accuracy": each, "nmi": each / 2} for each in accuracies]
+        ranked = [float(number) for number in range(len(starts))]
+        summary = summarise(dict.fromkeys(CRITERIA, ranked), starts)
+        return {"variant": name, "seed": 0, "summary": summary, "starts": starts}
+
+    whole = "10 experts of 32, 4 views"
+    rows = [row(whole, 0.7, 0.8, 0.9), row(f"{whole}, no routing", 0.5, 0.5, 0.6, 0.6)]
+    _, _, *lines = effects(rows, "4 views").splitlines()
+    cells = {line.split(" | ")[0].removeprefix("| "): line.split(" | ")[1:] for line in lines}
+    # The variances are 0.01 and 0.01/3: 2 √(0.01/3 + 0.01/12) = 0.1291.
+    assert cells["routing"][:4] == ["1", "0.550", "0.800", "+0.250 ± 0.129"]
+    assert cells["routing"][6] == "+0.125 ± 0.065 |"
+    assert cells["best of several encoders"][3] == "+0.100"  # a choice has no error
+    assert part_gain(rows, "4 views", "routing", "accuracy") == "+0.250 ± 0.129"
