@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from benchmarks.colour import table as colour_table
-from benchmarks.criteria import CHOSEN, by_measure, early, effects, many
+from benchmarks.criteria import CHOICE, CHOSEN, by_measure, early, effects, many, part_gain
+from benchmarks.criteria import PARTS as CLASS_PARTS
 from benchmarks.density import DRAW_COLUMNS, NATS_COLUMNS, TEMPERED_COLUMNS, routing_table
 from benchmarks.density import table as density_table
 from benchmarks.intervals import Interval, mean_interval
@@ -905,6 +906,7 @@ def colour_digits(images: str = "coloured-digits") -> str:
 # --------------------------------------------------------------------------------------------------
 # Experts as classes
 
+CLASS_MEASURES = {"accuracy": "accuracy", "nmi": "NMI"}
 CLASS_VIEWS = {"mnist": "4 views", "fashion-mnist": "4 small views"}  # in `benchmarks.criteria`
 
 PUBLISHED_CLUSTERINGS = {  # accuracy and NMI on MNIST, then on Fashion-MNIST; source
@@ -928,6 +930,22 @@ CLASS_RECIPES = {
 def class_effects(data: str) -> str:
     """Compare ten experts with and without each part of the recipe."""
     return effects(numbers(data, "criteria"), CLASS_VIEWS[data])
+
+
+def class_part_gain(data: str, part: str, measure: str) -> str:
+    """Format what a part of the recipe gives to ten experts."""
+    return part_gain(numbers(data, "criteria"), CLASS_VIEWS[data], part, measure)
+
+
+def class_parts() -> str:
+    """Put what each part of the recipe gives side by side, for both datasets."""
+    rows = [
+        [part, *(class_part_gain(data, part, each) for data in DATASETS for each in CLASS_MEASURES)]
+        for part in CLASS_PARTS
+        if part != CHOICE
+    ]
+    head = [f"{name}: {label}" for name in DATASETS.values() for label in CLASS_MEASURES.values()]
+    return markdown_table(["part", *head], rows)
 
 
 def class_criteria(data: str, measure: str) -> str:
@@ -961,19 +979,26 @@ def class_early(data: str) -> str:
 
 
 def clusterings() -> str:
-    """Put ten experts, the best of several encoders, beside published clusterings."""
+    """Put ten experts, the best of several encoders, beside published clusterings.
+
+    The adjusted Rand index has columns only if some row has it.
+    """
+    ours = []
+    for data, variant in CLASS_RECIPES.items():
+        kept = [row for row in numbers(data, "criteria") if row["variant"] == variant]
+        for measure, form in (("accuracy", ".4f"), ("nmi", ".3f"), ("ari", ".3f")):
+            ours.append(mean_cell(kept, f"test_summary.{measure}.by.{CHOSEN}", form))
     rows = []
     for name, (*values, source) in PUBLISHED_CLUSTERINGS.items():
         published = ["–" if value is None else f"{value:.3f}" for value in values]
-        rows.append([f"*{name}*", *published, source])
-    cells = []
-    for data, variant in CLASS_RECIPES.items():
-        kept = [row for row in numbers(data, "criteria") if row["variant"] == variant]
-        paths = (f"test_summary.{measure}.by.{CHOSEN}" for measure in ("accuracy", "nmi"))
-        cells += [mean_cell(kept, path, ".3f") for path in paths]
-    rows.append([f"poecaps, 10 experts, one of many encoders by {CHOSEN}", *cells, "this page"])
-    head = ["method", "MNIST accuracy", "NMI", "Fashion-MNIST accuracy", "NMI", "source"]
-    return markdown_table(head, rows)
+        rows.append([f"*{name}*", *published[:2], "–", *published[2:], "–", source])
+    rows.append([f"poecaps, 10 experts, one of many encoders by {CHOSEN}", *ours, "this page"])
+    head = ["method", "MNIST accuracy", "NMI", "ARI"]
+    head += ["Fashion-MNIST accuracy", "NMI", "ARI", "source"]
+    filled = [column for column in range(len(head)) if any(row[column] != "–" for row in rows)]
+    return markdown_table(
+        [head[column] for column in filled], [[row[column] for column in filled] for row in rows]
+    )
 
 
 TABLES: dict[str, Callable[..., str]] = {  # name in the comment of a page: table
@@ -994,6 +1019,7 @@ TABLES: dict[str, Callable[..., str]] = {  # name in the comment of a page: tabl
     "colour": colour_digits,
     "few-labels": few_labels,
     "class-effects": class_effects,
+    "class-parts": class_parts,
     "class-criteria": class_criteria,
     "class-early": class_early,
     "class-many": class_many,

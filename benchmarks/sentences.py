@@ -201,6 +201,40 @@ def mixing(path: str, form: str) -> str:
     return format(value, form)
 
 
+CLASSES = {MNIST: "10 experts of 32, 4 views", FASHION: "10 experts of 32, 4 small views"}
+TWENTY = {MNIST: "20 experts of 16, 4 views", FASHION: "20 experts of 16, 4 small views"}
+TWELVE = f"{CLASSES[MNIST]}, batches of 512, 12 encoders"
+HALVED = f"{CLASSES[MNIST]}, batches of 512, 20 epochs, 32 encoders"
+
+
+def criterion(data: str, variant: str, path: str, form: str) -> str:
+    """Format mean and standard deviation of a number of encoders over the seeds of a variant."""
+    rows = [row for row in report.numbers(data, "criteria") if row["variant"] == variant]
+    return _formatted(rows, path, form, spread=True)
+
+
+def recipe(data: str, path: str, form: str) -> str:
+    """Format a number of the encoders that are compared with published clusterings."""
+    return criterion(data, report.CLASS_RECIPES[data], path, form)
+
+
+def margins(data: str, variant: str, choose: Callable[[list[float]], float]) -> str:
+    """Format the smallest or the largest margin of the encoders of a variant."""
+    rows = [row for row in report.numbers(data, "criteria") if row["variant"] == variant]
+    return f"{choose([each for row in rows for each in row['scores']['margin']]):.2f}"
+
+
+def views_on_cpu() -> str:
+    """Format how many times as long a step with four views takes, with one start."""
+    steps = json.loads((report.NUMBERS / "encoder-cpu.json").read_text(encoding="utf-8"))["steps"]
+    (found,) = (each for each in steps if (each["views"], each["restarts"]) == (4, 1))
+    return f"{found['relative']:.0f}"
+
+
+def _classes(text: str, *sources: Callable[[], str], in_table: bool = False) -> Sentence:
+    return Sentence("docs/classes.md", text, sources, in_table)
+
+
 SOFT, SHARP = "2×1 → 2×2, over inputs, β 1", "2×1 → 2×2, over inputs, β 5"
 HELD = "2×1 → 2×2, over outputs, β 1"
 DENSITY_FRECHET = "domains.density.frechet.distance"
@@ -552,6 +586,79 @@ SENTENCES: tuple[Sentence, ...] = (
             for measure in ("all", "by_class")
             for kind in ("draws", "images")
         ),
+    ),
+    _classes(
+        "Routing changes the accuracy by less than the error on MNIST ({}), and lowers it on "
+        "Fashion-MNIST ({}).",
+        *(of(report.class_part_gain, data, "routing", "accuracy") for data in (MNIST, FASHION)),
+    ),
+    _classes(
+        "On MNIST, the accuracy on test images is {} and the NMI {}, on Fashion-MNIST {} and {}.",
+        *(
+            of(recipe, data, f"test_summary.{measure}.by.agreement", form)
+            for data in (MNIST, FASHION)
+            for measure, form in (("accuracy", ".4f"), ("nmi", ".3f"))
+        ),
+    ),
+    _classes(
+        "their margins are {} to {}, and their mean purity is {}.",
+        of(margins, MNIST, TWENTY[MNIST], min),
+        of(margins, MNIST, TWENTY[MNIST], max),
+        of(criterion, MNIST, TWENTY[MNIST], "summary.purity.all", ".3f"),
+    ),
+    _classes(
+        "With four views, a learning step of the encoder takes {} times as long on a CPU",
+        views_on_cpu,
+    ),
+    _classes(
+        "an accuracy of at least 0.95 | {}: missed by 0.0002 (Fashion-MNIST, at least 0.68: {}, "
+        "met) | on held-out images: the best of eight encoders by agreement {}, of twelve with "
+        "batches of 512 {}, 32 with four halvings {};",
+        *(
+            of(recipe, data, "test_summary.accuracy.by.agreement", ".4f")
+            for data in (MNIST, FASHION)
+        ),
+        of(criterion, MNIST, CLASSES[MNIST], "summary.accuracy.by.agreement", ".3f"),
+        of(criterion, MNIST, TWELVE, "summary.accuracy.by.agreement", ".3f"),
+        of(criterion, MNIST, HALVED, "summary.accuracy.by.agreement", ".4f"),
+        in_table=True,
+    ),
+    _classes(
+        "an NMI of at least 0.90 | {} (Fashion-MNIST, at least 0.66: {}, met) | the same, on "
+        "held-out images: {}, {}, {};",
+        *(of(recipe, data, "test_summary.nmi.by.agreement", ".3f") for data in (MNIST, FASHION)),
+        *(
+            of(criterion, MNIST, name, "summary.nmi.by.agreement", ".3f")
+            for name in (CLASSES[MNIST], TWELVE, HALVED)
+        ),
+        in_table=True,
+    ),
+    _classes(
+        "| {} and {}: encoder chosen by agreement, held-out images, one seed | the choice by "
+        "reconstruction: {} and {},",
+        *(
+            of(criterion, data, TWENTY[data], f"summary.purity.by.{name}", ".3f")
+            for name in ("agreement", "reconstruction")
+            for data in (MNIST, FASHION)
+        ),
+        in_table=True,
+    ),
+    _classes(
+        "| {} and {}: preset `default`, without views, three seeds |",
+        of(default, PROBE, ".4f", spread=True),
+        of(fashion, PROBE, ".4f", spread=True),
+        in_table=True,
+    ),
+    _classes(
+        "(without views {} and {}, three seeds)",
+        of(default, ONE_EXPERT, ".1%", spread=True),
+        of(fashion, ONE_EXPERT, ".1%", spread=True),
+        in_table=True,
+    ),
+    _classes(
+        "it does not: {} on MNIST and {} on Fashion-MNIST,",
+        *(of(report.class_part_gain, data, "routing", "accuracy") for data in (MNIST, FASHION)),
+        in_table=True,
     ),
     Sentence(
         "docs/results-claims.md",
