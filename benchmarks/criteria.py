@@ -400,7 +400,7 @@ def part_pairs(
     sides = ((other, "all"), (whole, f"by.{CHOSEN}" if part == CHOICE else "all"))
     found: list[dict[int, tuple[float, Sequence[float]]]] = []
     for name, path in sides:
-        each = {}
+        each: dict[int, tuple[float, Sequence[float]]] = {}
         for row in rows:
             value = lookup(row, f"summary.{measure}.{path}") if row["variant"] == name else None
             if value is not None:
