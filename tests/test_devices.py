@@ -67,6 +67,31 @@ def test_without_a_gpu_auto_is_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_device("auto") == torch.device("cpu")
 
 
+@pytest.mark.parametrize("name", ["mps", "cuda:77", "cuda", "hpu", "meta", "toaster", ""])
+def test_a_missing_device_is_refused_in_one_line(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch lists about forty of its backends for a device that it does not have."""
+    monkeypatch.setenv("LOCAL_RANK", "77")
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=f"but is '{name}.*; available here: cpu") as info:
+        find_device(name)
+    assert len(str(info.value)) < 200
+    assert "\n" not in str(info.value)
+
+
+def test_the_devices_of_the_machine_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, device: object) -> None:
+        raise RuntimeError("CUDA error: out of memory. Compile with\nmore lines")
+
+    monkeypatch.setattr(torch, "zeros", fail)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    expected = r"'cuda:0' \(CUDA error: out of memory\); available here: cpu, cuda:0, cuda:1, mps$"
+    with pytest.raises(ValueError, match=expected):
+        find_device("cuda:0")
+
+
 def test_precision_is_bfloat16_where_wanted_or_fast(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
     for fast in (False, True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import sys
 
 import torch
@@ -26,7 +27,7 @@ def find_device(name: str) -> torch.device:
     Raises
     ------
     ValueError
-        If there is no such device.
+        If there is no such device. The message names those that there are.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -38,11 +39,27 @@ def find_device(name: str) -> torch.device:
             raise RuntimeError("poecaps was not made for other types of device")
         torch.zeros(1, device=device).item()
     except Exception as error:  # torch raises many types of exception here
-        reason = str(error).splitlines()[0]
         raise ValueError(
-            f"device must be auto, cpu, mps, or a GPU such as cuda:0, but is {name!r} ({reason})"
+            f"device must be auto, cpu, mps, or a GPU such as cuda:0, but is {name!r}"
+            f"{_reason(name, error)}; available here: {', '.join(_available_devices())}"
         ) from error
     return device
+
+
+def _reason(name: str, error: Exception) -> str:
+    """Return why a device cannot be used, where torch says so in a sentence."""
+    is_cuda = name.startswith("cuda:") and name[5:].isdecimal()
+    # Of other devices, torch lists all its backends: about a thousand characters.
+    if not is_cuda and not (name == "mps" and torch.backends.mps.is_available()):
+        return ""
+    sentence = re.split(r"\. |\n", str(error), maxsplit=1)[0].rstrip(".")
+    return f" ({sentence})"
+
+
+def _available_devices() -> list[str]:
+    """Return the names of the devices of this machine."""
+    mps = ["mps"] if torch.backends.mps.is_available() else []
+    return ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count())), *mps]
 
 
 def statistics_device(device: torch.device) -> torch.device:

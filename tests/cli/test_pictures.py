@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -172,6 +173,19 @@ def test_too_few_pictures_to_divide(
     assert main(["train", *options, *SMALL]) == 0
     assert main(["evaluate", str(run), "--samples", "4"]) == 1
     assert "give a folder of test images with --data" in capsys.readouterr().err
+
+
+def test_a_single_test_picture_is_refused_before_any_work(
+    trained: Path, pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With labels, a classifier would be trained first; and one picture has no covariance."""
+    single = tmp_path / "single" / NAMES[0]
+    single.mkdir(parents=True)
+    shutil.copy(next((pictures / NAMES[0]).iterdir()), single)
+    assert main(["evaluate", str(trained), "--data", str(single.parent)]) == 1
+    *progress, message = capsys.readouterr().err.splitlines()
+    assert message.startswith("poecaps: evaluate needs at least 2 test images, but has 1 of ")
+    assert not any("classifier" in line or "warning" in line for line in progress)
 
 
 def test_codes_say_whose_they_are(trained: Path, pictures: Path, tmp_path: Path) -> None:

@@ -431,6 +431,14 @@ def test_labels_outside_the_classes_of_the_classifier_are_rejected(
         evaluate(Pixels(), digits[0], other, load_classifier("mnist"), samples=20)
 
 
+@pytest.mark.parametrize("few", ["data_train", "data_test"])
+def test_a_single_image_has_no_covariance(few: str, digits: tuple[ImageSet, ImageSet]) -> None:
+    single = ImageSet(digits[0].images[:1], digits[0].labels[:1])  # type: ignore[index]
+    train, test = (single, digits[1]) if few == "data_train" else (digits[0], single)
+    with pytest.raises(ValueError, match=f"{few} must have at least 2 images, but has 1"):
+        evaluate(Pixels(), train, test, samples=20)
+
+
 def test_a_note_reports_a_probe_that_did_not_converge(
     digits: tuple[ImageSet, ImageSet], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from poecaps.data import ImageSet
-from poecaps.explorer import effects, maps
+from poecaps.explorer import effects, maps, render
 from poecaps.explorer.effects import Effect
 from poecaps.explorer.render import ExplorerModel
 from tests.networks import TINY, untrained
@@ -69,6 +69,24 @@ def test_the_effects_of_a_model(digits: ExplorerModel) -> None:
     assert len(found) == digits.parameters
     assert all(isinstance(each, Effect) and each.size > 0 for each in found)
     assert len({each.size for each in found}) == digits.parameters
+
+
+@pytest.mark.parametrize(("kind", "measure"), [("digits", "slant"), ("photographs", None)])
+def test_only_images_on_a_plain_background_have_strokes(
+    kind: str, measure: str | None, digits: ExplorerModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Photographs fill their frame: what is bright in them is not a stroke on black."""
+    model = digits
+    if kind == "photographs":
+        shades = np.linspace(0, 1, 28)
+        slopes = np.random.default_rng(0).uniform(-150, 150, (2, 30, 1, 1))
+        pictures = 128 + slopes[0] * (shades - 0.5) + slopes[1] * (shades[:, None] - 0.5)
+        model = replace(digits, images=ImageSet(pictures.clip(0, 255).astype(np.uint8)[..., None]))
+    leaning = np.stack([255 * bar(lean=0.15 * step) for step in render.STEPS])[None, ..., None]
+    monkeypatch.setattr(ExplorerModel, "traverse", lambda *_: leaning)
+    (found,) = effects.effects(model, 0)
+    assert found.measure == measure
+    assert found.size > 0
 
 
 # --------------------------------------------------------------------------------------------------

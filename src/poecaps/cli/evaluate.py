@@ -19,7 +19,9 @@ from poecaps._progress import Counter
 from poecaps.cli.loading import load_parts, open_model, training_source
 from poecaps.cli.options import Data, DataPath, Device, Model, output
 from poecaps.cli.outputs import default_output, say, write_card
+from poecaps.data import DataError
 from poecaps.evaluation.judge import is_labelled
+from poecaps.evaluation.protocol import FEWEST_IMAGES
 
 if TYPE_CHECKING:
     from poecaps.cli.loading import Parts
@@ -65,6 +67,7 @@ def evaluate(
     if data is None:
         data, data_path = training_source(run, data_path)
     parts = load_parts(network, run, data, data_path)
+    _require_enough(parts)
     judge = _judge(data, parts, seed, device_of(network))
     result = evaluation.evaluate(
         network,
@@ -84,6 +87,16 @@ def evaluate(
     folder = models.find(run)
     if out.resolve() == (folder / card.MEASURED).resolve():
         write_card(network, folder, draw=not (folder / card.PICTURE).is_file())
+
+
+def _require_enough(parts: Parts) -> None:
+    """Raise `DataError` if there are too few images, before a classifier is trained."""
+    for kind, images in (("training", parts.train), ("test", parts.test)):
+        if len(images) < FEWEST_IMAGES:
+            raise DataError(
+                f"evaluate needs at least {FEWEST_IMAGES} {kind} images, but has {len(images)} of "
+                f"{images.source}"
+            )
 
 
 @dataclass(frozen=True)

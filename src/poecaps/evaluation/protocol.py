@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from poecaps.evaluation.classifier import Classifier, Predictions
 
 MISSING = "–"  # cell of a table without a result
+FEWEST_IMAGES = 2  # of one image there is no covariance
 # Fréchet distances of fewer samples are noticeably biased upwards; a note says so.
 FEWEST_UNBIASED_SAMPLES = 2000
 # Balls around fewer test images, as far as the fifth nearest of them, cover most of all images.
@@ -312,12 +313,17 @@ def evaluate(
     Raises
     ------
     ValueError
-        If the images do not fit the network, or training and test images differ in shape; if a
-        label is not a class of the classifier; if codes are not finite, or samples are not images
-        in [0, 1].
+        If there are fewer than two training or test images; if the images do not fit the network,
+        or training and test images differ in shape; if a label is not a class of the classifier; if
+        codes are not finite, or samples are not images in [0, 1].
     """
     checks.require_int("seed", seed, 0)
     checks.require_int("samples", samples, 2)
+    for name, images in (("data_train", data_train), ("data_test", data_test)):
+        if len(images) < FEWEST_IMAGES:
+            raise ValueError(
+                f"{name} must have at least {FEWEST_IMAGES} images, but has {len(images)}"
+            )
     if data_train.shape != data_test.shape:
         raise ValueError(
             f"data_test must have images of the shape {data_train.shape}, like data_train, "

@@ -2,7 +2,8 @@
 
 A parameter is varied by two standard deviations on both sides of the mean. Its effect is the mean
 change of the pixels. A measure of the images, such as the thickness of the strokes, is named if it
-follows the parameter and changes clearly more than every other measure.
+follows the parameter and changes clearly more than every other measure. Only grey images on a plain
+background have strokes that can be measured: for photographs, no measure is named.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Effect:
     size: float
     """Mean change of a pixel, as a share of the brightness, per standard deviation."""
     measure: Measure | None
-    """What it changes above all, if one measure dominates."""
+    """What it changes above all, if one measure dominates; None without a plain background."""
     rises: bool
     """Whether this measure rises with the parameter."""
 
@@ -58,13 +59,18 @@ def effects(model: ExplorerModel, expert: int) -> tuple[Effect, ...]:
     chosen = [i for i, step in enumerate(STEPS) if abs(step) <= REACH]
     steps = np.array(STEPS)[chosen]
     images = model.traverse([Setting(expert)], expert)[:, chosen].mean(-1) / 255
-    ink = np.abs(images - round(model.background or 0.0))
-    return tuple(_effect(steps, each) for each in ink)
+    if model.background is None:
+        return tuple(Effect(_size(steps, each), None, rises=False) for each in images)
+    return tuple(_effect(steps, each) for each in np.abs(images - round(model.background)))
+
+
+def _size(steps: Array, images: Array) -> float:
+    """Return the mean change of a pixel from step to step: (T,), (T, H, W)."""
+    return float(np.abs(np.diff(images, axis=0)).mean() / np.diff(steps).mean())
 
 
 def _effect(steps: Array, ink: Array) -> Effect:
     """Measure the images of one parameter: (T,), (T, H, W), with a background of 0."""
-    size = float(np.abs(np.diff(ink, axis=0)).mean() / np.diff(steps).mean())
     scores = {}
     for name, values in moments(ink).items():
         change, fit = _line(steps, values)
@@ -74,7 +80,7 @@ def _effect(steps: Array, ink: Array) -> Effect:
     named: Measure | None = None
     if first >= LEAST and first >= LEAD * second:
         named = next(each for each in MEASURES if each == ranked[0])
-    return Effect(size, named, scores[ranked[0]] > 0)
+    return Effect(_size(steps, ink), named, scores[ranked[0]] > 0)
 
 
 def _line(steps: Array, values: Array) -> tuple[float, float]:
