@@ -192,7 +192,7 @@ def test_images_are_generated_from_the_density(
     found = []
     for name, (options, same) in cases.items():
         assert main(["generate", str(copy), *common, *options]) == 0
-        path = Path(capsys.readouterr().out.strip())
+        path = Path(capsys.readouterr().out.splitlines()[-1])
         assert path == copy / "figures" / f"{name}.png"
         generator = torch.Generator().manual_seed(0)
         images = poecaps.load(dense).generate_from_density(
@@ -201,6 +201,37 @@ def test_images_are_generated_from_the_density(
         np.testing.assert_allclose(drawn_images(path), images, atol=1e-6)
         found.append(images)
     assert all((found[0] - other).abs().max() > 0.01 for other in found[1:])
+
+
+@pytest.mark.parametrize("domain", ["model", "model-experts"])
+@pytest.mark.parametrize("low", [0.0, 1.1])
+def test_tempered_draws_tell_the_lowest_rate_of_exchange(
+    domain: str,
+    low: float,
+    dense: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("poecaps.cli.generate.LOW_SWAP_RATE", low)
+    out = str(tmp_path / "draws.png")
+    common = ["--domain", domain, "--rows", "2", "--steps", "30", "--device", "cpu", "--out", out]
+    assert main(["generate", str(dense), *common, "--temper", "0"]) == 0
+    assert capsys.readouterr().out == f"{out}\n"
+    assert main(["generate", str(dense), *common, "--temper", "4"]) == 0
+    experts = {"expert": torch.arange(3).repeat(2)} if domain == "model-experts" else {}
+    samples = poecaps.load(dense).draw_from_density(
+        6 if experts else 40,
+        steps=30,
+        levels=4,
+        generator=torch.Generator().manual_seed(0),
+        **experts,
+    )
+    line = f"lowest swap rate {min(samples.swap_rates):.2f}, between neighbours of 4 temperatures"
+    if low:
+        line += "; use a --temper above 4"
+    assert min(samples.swap_rates) < max(samples.swap_rates)
+    assert capsys.readouterr().out == f"{line}\n{out}\n"
 
 
 def test_a_figure_has_a_column_for_each_of_the_strongest_experts_of_the_density(
