@@ -263,7 +263,8 @@ def test_estimates_that_are_not_finite_are_not_stored(
 ) -> None:
     density = from_zoo("even", generator)
     before = density.partition.clone()
-    result = replace(LogPartition(1.0, 2.0, 0.1, 0.1, 8.0, 8, 3), **{name: bad})
+    changes: dict[str, Any] = {name: bad}
+    result = replace(LogPartition(1.0, 2.0, 0.1, 0.1, 8.0, 8, 3), **changes)
     with pytest.raises(ValueError, match=f"log Z must be finite, but they are .*{bad}"):
         fit_log_partition(density, result)
     assert torch.equal(density.partition, before)

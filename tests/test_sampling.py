@@ -807,7 +807,7 @@ def test_a_trajectory_needs_steps_of_some_length(
     target = DensityTarget(from_zoo("even", generator))
     position, one = torch.zeros(2, 2, dtype=torch.float64), torch.ones(2, dtype=torch.float64)
     chains = start_chains(target, position, one)
-    valid = {"step_size": 0.1, "leapfrog_steps": 1}
+    valid: dict[str, Any] = {"step_size": 0.1, "leapfrog_steps": 1}
     hmc_step(target, chains, position, one, **valid)
     with pytest.raises(error, match=message):
         hmc_step(target, chains, position, one, **valid | options)
