@@ -167,6 +167,11 @@ def density(data: str, variant: str, path: str, form: str, *, kind: str = "densi
     return report.mean_cell(density_rows(data, variant, kind), path, form)
 
 
+def story(step: str, path: str, form: str) -> str:
+    """Format a number of a small density of the story."""
+    return density("mnist-sample", f"story: {step}", path, form, kind="story")
+
+
 def density_extreme(
     choose: Callable[[list[float]], float],
     data: str,
@@ -579,6 +584,38 @@ SENTENCES: tuple[Sentence, ...] = (
     _density(
         "(The lowest rate of exchange is {}, so that",
         of(density, MNIST, PAPER_SIZES, "tempered_draws.swap_rate", ".2f"),
+    ),
+    _density(
+        "repeats it: {} effective classes of annealed draws, and {} of tempered ones, at a lowest "
+        "rate of exchange of {}.",
+        of(story, "4 linear coordinates", "draws.tied.classes", ".2f"),
+        of(story, "4 linear coordinates", "tempered_draws.tied.classes", ".2f"),
+        of(story, "4 linear coordinates", "tempered_draws.swap_rate", ".2f"),
+    ),
+    _density(
+        "(These chains have not converged; split-R̂ of their free energy is {}.)",
+        of(story, "contrastive divergence", "draws.split_rhat", ".1f"),
+    ),
+    _density(
+        "its images have {} nats more than under the uniform density,",
+        of(story, "contrastive divergence", "nats.lower", ".1f"),
+    ),
+    _density(
+        "Experts of strength 1 learn only {} nats,",
+        of(story, "Gaussian base", "nats.lower", ".0f"),
+    ),
+    _density(
+        "Twenty experts whose strengths began at 20, and are {} on average after learning,",
+        of(story, "learned strengths", "nats.mean_strength", ".1f"),
+    ),
+    _density(
+        "Its $`\\log Z`$ is uncertain, too: it rests on {} effective chains of 256.",
+        of(story, "4 linear coordinates", "nats.effective_chains", ".0f"),
+    ),
+    _density(
+        "the two $`\\log Z`$ rest on {} and {} effective chains of 256,",
+        of(story, ROUTING, "nats.effective_chains", ".0f"),
+        of(story, "4 linear coordinates", "nats.effective_chains", ".0f"),
     ),
     _density(
         "The smallest margin of *1568×1* is that over the factor analysers on Fashion-MNIST, {} "
