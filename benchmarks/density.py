@@ -26,9 +26,9 @@ nearest
     Median distance from draws to the nearest training image, and the same for the images that were
     not trained on, decoded in the same way: whether draws are copies.
 
-The first two variants have no density: their experts learn by contrastive divergence, and the
-measured density is that of the paper, e^(−F) on the product of unit balls. Its base measure is
-uniform, and nats are relative to it.
+The variants of contrastive divergence have no density: the measured one is that of the paper,
+e^(−F) on the product of unit balls. Its base measure is uniform, and nats are relative to it.
+Variants whose name begins with "story" are small, for the bundled digits on a CPU.
 
 By default, the last 5,000 training images are left out of the training and measured on; options are
 chosen there. `--on test` measures on the test images; `--held-out 0` trains on all training images
@@ -111,6 +111,13 @@ _DEMO = {  # of `make demo-energy`, for the bundled digits on a CPU
     "density__levels": 20,
     "density__chains": 320,
 }
+_STORY = {  # few features and chains: the steps of the page, for the bundled digits on a CPU
+    "model__features": 32,
+    "autoencoder__epochs": 5,
+    "density__epochs": 30,
+    "density__chains": 128,
+    "density__partition_steps": 0,
+}
 _LONG = {"density__epochs": 26, "density__final_learning_rate_ratio": 0.01}
 _TEMPERED = {"density__chains": 1024, "density__lifetime": 0, "density__levels": 32}
 _ANNEALED = {
@@ -121,6 +128,7 @@ _ANNEALED = {
 }
 
 ROUTED = "4 linear coordinates, routing"
+STORY_ROUTED = f"story: {ROUTED}"
 STUDY: dict[str, Variant] = {
     "contrastive divergence, preset paper": Variant("paper"),
     "contrastive divergence, preset default": Variant("default"),
@@ -152,6 +160,22 @@ STUDY: dict[str, Variant] = {
     "demo, no linear coordinates": energy_with(**_DEMO, model__density__linear_dims=0),
     "demo, strength 1": energy_with(
         **_DEMO, model__density__strength=1.0, density__strength_rate=0.0
+    ),
+    "story: contrastive divergence": preset_with(
+        "paper",
+        model__features=32,
+        model__pixel_decoder=False,
+        autoencoder__epochs=5,
+        decoder__epochs=0,
+        pixel_decoder__epochs=0,
+    ),
+    "story: Gaussian base": energy_with(**{**_PAPER, **_STORY}),
+    "story: learned strengths": energy_with(**{**_STRONG, **_STORY}, model__density__linear_dims=0),
+    "story: 4 linear coordinates": energy_with(
+        **{**_STRONG, **_STORY}, model__density__linear_dims=4
+    ),
+    STORY_ROUTED: energy_with(
+        **{**_STRONG, **_STORY}, model__density__linear_dims=4, model__density__iterations=3
     ),
     "energy": Variant("energy"),
     "energy, 26 epochs": energy_with(**_ALONE, **_LONG),
@@ -502,6 +526,75 @@ def routing_table(rows: Sequence[Mapping[str, Any]]) -> str:
             *(f"{row['draws']['tied']['frechet']:.0f}" for row in pair),
         ]
         lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+# The steps of docs/density.md: name in the comment of a table, and label, variant and draws of each
+# line.
+_PAPER_STEP, _BASE, _STRENGTHS, _LINEAR = (
+    f"story: {name}"
+    for name in (
+        "contrastive divergence",
+        "Gaussian base",
+        "learned strengths",
+        ROUTED.removesuffix(", routing"),
+    )
+)
+STEPS = {
+    "paper": (
+        ("uniform density on the balls", _PAPER_STEP, "base_draws"),
+        ("density of the paper", _PAPER_STEP, "draws"),
+        ("training images", _PAPER_STEP, "reconstructions"),
+    ),
+    "base": (
+        ("Gaussian base measure alone", _BASE, "base_draws"),
+        ("with experts of strength 1", _BASE, "draws"),
+        ("training images", _BASE, "reconstructions"),
+    ),
+    "strengths": (
+        ("strength 1", _BASE, "draws"),
+        ("learned strengths", _STRENGTHS, "draws"),
+    ),
+    "mirror": (
+        ("no linear coordinates", _STRENGTHS, "draws"),
+        ("4 linear coordinates", _LINEAR, "draws"),
+    ),
+    "routing": (
+        ("without routing", _LINEAR, "draws"),
+        ("with routing", STORY_ROUTED, "draws"),
+    ),
+}
+
+
+def story_table(rows: Sequence[Mapping[str, Any]], step: str) -> str:
+    """Format a step of the story as a Markdown table with one line per density.
+
+    Nats are from the lower to the upper estimate. Those of a base measure are exact.
+    """
+    found = {row["variant"]: row for row in rows}
+    lines = [
+        "|  | nats | recognisable | classes | Fréchet distance | only mirrored "
+        "| recognisable, tempered | classes, tempered | Fréchet distance, tempered |",
+        "| --- |" + 8 * " ---: |",
+    ]
+    for label, variant, draws in STEPS[step]:
+        row = found[variant]
+        nats = {
+            "base_draws": f"{row['nats']['base']:,.0f}",
+            "draws": f"{row['nats']['lower']:,.1f} to {row['nats']['upper']:,.1f}",
+        }
+        tempered = "tempered_draws" if draws == "draws" else ""
+        columns = (
+            (f"{draws}.tied.recognisable", ".1%"),
+            (f"{draws}.tied.classes", ".2f"),
+            (f"{draws}.tied.frechet", ".0f"),
+            (f"{draws}.tied.only_mirrored", ".1%"),
+            (f"{tempered}.tied.recognisable", ".1%"),
+            (f"{tempered}.tied.classes", ".2f"),
+            (f"{tempered}.tied.frechet", ".0f"),
+        )
+        cells = [variants.cell([variants.lookup(row, path)], form) for path, form in columns]
+        lines.append(f"| {' | '.join([label, nats.get(draws, '–'), *cells])} |")
     return "\n".join(lines)
 
 

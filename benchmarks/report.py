@@ -17,7 +17,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from benchmarks.colour import table as colour_table
 from benchmarks.criteria import CHOICE, CHOSEN, by_measure, early, effects, many, part_gain
 from benchmarks.criteria import PARTS as CLASS_PARTS
-from benchmarks.density import DRAW_COLUMNS, NATS_COLUMNS, TEMPERED_COLUMNS, routing_table
+from benchmarks.density import (
+    DRAW_COLUMNS,
+    NATS_COLUMNS,
+    TEMPERED_COLUMNS,
+    routing_table,
+    story_table,
+)
 from benchmarks.density import table as density_table
 from benchmarks.intervals import Interval, mean_interval
 from benchmarks.libraries import PARTS
@@ -863,6 +869,11 @@ def density_routing(data: str) -> str:
     return routing_table(numbers(data, "density-routing"))
 
 
+def density_story(data: str, step: str) -> str:
+    """Compare the densities before and after a step of the story."""
+    return story_table(numbers(data, "story"), step)
+
+
 def density_mixing(data: str) -> str:
     """List how chains forget where they began."""
     return mixing_table(numbers(data, "mixing"))
@@ -1016,6 +1027,7 @@ TABLES: dict[str, Callable[..., str]] = {  # name in the comment of a page: tabl
     "density-pixels": density_pixels,
     "density-routing": density_routing,
     "density-mixing": density_mixing,
+    "density-story": density_story,
     "colour": colour_digits,
     "few-labels": few_labels,
     "class-effects": class_effects,

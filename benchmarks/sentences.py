@@ -151,6 +151,7 @@ def largest_quadrature_error() -> str:
 ENERGY = {MNIST: "energy", FASHION: "energy, variances without a limit"}
 ANNEALED = {data: chosen["annealed"][0] for data, chosen in report.CHOSEN_DENSITIES.items()}
 ROUTING = "4 linear coordinates, routing"
+PAPER_SIZES = "4 linear coordinates, 26 epochs"
 
 
 def density_rows(data: str, variant: str, kind: str = "density") -> list[Mapping[str, Any]]:
@@ -164,6 +165,11 @@ def density_rows(data: str, variant: str, kind: str = "density") -> list[Mapping
 def density(data: str, variant: str, path: str, form: str, *, kind: str = "density") -> str:
     """Format mean and standard deviation of a number of a density over its seeds."""
     return report.mean_cell(density_rows(data, variant, kind), path, form)
+
+
+def story(step: str, path: str, form: str) -> str:
+    """Format a number of a small density of the story."""
+    return density("mnist-sample", f"story: {step}", path, form, kind="story")
 
 
 def density_extreme(
@@ -233,6 +239,44 @@ def views_on_cpu() -> str:
 
 def _classes(text: str, *sources: Callable[[], str], in_table: bool = False) -> Sentence:
     return Sentence("docs/classes.md", text, sources, in_table)
+
+
+def margin_in_bits(data: str, model: str, other: str) -> str:
+    """Format by how many bits per dimension a model of pixels is below another one."""
+    bits = {each["name"]: each["bits"] for each in report.numbers(data, "pixels")["models"]}
+    return f"{bits[other] - bits[model]:.3f}"
+
+
+def error_in_bits(data: str, name: str) -> str:
+    """Format the standard error of the bits per dimension of a model of pixels."""
+    errors = {each["name"]: each["error"] for each in report.numbers(data, "pixels")["models"]}
+    return f"{errors[name]:.3f}"
+
+
+def slower_step(device: str, version: str = "poecaps") -> str:
+    """Format how many times as long a step of the sampler takes with routing as without."""
+    path = report.NUMBERS / f"sampler-{device}.json"
+    cases = json.loads(path.read_text(encoding="utf-8"))["cases"]
+    times = [cases[f"20×16, R {iterations}, 128 chains"][version] for iterations in (3, 1)]
+    return f"{times[0]['median_s'] / times[1]['median_s']:.1f}"
+
+
+def slower_stage(stage: str) -> str:
+    """Format how many times as long a stage took with routing, over the runs on both datasets."""
+    with_routing, without = (
+        sum(
+            row["seconds"][stage]
+            for data in (MNIST, FASHION)
+            for row in density_rows(data, variant, "density-routing")
+        )
+        for variant in (ROUTING, ROUTING.removesuffix(", routing"))
+    )
+    return f"{with_routing / without:.0f}"
+
+
+def novelty(score: str) -> str:
+    """Format an AUROC of the density of `make demo-energy`, digits against clothes."""
+    return f"{report.numbers('mnist-sample', 'novelty')['novelty'][score]:.3f}"
 
 
 SOFT, SHARP = "2×1 → 2×2, over inputs, β 1", "2×1 → 2×2, over inputs, β 5"
@@ -533,6 +577,92 @@ SENTENCES: tuple[Sentence, ...] = (
         in_table=True,
     ),
     _density(
+        "Decoded from them alone, {} of 5,000 training digits are recognisable, and {} from all of "
+        "them, with Fréchet distances of {} and {} (the preset on MNIST,",
+        *(
+            of(density, MNIST, ENERGY[MNIST], f"{kind}.tied.{path}", form)
+            for path, form in (("recognisable", ".1%"), ("frechet", ".1f"))
+            for kind in ("component_reconstructions", "reconstructions")
+        ),
+    ),
+    _density(
+        "Of clothes they have less: {} instead of {}, with Fréchet distances of {} and {}.",
+        *(
+            of(density, FASHION, ENERGY[FASHION], f"{kind}.tied.{path}", form)
+            for path, form in (("recognisable", ".1%"), ("frechet", ".0f"))
+            for kind in ("component_reconstructions", "reconstructions")
+        ),
+    ),
+    _density(
+        "a step of the sampler takes {} times as long on one core of a server CPU, and on an H200 "
+        "{} times if it is launched and {} times if it is replayed as a CUDA graph",
+        of(slower_step, "cpu"),
+        of(slower_step, "cuda"),
+        of(slower_step, "cuda", "poecaps, replayed"),
+    ),
+    _density(
+        "the stage of the density took {} times as long with routing. That is no fair comparison: "
+        "in the same runs, the stage of the autoencoder, which is the same without routing, took "
+        "{} times as long, too.",
+        of(slower_stage, "density"),
+        of(slower_stage, "autoencoder"),
+    ),
+    _density(
+        "is nearly there, with {}. Its annealed draws are of {} effective classes, but the "
+        "tempered ones of {}, with a Fréchet distance of {}:",
+        *(
+            of(density, MNIST, PAPER_SIZES, path, form)
+            for path, form in (
+                ("nats.lower", ",.0f"),
+                ("draws.tied.classes", ".2f"),
+                ("tempered_draws.tied.classes", ".2f"),
+                ("tempered_draws.tied.frechet", ".0f"),
+            )
+        ),
+    ),
+    _density(
+        "(The lowest rate of exchange is {}, so that",
+        of(density, MNIST, PAPER_SIZES, "tempered_draws.swap_rate", ".2f"),
+    ),
+    _density(
+        "repeats it: {} effective classes of annealed draws, and {} of tempered ones, at a lowest "
+        "rate of exchange of {}.",
+        of(story, "4 linear coordinates", "draws.tied.classes", ".2f"),
+        of(story, "4 linear coordinates", "tempered_draws.tied.classes", ".2f"),
+        of(story, "4 linear coordinates", "tempered_draws.swap_rate", ".2f"),
+    ),
+    _density(
+        "(These chains have not converged; split-R̂ of their free energy is {}.)",
+        of(story, "contrastive divergence", "draws.split_rhat", ".1f"),
+    ),
+    _density(
+        "its images have {} nats more than under the uniform density,",
+        of(story, "contrastive divergence", "nats.lower", ".1f"),
+    ),
+    _density(
+        "Experts of strength 1 learn only {} nats,",
+        of(story, "Gaussian base", "nats.lower", ".0f"),
+    ),
+    _density(
+        "Twenty experts whose strengths began at 20, and are {} on average after learning,",
+        of(story, "learned strengths", "nats.mean_strength", ".1f"),
+    ),
+    _density(
+        "Its $`\\log Z`$ is uncertain, too: it rests on {} effective chains of 256.",
+        of(story, "4 linear coordinates", "nats.effective_chains", ".0f"),
+    ),
+    _density(
+        "the two $`\\log Z`$ rest on {} and {} effective chains of 256,",
+        of(story, ROUTING, "nats.effective_chains", ".0f"),
+        of(story, "4 linear coordinates", "nats.effective_chains", ".0f"),
+    ),
+    _density(
+        "The smallest margin of *1568×1* is that over the factor analysers on Fashion-MNIST, {} "
+        "bits per dimension. The standard error of each of the two numbers over test images is {};",
+        of(margin_in_bits, FASHION, "poecaps, 1568×1", "factor analysers"),
+        of(error_in_bits, FASHION, "poecaps, 1568×1"),
+    ),
+    _density(
         "among the states of the tempered chains above, in the second half of their steps, is {},",
         of(mixing, "from_noise/difference", ".2f"),
     ),
@@ -659,6 +789,16 @@ SENTENCES: tuple[Sentence, ...] = (
         "it does not: {} on MNIST and {} on Fashion-MNIST,",
         *(of(report.class_part_gain, data, "routing", "accuracy") for data in (MNIST, FASHION)),
         in_table=True,
+    ),
+    Sentence(
+        "docs/how-to/applications.md",
+        "Digits against clothes, −log P has an AUROC of {}, the base measure alone {} and the norm "
+        "of the whitened features {}",
+        (
+            of(novelty, "poecaps: −log P"),
+            of(novelty, "poecaps: −log P of the base measure"),
+            of(novelty, "poecaps: norm of the features"),
+        ),
     ),
     Sentence(
         "docs/results-claims.md",

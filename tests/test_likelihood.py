@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -253,6 +254,20 @@ def test_a_stored_estimate_is_part_of_the_state(generator: torch.Generator) -> N
     other = from_zoo("even", generator)
     other.load_state_dict(density.state_dict())
     assert other.log_partition == density.log_partition
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", ["forward", "reverse"])
+def test_estimates_that_are_not_finite_are_not_stored(
+    name: str, bad: float, generator: torch.Generator
+) -> None:
+    density = from_zoo("even", generator)
+    before = density.partition.clone()
+    changes: dict[str, Any] = {name: bad}
+    result = replace(LogPartition(1.0, 2.0, 0.1, 0.1, 8.0, 8, 3), **changes)
+    with pytest.raises(ValueError, match=f"log Z must be finite, but they are .*{bad}"):
+        fit_log_partition(density, result)
+    assert torch.equal(density.partition, before)
 
 
 def test_single_precision_gives_the_same_integral(generator: torch.Generator) -> None:

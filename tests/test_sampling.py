@@ -766,12 +766,51 @@ def test_chains_of_other_sizes_are_an_error(generator: torch.Generator) -> None:
     with pytest.raises(ValueError, match="a number for each of 4 chains, but has shape"):
         start_chains(target, position, one[:3])
     chains = start_chains(target, position, one)
+    for wrong in (torch.zeros(4, 3), torch.zeros(4, 2, 1)):
+        with pytest.raises(ValueError, match=r"position must have shape \(B, N=2\), but has"):
+            start_chains(target, wrong.to(position), one)
     for momentum, uniform in ((position[:3], one), (position, one[:1]), (position[:, :1], one)):
         with pytest.raises(ValueError, match="as the chains have, but they have"):
             hmc_step(target, chains, momentum, uniform, step_size=0.1, leapfrog_steps=1)
     for levels, shape in ((3, (2, 1)), (2, (1, 4)), (2, (2, 2))):
         with pytest.raises(ValueError, match="needs as many chains at each of them"):
             swap_replicas(chains, one[:levels], torch.rand(shape), odd=False)
+
+
+def test_reduced_chains_start_in_the_coordinates_in_which_they_move(
+    generator: torch.Generator,
+) -> None:
+    density = make_density(generator, 6, 2, 1, 3)
+    target, one = DensityTarget(density, reduced=True), torch.ones(4, dtype=torch.float64)
+    assert target.size == 3
+    assert start_chains(target, target.sample_base(4, generator), one).energy.shape == (4,)
+    with pytest.raises(ValueError, match=r"position must have shape \(B, N=3\), but has shape"):
+        start_chains(target, target.sample_positions(4, generator), one)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"leapfrog_steps": 0}, ValueError, "leapfrog_steps must be a whole number of at least 1"),
+        ({"leapfrog_steps": 1.0}, TypeError, "leapfrog_steps must be a whole number"),
+        ({"step_size": math.nan}, ValueError, "finite numbers above 0, but holds nan"),
+        ({"step_size": 0.0}, ValueError, "finite numbers above 0, but holds 0.0"),
+        ({"step_size": -0.5}, ValueError, "finite numbers above 0, but holds -0.5"),
+        ({"step_size": torch.tensor(math.nan)}, ValueError, "finite numbers .* but holds nan"),
+        ({"step_size": torch.tensor([0.1, 0.0])}, ValueError, "above 0, but holds 0.0"),
+        ({"step_size": torch.tensor([math.inf, 1])}, ValueError, "above 0, but holds inf"),
+    ],
+)
+def test_a_trajectory_needs_steps_of_some_length(
+    options: dict[str, Any], error: type[Exception], message: str, generator: torch.Generator
+) -> None:
+    target = DensityTarget(from_zoo("even", generator))
+    position, one = torch.zeros(2, 2, dtype=torch.float64), torch.ones(2, dtype=torch.float64)
+    chains = start_chains(target, position, one)
+    valid: dict[str, Any] = {"step_size": 0.1, "leapfrog_steps": 1}
+    hmc_step(target, chains, position, one, **valid)
+    with pytest.raises(error, match=message):
+        hmc_step(target, chains, position, one, **valid | options)
 
 
 # --------------------------------------------------------------------------------------------------

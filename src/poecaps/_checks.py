@@ -234,6 +234,13 @@ def check_states_on_cpu(on: Tensor, name: str) -> None:
         raise ValueError(f"{name} must be 0 (off) or 1 (on) for every expert, but holds {bad}")
 
 
+def check_positive_on_cpu(value: Tensor, name: str) -> None:
+    """Raise ValueError if numbers are not finite and above 0; on the CPU only."""
+    if _is_readable(value) and not bool(((value > 0) & value.isfinite()).all()):
+        bad = value[~((value > 0) & value.isfinite())][0].item()
+        raise ValueError(f"{name} must hold finite numbers above 0, but holds {bad}")
+
+
 def require_apart(name: str, value: Tensor, other_name: str, other: Tensor) -> None:
     """Raise ValueError if an overwritten tensor shares its memory with another."""
     if torch.compiler.is_compiling() or not _is_plain(value) or not _is_plain(other):

@@ -48,6 +48,7 @@ __all__ = [
 ]
 
 WIDE_BRACKET = 10.0  # nats between the two estimates above which a warning is given
+FEW_CHAINS = 16.0  # effective ones below which `poecaps likelihood` prints a warning
 MAX_QUADRATURE_DIMS = 4
 PILOT_CHAINS = 32  # chains that find the step size at each temperature
 
@@ -214,7 +215,18 @@ def bracket_log_partition(
 
 
 def fit_log_partition(density: CapsuleDensity, result: LogPartition) -> None:
-    """Store two estimates of log Z in a density; `density.log_partition` is their mean."""
+    """Store two estimates of log Z in a density; `density.log_partition` is their mean.
+
+    Raises
+    ------
+    ValueError
+        If an estimate is not a finite number.
+    """
+    if not (math.isfinite(result.forward) and math.isfinite(result.reverse)):
+        raise ValueError(
+            f"both estimates of log Z must be finite, but they are {result.forward} and "
+            f"{result.reverse}; look for weights of the density that are not finite"
+        )
     density.partition.copy_(density.partition.new_tensor([result.forward, result.reverse, 1.0]))
 
 

@@ -318,30 +318,26 @@ class CapsuleNetwork(nn.Module):
         return on[expert]
 
     @torch.no_grad()
-    def generate_from_density(
+    def draw_from_density(
         self,
         count: int,
         *,
         levels: int | None = None,
         expert: int | Tensor | None = None,
-        tied: bool = False,
         **options: Any,
-    ) -> Tensor:
-        """Draw images from the density, without gradients: (count, C, H, W), from 0 to 1.
+    ) -> Samples:
+        """Draw capsules from the density, with the diagnostics of the chains.
 
         Parameters
         ----------
         count
-            Number of images.
+            Number of draws.
         levels
             Temperatures of parallel tempering (`poecaps.sampling.draw`), by which each mode of the
             density is drawn as often as it is probable; by default 32, and with an expert 0.
             0: the ends of chains that are annealed from noise (`sample_density`), which is faster.
         expert : int or (count,) of int, optional
             Draw from P(x | only this expert is on), see `sample_density`.
-        tied
-            Whether images are decoded by the transposed filters of the autoencoder, and not by the
-            pixel decoder.
         options
             Number of `steps`, and further options of `poecaps.sampling.draw` or `sample_density`.
         """
@@ -349,11 +345,25 @@ class CapsuleNetwork(nn.Module):
             levels = sampling.LEVELS if expert is None else 0
         checks.require_int("levels", levels, 0)
         if levels and expert is None:
-            samples = sampling.draw(self._with_density()[0], count, levels=levels, **options)
-        else:
-            ladder = sampling.tempering_ladder(levels) if levels else None
-            samples = self.sample_density(count, expert=expert, ladder=ladder, **options)
-        return self.decode_whitened(samples.capsules, tied=tied)
+            return sampling.draw(self._with_density()[0], count, levels=levels, **options)
+        ladder = sampling.tempering_ladder(levels) if levels else None
+        return self.sample_density(count, expert=expert, ladder=ladder, **options)
+
+    @torch.no_grad()
+    def generate_from_density(self, count: int, *, tied: bool = False, **options: Any) -> Tensor:
+        """Draw images from the density, without gradients: (count, C, H, W), from 0 to 1.
+
+        Parameters
+        ----------
+        count
+            Number of images.
+        tied
+            Whether images are decoded by the transposed filters of the autoencoder, and not by the
+            pixel decoder.
+        options
+            Of `draw_from_density`: `levels`, `expert`, the number of `steps` and others.
+        """
+        return self.decode_whitened(self.draw_from_density(count, **options).capsules, tied=tied)
 
     def sample(
         self,

@@ -155,6 +155,13 @@ class DensityTarget:
         return coordinates[:, :LEADING].clone()
 
     @property
+    def size(self) -> int:
+        """Number N of coordinates in which chains move."""
+        if self._directions is not None:
+            return self._directions.shape[1]
+        return self.density.in_capsules * self.density.in_dim
+
+    @property
     def is_capturable(self) -> bool:
         """Whether steps on this target can be captured in a CUDA graph."""
         return self.evidence is None and self.density.is_capturable
@@ -281,6 +288,9 @@ class Chains:
 
 def start_chains(target: Target, position: Tensor, inverse_temperature: Tensor) -> Chains:
     """Start chains at positions (B, N) and inverse temperatures (B,)."""
+    if isinstance(target, DensityTarget):
+        remedy = "give the coordinates in which chains on this target move"
+        checks.require_shape("position", position, "BN", (None, target.size), remedy)
     if inverse_temperature.shape != position.shape[:1]:
         raise ValueError(
             f"inverse_temperature must hold a number for each of {len(position)} chains, "
@@ -339,14 +349,17 @@ def hmc_step(
         The new states.
     accepted : (B,) of bool
     """
+    checks.require_int("leapfrog_steps", leapfrog_steps, 1)
     t = chains.inverse_temperature
+    step_size = torch.as_tensor(step_size, dtype=t.dtype)
+    checks.check_positive_on_cpu(step_size, "step_size")
     shape = tuple(chains.position.shape)
     if tuple(momentum.shape) != shape or tuple(uniform.shape) != shape[:1]:
         raise ValueError(
             f"momentum must have shape {shape} and uniform {shape[:1]}, as the chains have, but "
             f"they have {tuple(momentum.shape)} and {tuple(uniform.shape)}"
         )
-    scale, step = t.unsqueeze(-1), torch.as_tensor(step_size).to(t).view(-1, 1)
+    scale, step = t.unsqueeze(-1), step_size.to(t).view(-1, 1)
     u, energy, gradient = chains.position, chains.energy, chains.gradient
     base, base_gradient = target.base(u)
     before = base + t * energy + momentum.square().sum(-1) / 2

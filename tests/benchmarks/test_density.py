@@ -11,6 +11,7 @@ import torch
 
 from benchmarks import variants
 from benchmarks.density import (
+    STEPS,
     STUDY,
     draw_from_base,
     energy_with,
@@ -20,9 +21,11 @@ from benchmarks.density import (
     measured,
     nearest_training_images,
     routing_table,
+    story_table,
     table,
 )
 from benchmarks.internals import changed_options, command_for
+from benchmarks.report import numbers
 from poecaps import CapsuleNetwork
 from poecaps.data import ImageSet, load
 from poecaps.energy import GaussianBase
@@ -227,3 +230,57 @@ def test_the_gain_of_routing_is_bounded_by_the_estimates() -> None:
     rows = [row(f"{name}, routing", 1, 90, 120), row(name, 0, 1, 2), row(name, 1, 100, 105)]
     (line,) = routing_table(rows).splitlines()[2:]
     assert line.startswith("| 1 | 100 to 105 | 90 to 120 | -15 to +20 | 10.00 |")
+
+
+def test_the_steps_of_the_story_differ_by_one_option_each() -> None:
+    """The densities before and after a step learn for as long, from chains of the same kind."""
+    expected = {
+        "base": set[str](),  # the base measure alone, and with its experts
+        "strengths": {"model.density.strength", "density.strength_rate"},
+        "mirror": {"model.density.linear_dims"},
+        "routing": {"model.density.iterations"},
+    }
+    for step, names in expected.items():
+        before, *_, after = (
+            STUDY[variant].changes
+            for _, variant, draws in STEPS[step]
+            if draws != "reconstructions"
+        )
+        different = {
+            name for name, value in {**before, **after}.items() if before.get(name) != value
+        }
+        different |= {name for name, value in before.items() if after.get(name) != value}
+        assert different == names, step
+
+
+def test_the_rows_of_the_story_have_the_current_commands() -> None:
+    rows = numbers("mnist-sample", "story")
+    assert {row["variant"] for row in rows} == {
+        variant for lines in STEPS.values() for _, variant, _ in lines
+    }
+    for row in rows:
+        config = STUDY[row["variant"]].config(data="mnist-sample", seed=0)
+        assert row["command"] == command_for(config), row["variant"]
+        assert (row["seed"], row["held_out"], row["on"]) == (0, 0, "test")
+
+
+def test_a_table_of_the_story_has_a_line_for_each_density() -> None:
+    def draws(share: float) -> dict[str, Any]:
+        measured = {"recognisable": share, "classes": 9.0, "frechet": 99.6, "only_mirrored": 0.25}
+        return {"tied": measured}
+
+    (_, variant, _), *_ = STEPS["base"]
+    row = {
+        "variant": variant,
+        "nats": {"lower": 59.96, "upper": 61.0, "base": 0.4},
+        "base_draws": draws(0.001),
+        "draws": draws(0.5),
+        "tempered_draws": draws(0.125),
+        "reconstructions": draws(1.0),
+    }
+    assert story_table([row], "base").splitlines()[2:] == [
+        "| Gaussian base measure alone | 0 | 0.1 % | 9.00 | 100 | 25.0 % | – | – | – |",
+        "| with experts of strength 1 | 60.0 to 61.0 | 50.0 % | 9.00 | 100 | 25.0 % "
+        "| 12.5 % | 9.00 | 100 |",
+        "| training images | – | 100.0 % | 9.00 | 100 | 25.0 % | – | – | – |",
+    ]

@@ -192,7 +192,7 @@ def test_images_are_generated_from_the_density(
     found = []
     for name, (options, same) in cases.items():
         assert main(["generate", str(copy), *common, *options]) == 0
-        path = Path(capsys.readouterr().out.strip())
+        path = Path(capsys.readouterr().out.splitlines()[-1])
         assert path == copy / "figures" / f"{name}.png"
         generator = torch.Generator().manual_seed(0)
         images = poecaps.load(dense).generate_from_density(
@@ -201,6 +201,37 @@ def test_images_are_generated_from_the_density(
         np.testing.assert_allclose(drawn_images(path), images, atol=1e-6)
         found.append(images)
     assert all((found[0] - other).abs().max() > 0.01 for other in found[1:])
+
+
+@pytest.mark.parametrize("domain", ["model", "model-experts"])
+@pytest.mark.parametrize("low", [0.0, 1.1])
+def test_tempered_draws_tell_the_lowest_rate_of_exchange(
+    domain: str,
+    low: float,
+    dense: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("poecaps.cli.generate.LOW_SWAP_RATE", low)
+    out = str(tmp_path / "draws.png")
+    common = ["--domain", domain, "--rows", "2", "--steps", "30", "--device", "cpu", "--out", out]
+    assert main(["generate", str(dense), *common, "--temper", "0"]) == 0
+    assert capsys.readouterr().out == f"{out}\n"
+    assert main(["generate", str(dense), *common, "--temper", "4"]) == 0
+    experts = {"expert": torch.arange(3).repeat(2)} if domain == "model-experts" else {}
+    samples = poecaps.load(dense).draw_from_density(
+        6 if experts else 40,
+        steps=30,
+        levels=4,
+        generator=torch.Generator().manual_seed(0),
+        **experts,
+    )
+    line = f"lowest swap rate {min(samples.swap_rates):.2f}, between neighbours of 4 temperatures"
+    if low:
+        line += "; use a --temper above 4"
+    assert min(samples.swap_rates) < max(samples.swap_rates)
+    assert capsys.readouterr().out == f"{line}\n{out}\n"
 
 
 def test_a_figure_has_a_column_for_each_of_the_strongest_experts_of_the_density(
@@ -241,7 +272,7 @@ def measured(
     """The JSON file, and what was printed."""
     copy = tmp_path_factory.mktemp("measured") / "run"
     shutil.copytree(dense, copy)
-    options = ["--chains", "16", "--steps", "40", "--images", "9", "--device", "cpu"]
+    options = ["--chains", "60", "--steps", "40", "--images", "9", "--device", "cpu"]
     with pytest.MonkeyPatch.context() as patch:
         lines: list[str] = []
         patch.setattr("builtins.print", lambda *words, **_: lines.append(" ".join(map(str, words))))
@@ -267,10 +298,10 @@ def test_the_likelihood_is_the_mean_under_the_estimated_partition_function(
     result, _ = measured
     density = network.require_density()
     generator = torch.Generator().manual_seed(0)
-    estimate = likelihoods.estimate_log_partition(density, chains=16, steps=40, generator=generator)
+    estimate = likelihoods.estimate_log_partition(density, chains=60, steps=40, generator=generator)
     for name in ("forward", "reverse", "forward_error", "reverse_error", "effective_sample_size"):
         assert result[name] == pytest.approx(getattr(estimate, name), rel=1e-5), name
-    assert (result["chains"], result["steps"], result["images"]) == (16, 40, 9)
+    assert (result["chains"], result["steps"], result["images"]) == (60, 40, 9)
     stored = network.log_prob(images)  # with the log Z of the file
     likelihoods.fit_log_partition(density, estimate)
     value = network.log_prob(images)
@@ -302,7 +333,7 @@ def test_the_printed_numbers_are_those_of_the_file(measured: tuple[dict[str, Any
     half, mean = abs(result["reverse"] - result["forward"]) / 2, result["log_likelihood"]
     for line in (
         f"log Z            {result['forward']:.1f} forward, {result['reverse']:.1f} in reverse",
-        f"effective chains {result['effective_sample_size']:.0f} of 16",
+        f"effective chains {result['effective_sample_size']:.0f} of 60",
         f"log-likelihood   {mean - half:.1f} to {mean + half:.1f} nats above independent capsules",
         f"standard error over 9 images {result['standard_error']:.1f}",
         f"of these         {result['base']:.1f} by the base measure, the others by the experts",
@@ -331,6 +362,18 @@ def test_an_uncertain_partition_function_is_a_printed_warning(
     ]
     assert main(["likelihood", str(dense), *options, "--device", "cpu"]) == 0
     assert "\nwarning: log Z is uncertain: the two estimates are" in capsys.readouterr().out
+
+
+def test_few_effective_chains_are_a_printed_warning(
+    dense: Path, noise: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "l.json"
+    for chains, few in ((15, True), (60, False)):
+        options = ["--chains", str(chains), "--steps", "40", "--out", str(out), "--device", "cpu"]
+        assert main(["likelihood", str(dense), "--data", str(noise), *options]) == 0
+        assert (json.loads(out.read_text())["effective_sample_size"] < 16) == few
+        warned = "warning: log Z rests on fewer than 16 effective chains" in capsys.readouterr().out
+        assert warned == few
 
 
 def test_the_likelihood_of_all_images_is_measured_if_there_are_fewer_than_asked_for(

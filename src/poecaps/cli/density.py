@@ -137,7 +137,8 @@ def likelihood(
 ) -> None:
     """Estimate the log-likelihood of images under the density of a model, from both sides.
 
-    It is given in nats above a model of independent capsules.
+    It is given in nats above a model of independent capsules. Warnings tell that the two estimates
+    differ by more than 10 nats, or that they rest on fewer than 16 effective chains.
 
     Parameters
     ----------
@@ -184,6 +185,11 @@ def likelihood(
     say(f"of these         {base.mean():.1f} by the base measure, the others by the experts")
     for warning in caught:
         say(f"warning: {warning.message}")
+    if estimate.effective_sample_size < likelihoods.FEW_CHAINS:
+        say(
+            f"warning: log Z rests on fewer than {likelihoods.FEW_CHAINS:.0f} effective chains; "
+            "use more --steps or --chains"
+        )
     result = {
         **asdict(estimate),
         "images": len(value),

@@ -27,10 +27,14 @@ from poecaps.network import DENSITY_STEPS, TRAVERSAL_REACH, TRAVERSAL_STEPS, Cap
 from poecaps.sampling import DRAW_STEPS, LEVELS
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from poecaps.data import ImageSet
+    from poecaps.sampling import Samples
 
 ROWS = 4  # draws of each expert, as in the paper's Figure 2
 COLUMNS = 20  # of a grid in which a column is not an expert
+LOW_SWAP_RATE = 0.2  # below it, there are too few temperatures
 
 
 def generate(
@@ -103,9 +107,12 @@ def generate(
         require_png(path)  # before the chains run
         options = density_options(network, seed, steps=steps, temper=temper, tied=tied)
         if domain == "model":
-            say(draw_density(network, expert, rows, path, options))
+            path, samples = draw_density(network, expert, rows, path, options)
         else:
-            say(draw_density_experts(network, rows, path, options))
+            path, samples = draw_density_experts(network, rows, path, options)
+        if samples.swap_rates:
+            say(describe_exchanges(samples))
+        say(path)
         return
     if steps is not None or temper is not None or tied:
         raise ValueError(
@@ -160,7 +167,7 @@ def density_options(
     tied: bool = False,
     quiet: bool = False,
 ) -> dict[str, Any]:
-    """Return the options of `CapsuleNetwork.generate_from_density` for those of a command."""
+    """Return the options of `draw_density` for those of a command."""
     if temper != 0 and temper is not None:
         checks.require_int("temper", temper, 2)
     return {
@@ -172,20 +179,36 @@ def density_options(
     }
 
 
+def describe_exchanges(samples: Samples) -> str:
+    """Describe how often chains at neighbouring temperatures exchange their states."""
+    lowest, levels = min(samples.swap_rates), len(samples.swap_rates) + 1
+    remedy = "" if lowest >= LOW_SWAP_RATE else f"; use a --temper above {levels}"
+    return f"lowest swap rate {lowest:.2f}, between neighbours of {levels} temperatures{remedy}"
+
+
+@torch.no_grad()
+def _draw(
+    network: CapsuleNetwork, count: int, *, tied: bool, **options: Any
+) -> tuple[Tensor, Samples]:
+    """Draw images from the density of a network, with the diagnostics of the chains."""
+    samples = network.draw_from_density(count, **options)
+    return network.decode_whitened(samples.capsules, tied=tied), samples
+
+
 def draw_density(
     network: CapsuleNetwork, expert: int | None, rows: int, path: Path, options: dict[str, Any]
-) -> Path:
+) -> tuple[Path, Samples]:
     """Draw images from the density of a network, by chains from noise with `density_options`."""
     title = "draws from the energy, by chains from noise"
     if expert is not None:
         title = f"draws from the energy with only expert {expert} on"
-    images = network.generate_from_density(rows * COLUMNS, expert=expert, **options)
-    return plotting.image_grid(images, path, columns=COLUMNS, title=title)
+    images, samples = _draw(network, rows * COLUMNS, expert=expert, **options)
+    return plotting.image_grid(images, path, columns=COLUMNS, title=title), samples
 
 
 def draw_density_experts(
     network: CapsuleNetwork, rows: int, path: Path, options: dict[str, Any]
-) -> Path:
+) -> tuple[Path, Samples]:
     """Draw images from the density of a network with one expert on: one column per expert.
 
     All chains run together. Of more than 20 experts, those with the largest strengths are drawn, in
@@ -193,15 +216,12 @@ def draw_density_experts(
     """
     density = network.require_density()
     experts = density.strongest_experts(COLUMNS).sort().values
-    images = network.generate_from_density(
-        rows * len(experts), expert=experts.repeat(rows), **options
-    )
+    images, samples = _draw(network, rows * len(experts), expert=experts.repeat(rows), **options)
     title = f"draws from {DOMAIN_INFO['model-experts'].description}, one column per expert"
     if len(experts) < density.out_capsules:
         title = f"{title}: the {len(experts)} strongest of {density.out_capsules}"
-    return plotting.expert_grid(
-        images.unflatten(0, (rows, len(experts))), path, experts=experts.tolist(), title=title
-    )
+    columns = images.unflatten(0, (rows, len(experts)))
+    return plotting.expert_grid(columns, path, experts=experts.tolist(), title=title), samples
 
 
 def reconstruct(

@@ -335,7 +335,7 @@ def _draw_figures(result: TrainingResult, *, quiet: bool) -> Iterator[str]:
         yield f"{describe_draws(domain)}: {path}"
     if network.density is not None:
         options = density_options(network, 0, quiet=quiet)
-        path = draw_density(network, None, ROWS, folder / "model.png", options)
+        path, _ = draw_density(network, None, ROWS, folder / "model.png", options)
         yield f"draws from the energy, by chains from noise: {path}"
     if not result.metrics:  # no stage had an epoch
         return
