@@ -11,6 +11,7 @@ import signal
 import socket
 import stat
 from dataclasses import replace
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -334,6 +335,52 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(
         resume(folder)
 
 
+def break_reads(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    """Let the disk be unable to read files of these names."""
+
+    class Broken(FileIO):
+        def __init__(self, handle: int, mode: str) -> None:
+            super().__init__(handle, mode)
+            status = os.fstat(handle)
+            self.identity = (status.st_dev, status.st_ino)
+
+        def readall(self) -> bytes:
+            self.check()
+            return super().readall()
+
+        def readinto(self, buffer: Any, /) -> int:
+            self.check()
+            return super().readinto(buffer)
+
+        def check(self) -> None:
+            if self.identity in broken:
+                raise OSError(errno.EIO, "Input/output error")
+
+    found = [Path(name).stat() for name in names]
+    broken = {(status.st_dev, status.st_ino) for status in found}
+    monkeypatch.setattr(_files, "FileIO", Broken)
+
+
+def test_a_checkpoint_that_the_disk_cannot_read_falls_back_to_the_one_before(
+    data: Path, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run"
+    with pytest.raises(Stop):
+        train(config_for(data, checkpoint_every=0), folder, report=stop_at_10)
+    newest, previous = folder / CHECKPOINT, folder / PREVIOUS
+    with monkeypatch.context() as patch:
+        break_reads(patch, str(newest), str(previous))
+        with pytest.raises(ModelError, match=rf"{PREVIOUS} cannot be read \(Input/output error\)"):
+            resume(folder)
+    with monkeypatch.context() as patch:
+        break_reads(patch, str(newest))
+        said = rf"{re.escape(str(newest))} cannot be read \(Input/output error\); .*{PREVIOUS}$"
+        with pytest.warns(CheckpointWarning, match=said):
+            resume(folder)
+    assert_same_weights(folder, finished)
+    assert metrics(folder) == metrics(finished)
+
+
 def test_a_checkpoint_of_a_later_version_is_not_passed_over(data: Path, tmp_path: Path) -> None:
     with pytest.raises(Stop):
         train(config_for(data), tmp_path / "run", report=stop_at_10)
@@ -372,6 +419,30 @@ def test_an_altered_record_is_an_error(finished: Path, tmp_path: Path) -> None:
     path.write_text(path.read_text().replace('"learning_rate": 0.05', '"learning_rate": 0.04'))
     with pytest.raises(ModelError, match=r"run\.json is damaged: it does not match its checksum"):
         resume(tmp_path / "run")
+
+
+@pytest.mark.parametrize("problem", ["damaged", "unreadable"])
+def test_a_run_goes_on_without_its_record_as_the_error_says(
+    problem: str, data: Path, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run"
+    with pytest.raises(Stop):
+        train(config_for(data, checkpoint_every=0), folder, report=stop_at_10)
+    shutil.copytree(finished, tmp_path / "finished")
+    for run in (folder, tmp_path / "finished"):
+        with monkeypatch.context() as patch:
+            if problem == "damaged":
+                (run / "run.json").write_bytes((run / "run.json").read_bytes()[:-9])
+            else:
+                break_reads(patch, str(run / "run.json"))
+            with pytest.raises(
+                ModelError, match=r"run\.json .*; or delete it, and the run is resu"
+            ):
+                resume(run)
+        (run / "run.json").unlink()
+        resume(run)
+        assert_same_weights(run, finished)
+        assert metrics(run) == metrics(finished)
 
 
 @pytest.mark.parametrize(("side", "filters"), [(8, 2), (16, 5), (17, 9)])

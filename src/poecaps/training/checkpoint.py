@@ -69,14 +69,14 @@ def newest_checkpoint(folder: Path) -> Path | None:
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
-    """Read the checkpoint of the run in a folder; if it is damaged, the one before it.
+    """Read the checkpoint of the run in a folder; if the disk cannot, or it is damaged, the other.
 
     Raises
     ------
     FileNotFoundError
         If there is none.
     ModelError
-        If it is damaged, not a checkpoint of a run, or of another format version.
+        If both are damaged, or it is not a checkpoint of a run, or of another format version.
     """
     newest, previous = newest_checkpoint(folder), folder / PREVIOUS
     if not folder.is_dir():
@@ -85,12 +85,15 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         raise FileNotFoundError(f"cannot resume the run in {folder}: it contains no {CHECKPOINT}")
     try:
         return _read(newest)
-    except DamagedError:
+    except DamagedError as error:
         if newest == previous or not previous.is_file():
             raise
         checkpoint = _read(previous)
+        cause, problem = error.__cause__, "is damaged"
+        if isinstance(cause, OSError):
+            problem = f"cannot be read ({cause.strerror})"
         warnings.warn(
-            f"{newest} is damaged; resuming from the checkpoint before it, {previous.name}",
+            f"{newest} {problem}; resuming from the checkpoint before it, {previous.name}",
             CheckpointWarning,
             stacklevel=2,
         )
