@@ -24,6 +24,7 @@ from poecaps.data import DataError, ImageSet
 from poecaps.serialization import read_tensors, write_tensors
 from poecaps.training import (
     Progress,
+    Stage,
     TrainingError,
     TrainingResult,
     resume,
@@ -302,6 +303,54 @@ def test_a_file_system_without_locks_is_said(
     monkeypatch.setattr("fcntl.flock", flock)
     with pytest.warns(RuntimeWarning, match="the file system has no locks"):
         train(without_epochs(data), tmp_path / "run")
+
+
+@pytest.fixture
+def _without_identifier(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process of torchrun, of a call without --standalone and --rdzv-id."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+
+
+@pytest.mark.usefixtures("_without_identifier")
+@pytest.mark.parametrize("is_finished", [True, False])
+def test_a_restart_without_an_identifier_does_not_continue_another_run(
+    is_finished: bool, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run"
+    given = without_epochs(data, autoencoder=Stage(epochs=1))
+    train(given, folder)
+    if not is_finished:
+        (folder / "model.safetensors").unlink()
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    for config in (replace(given, seed=5), replace(given, batch_size=8)):
+        with pytest.raises(FileExistsError, match="is not empty; resume the run in it, or"):
+            train(config, folder)
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+
+
+@pytest.mark.usefixtures("_without_identifier")
+def test_a_restart_without_an_identifier_continues_a_run_of_the_same_options(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if some of them were chosen for the images."""
+    config = without_epochs(data, autoencoder=Stage(epochs=4), batch_size=None, checkpoint_every=0)
+    config = replace(config, model=replace(config.model, margin=None))
+    train(config, tmp_path / "whole")
+    with pytest.raises(Stop):
+        train(config, tmp_path / "run", report=stop_at_3)
+    about = read_tensors(tmp_path / "run" / CHECKPOINT)[1]
+    assert None not in (about["config"]["batch_size"], about["config"]["model"]["margin"])
+    steps: list[int] = []
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    train(config, tmp_path / "run", report=lambda progress: steps.append(progress.step))
+    assert steps[0] == 2  # of the last checkpoint
+    assert_same_weights(tmp_path / "run", tmp_path / "whole")
+
+
+def stop_at_3(progress: Progress) -> None:
+    if progress.step == 3:
+        raise Stop
 
 
 # --------------------------------------------------------------------------------------------------

@@ -22,9 +22,9 @@ from poecaps.options import ModelOptions
 from poecaps.training import record as run_record
 from poecaps.training.checkpoint import (
     Checkpoint,
+    is_continued_by_restart,
     newest_checkpoint,
     read_checkpoint,
-    was_written_by_this_launch,
     write_errors,
 )
 from poecaps.training.config import default
@@ -242,7 +242,7 @@ def run_training(
     else:
         config = replace(config, data=data.source, data_path=None, size=None, channels=None)
     folder = Path(folder)
-    if restart_count() > 0 and was_written_by_this_launch(folder):
+    if restart_count() > 0 and is_continued_by_restart(folder, config):
         asked = config.data if data is None else data
         return resume_training(folder, data=asked, report=report, found=found, reading=reading)
     with _owned(folder, create=True):
