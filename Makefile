@@ -9,8 +9,8 @@
 # make docs      build the documentation site in site/; a broken link is an error
 # make bench     time a layer against einsum on this CPU, in docs/: about 10 minutes on an idle machine
 # make report    regenerate the tables and plots of README.md and docs/ from the numbers in docs/results
-# make attack    move sliders of the explorer while 1,000 connections send half of a request: 1 minute
-# make soak      train in two processes that are killed, stopped and cut off at random: 10 minutes
+# make attack    move sliders of the explorer while 1,000 connections attack it, SECONDS=20 for each of 4 parts
+# make soak      train in two processes that fail at random, for MINUTES=10, from a random SEED that it prints
 # make build     build wheel and sdist in dist/, and try out each of them in a new environment
 # make check     lint, formatting, types
 # make format    format the code
@@ -90,10 +90,10 @@ fuzz: install
 	$(BIN)/python -m tests.fuzz --seconds $(or $(SECONDS),600) $(if $(SEED),--seed $(SEED))
 
 attack: install
-	$(BIN)/python -m benchmarks.explorer_attack mnist
+	$(BIN)/python -m benchmarks.explorer_attack mnist $(if $(SECONDS),--seconds $(SECONDS))
 
 soak: install
-	$(BIN)/python tools/soak.py
+	$(BIN)/python tools/soak.py $(if $(MINUTES),--minutes $(MINUTES)) $(if $(SEED),--seed $(SEED))
 
 bench: install
 	$(BIN)/python -m benchmarks --device cpu --json docs/results/routing-cpu.json

@@ -1,9 +1,10 @@
 """Sliders under attack: ``python -m benchmarks.explorer_attack RUN``.
 
-Starts `poecaps explore` in a separate process that may open few files, opens many connections that
-never send more than half of the head of a request, and measures meanwhile how long it takes until a
-slider move is answered. Only an explorer on this machine is attacked, with a limited number of
-connections and for a limited time.
+Starts `poecaps explore` in a separate process that may open few files, opens many connections, and
+measures meanwhile how long it takes until a slider move is answered. The connections never send
+more than half of the head of a request, or they send requests without a token again and again and
+read no answer. Only an explorer on this machine is attacked, with a limited number of connections
+and for a limited time.
 """
 
 from __future__ import annotations
@@ -27,13 +28,18 @@ from benchmarks.explorer_load import running_explorer
 if TYPE_CHECKING:
     from types import TracebackType
 
+    from typing_extensions import Self
+
 HALF_A_HEAD = b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Half: "
+REQUESTS = 200 * b"GET /api/models HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"  # without a token
+RECEIVE_BUFFER = 2048  # bytes of answers that the system keeps for a client that does not read
+PAUSE = 0.01  # seconds between two rounds of requests
 MAX_CONNECTIONS = 5000
 TIMEOUT = 60.0  # of a slider move
 
 
-class HalfSentHeads:
-    """Connections to the explorer, each with half of the head of a request.
+class Attack:
+    """Connections to the explorer, which are kept until the end of the block.
 
     Parameters
     ----------
@@ -52,17 +58,13 @@ class HalfSentHeads:
                 f"address must be on this machine, with at most {MAX_CONNECTIONS} connections, but "
                 f"is {where.hostname} with {connections}"
             )
-        self.where, self.connections, self.reopen = (
-            ("127.0.0.1", where.port or 0),
-            connections,
-            reopen,
-        )
-        self.selector = selectors.DefaultSelector()
+        self.where, self.connections = ("127.0.0.1", where.port or 0), connections
+        self.reopen = reopen
         self.opened = self.closed = 0
         self.stopped = threading.Event()
         self.thread = threading.Thread(target=self._hold)
 
-    def __enter__(self) -> HalfSentHeads:
+    def __enter__(self) -> Self:
         for _ in range(self.connections):
             self._open()
         self.thread.start()
@@ -76,14 +78,35 @@ class HalfSentHeads:
     ) -> None:
         self.stopped.set()
         self.thread.join()
-        for key in list(self.selector.get_map().values()):
-            self._close(key.fileobj)
-        self.selector.close()
+        self._close_all()
 
     @property
     def held(self) -> int:
         """Connections that are open."""
         return self.opened - self.closed
+
+    def _open(self) -> None:
+        """Open a connection."""
+        raise NotImplementedError
+
+    def _hold(self) -> None:
+        """Hold the connections until the attack is stopped."""
+        raise NotImplementedError
+
+    def _close_all(self) -> None:
+        """Close all connections."""
+        raise NotImplementedError
+
+
+class HalfSentHeads(Attack):
+    """Connections to the explorer, each with half of the head of a request.
+
+    The parameters are those of `Attack`.
+    """
+
+    def __init__(self, address: str, connections: int, *, reopen: bool = False) -> None:
+        super().__init__(address, connections, reopen=reopen)
+        self.selector = selectors.DefaultSelector()
 
     def _open(self) -> None:
         connection = socket.create_connection(self.where, timeout=TIMEOUT)
@@ -97,6 +120,11 @@ class HalfSentHeads:
         self.selector.unregister(connection)
         connection.close()
 
+    def _close_all(self) -> None:
+        for key in list(self.selector.get_map().values()):
+            self._close(key.fileobj)
+        self.selector.close()
+
     def _hold(self) -> None:
         """Notice which connections the explorer closes."""
         while not self.stopped.is_set():
@@ -105,6 +133,47 @@ class HalfSentHeads:
                 self.closed += 1
                 if self.reopen:
                     self._open()
+
+
+class UnreadAnswers(Attack):
+    """Connections that send requests without a token again and again, and never read an answer.
+
+    The parameters are those of `Attack`.
+    """
+
+    def __init__(self, address: str, connections: int, *, reopen: bool = False) -> None:
+        super().__init__(address, connections, reopen=reopen)
+        self.sockets: list[socket.socket] = []
+
+    def _open(self) -> None:
+        connection = socket.socket()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER)
+        connection.settimeout(TIMEOUT)
+        connection.connect(self.where)
+        connection.setblocking(False)
+        self.sockets.append(connection)
+        self.opened += 1
+
+    def _close_all(self) -> None:
+        for each in self.sockets:
+            each.close()
+
+    def _hold(self) -> None:
+        """Send as many requests as the explorer takes."""
+        while not self.stopped.wait(PAUSE):
+            for each in list(self.sockets):
+                if self.stopped.is_set():
+                    return
+                try:
+                    each.send(REQUESTS)
+                except BlockingIOError:
+                    continue
+                except OSError:  # closed
+                    self.sockets.remove(each)
+                    each.close()
+                    self.closed += 1
+                    if self.reopen:
+                        self._open()
 
 
 @dataclass
@@ -158,16 +227,16 @@ def move_sliders(
 def main(
     run: str, /, *, connections: int = 1000, seconds: float = 20, open_files: int = 256
 ) -> None:
-    """Measure slider moves without an attack, with connections that stay, and that come back.
+    """Measure slider moves without an attack, and with connections of each kind.
 
     Parameters
     ----------
     run
         Folder or name of a trained model.
     connections
-        Connections with half of a head.
+        Connections of an attack.
     seconds
-        Duration of each of the three parts.
+        Duration of each of the four parts.
     open_files
         Files that the explorer may open.
     """
@@ -178,12 +247,19 @@ def main(
             running_explorer(run, log=log, open_files=open_files) as address,
         ):
             print("without attack:", move_sliders(address, seconds=seconds).summary(), flush=True)
-            for reopen in (False, True):
-                with HalfSentHeads(address, connections, reopen=reopen) as heads:
+            attacks: dict[str, Attack] = {
+                "half-sent heads": HalfSentHeads(address, connections),
+                "half-sent heads, reopened": HalfSentHeads(address, connections, reopen=True),
+                "clients without a token that read no answer, reopened": UnreadAnswers(
+                    address, connections, reopen=True
+                ),
+            }
+            for name, attack in attacks.items():
+                with attack:
                     moves = move_sliders(address, seconds=seconds)
                     print(
-                        f"{connections} half-sent heads{', reopened' * reopen}:",
-                        f"{moves.summary()}; {heads.opened} opened, {heads.held} still open",
+                        f"{connections} {name}: {moves.summary()}; {attack.opened} opened, "
+                        f"{attack.held} still open",
                         flush=True,
                     )
         print(f"log of the explorer: {path.stat().st_size:,} bytes")

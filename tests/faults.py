@@ -13,6 +13,7 @@ import signal
 import sys
 import tempfile
 from contextlib import contextmanager, suppress
+from functools import partial
 from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,12 +22,14 @@ import numpy as np
 import pytest
 import torch
 
-from poecaps import _files
+from poecaps import ModelError, _files
+from poecaps.data import DataError
 from poecaps.options import ModelOptions
 from poecaps.training import (
     Config,
     DecoderStage,
     EncoderStage,
+    Progress,
     Stage,
     TrainingError,
     resume,
@@ -34,12 +37,13 @@ from poecaps.training import (
 )
 from poecaps.training.checkpoint import newest_checkpoint
 from poecaps.training.run import LOCK
-from tests.training.runs import metrics, weights
+from tests.training.runs import Stop, metrics, weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 CALLS = ("open", "write", "ftruncate", "fsync", "replace", "link", "unlink")
+READ = "read"  # any call that reads from an open file
 
 
 class Faults:
@@ -93,6 +97,15 @@ class Faults:
                 faults.dirty.add(_identity(os.fstat(self.fileno())))
                 return int(faults.call("write", super().write, content))
 
+            def read(self, size: int | None = -1, /) -> Any:
+                return faults.call(READ, super().read, size)
+
+            def readall(self) -> Any:
+                return faults.call(READ, super().readall)
+
+            def readinto(self, buffer: Any, /) -> Any:
+                return faults.call(READ, super().readinto, buffer)
+
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(_files, "os", self)
             patch.setattr(_files, "FileIO", File)
@@ -125,7 +138,9 @@ FAULTS: dict[str, Callable[..., Any]] = {
     "broken disk": raises(OSError(errno.EIO, "Input/output error")),
     "no memory": raises(MemoryError("no memory")),
 }
-EXPECTED = (TrainingError, OSError, MemoryError)  # what a command reports on one line
+READ_FAULTS = ("broken disk", "no memory")
+# What a command reports on one line.
+EXPECTED = (TrainingError, ModelError, DataError, OSError, MemoryError)
 
 
 # A training of three stages
@@ -205,6 +220,11 @@ def main() -> None:
             failed, lost = fail_everywhere(Path(root), fault, options)
         kinds = ", ".join(f"{failed.count(name)} {name}" for name in CALLS if name in failed)
         print(f"{fault} at {len(failed)} calls ({kinds}); lost: {len(lost)}")  # noqa: T201
+        if fault in READ_FAULTS:
+            with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as root:
+                reads, lost_by_reading = fail_every_read(Path(root), fault, options)
+            print(f"{fault} at {reads} reads of a resumed run; lost: {len(lost_by_reading)}")  # noqa: T201
+            lost += lost_by_reading
         for each in lost:
             print(f"  {each}")  # noqa: T201
         is_lost = is_lost or bool(lost)
@@ -240,6 +260,42 @@ def fail_everywhere(
             lost.append(f"call {at}, {faults.names[at]}")
         shutil.rmtree(folder, ignore_errors=True)
     return [faults.names[at] for at in chosen[:: options.every]], lost
+
+
+def fail_every_read(root: Path, fault: str, options: argparse.Namespace) -> tuple[int, list[str]]:
+    """Return how many reads of a resumed run failed, and those after which a run was lost.
+
+    The run goes on, or ends with one of the expected errors, and then goes on without the fault.
+    """
+    data, folder, whole, begun = (root / name for name in ("bars.npy", "run", "whole", "begun"))
+    np.save(data, images())
+    train(config(data, options.steps), whole)
+    with suppress(Stop):
+        train(config(data, options.steps), begun, report=stop_in_the_last_stage)
+
+    def go_on(at: int) -> None:
+        with suppress(*EXPECTED), Faults(at, FAULTS[fault]).installed():
+            resume(folder)
+        resume(folder)
+        assert_same_end(folder, whole)
+
+    shutil.copytree(begun, folder)
+    with Faults(None, killed).installed() as faults:
+        resume(folder)
+    chosen = [at for at, name in enumerate(faults.names) if name == READ][:: options.every]
+    lost = list[str]()
+    for number, at in enumerate(chosen):
+        shutil.rmtree(folder)
+        shutil.copytree(begun, folder)
+        if status_of(partial(go_on, at)) != 0:
+            lost.append(f"read {number * options.every}")
+    return len(chosen), lost
+
+
+def stop_in_the_last_stage(progress: Progress) -> None:
+    """Stop a training, with checkpoints of earlier steps."""
+    if progress.stage == "decoder 1":
+        raise Stop
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ seconds after every start of the processes, a fault is injected:
 torchrun restarts the processes (``--max-restarts``). If it gives up or was killed, the run is
 continued by ``poecaps train --resume``. A finished run must have the weights and the metrics of the
 undisturbed run, bit for bit. The seed is printed, and the exit status is 1 after any difference,
-hang or traceback.
+hang or traceback. SIGTERM and Ctrl-C end torchrun and its processes, too.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
@@ -41,6 +41,9 @@ import tyro
 from poecaps import CapsuleNetwork
 from poecaps.training.checkpoint import newest_checkpoint
 from poecaps.training.metrics import METRICS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 PROCESS_TIMEOUT = 5  # seconds for which a process waits for the other one
 GRACE = 3  # seconds after which torchrun kills a stopped process; 30 without this program
@@ -175,6 +178,20 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Let SIGTERM raise SystemExit, so that what was started is ended."""
+
+    def end(number: int, _: object) -> NoReturn:
+        sys.exit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def _switch_network(process: subprocess.Popen[bytes], state: str) -> None:
     """Switch the only network device of the run on or off."""
     command = ["nsenter", "--target", str(process.pid), "--user", "--net", "--preserve-credentials"]
@@ -247,7 +264,7 @@ def main(*, minutes: float = 10.0, seed: int | None = None) -> int:
     isolated = _can_isolate()
     print(f"seed {seed}; network cuts: {'yes' if isolated else 'no, not permitted'}", flush=True)
     end, same, runs, attempts = time.monotonic() + 60 * minutes, 0, 0, 0
-    with tempfile.TemporaryDirectory(prefix="poecaps-soak-") as name:
+    with _ended_by_sigterm(), tempfile.TemporaryDirectory(prefix="poecaps-soak-") as name:
         folder = Path(name)
         _make_images(folder / "bars.npy")
         soak = Soak(folder / "bars.npy", random.Random(seed), isolated=isolated)  # noqa: S311

@@ -49,6 +49,12 @@ OWNER_READS, OWNER_PAUSE = 20, 0.05  # attempts to read who owns a lock, and sec
 CHECKSUM = "checksum"  # of a JSON object, in the object itself
 # Errors of a file system that has no locks, or whose folders cannot be flushed.
 UNSUPPORTED = (errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
+# Errors of a disk that cannot read a file, or of a file system that finds it damaged.
+UNREADABLE = tuple(
+    getattr(errno, name)
+    for name in ("EIO", "EBADMSG", "EUCLEAN", "ENODATA", "EREMOTEIO", "ESTALE")
+    if hasattr(errno, name)
+)
 
 
 # Categories of characters: control, format (such as the direction of text), surrogates, separators.
@@ -62,7 +68,7 @@ class ModelError(ValueError):
 
 
 class DamagedError(ModelError):
-    """A file is not what was written: truncated, altered, or another kind of file."""
+    """A file is not what was written: truncated, altered, unreadable, or another kind of file."""
 
 
 class LockedError(OSError):
@@ -231,9 +237,20 @@ def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
     return BufferedReader(FileIO(handle, "rb"))
 
 
+@contextmanager
+def read_errors(path: Path) -> Iterator[None]:
+    """Raise DamagedError, which names the file, if the disk cannot read it."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in UNREADABLE:
+            raise
+        raise DamagedError(f"{path} cannot be read ({error.strerror}); use another copy") from error
+
+
 def read_bytes(path: Path) -> bytes:
     """Read a regular file in one call, so that it may be replaced meanwhile."""
-    with open_regular(path) as file:
+    with read_errors(path), open_regular(path) as file:
         return file.read()
 
 
@@ -254,10 +271,10 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises
     ------
     DamagedError
-        If the file is not valid JSON, holds another JSON value than an object, or does not match
-        its checksum.
+        If the file cannot be read, is not valid JSON, holds another JSON value than an object, or
+        does not match its checksum.
     """
-    with open_regular(path) as file:
+    with read_errors(path), open_regular(path) as file:
         content = file.read(MAX_JSON + 1)
     if len(content) > MAX_JSON:
         raise DamagedError(f"{path} is too large: a JSON file may have {MAX_JSON:,} bytes")

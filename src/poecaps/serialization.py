@@ -23,6 +23,7 @@ from poecaps._files import (
     open_regular,
     parse_json,
     read_bytes,
+    read_errors,
     read_json,
     write_json,
 )
@@ -328,7 +329,7 @@ def read_metadata(path: Path, *, oldest: int = OLDEST_VERSION) -> dict[str, Any]
     ModelError
         If the header is damaged, not written by poecaps, or of another format version.
     """
-    with open_regular(path) as file:
+    with read_errors(path), open_regular(path) as file:
         length = _header_length(file.read(8), path.stat().st_size, path)
         about, _ = _parse_header(file.read(length - 8), path)
     check_version(about, path, oldest=oldest)

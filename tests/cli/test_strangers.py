@@ -15,6 +15,7 @@ import torch
 from PIL import Image
 
 from poecaps.cli.main import main
+from poecaps.data import DataError
 from poecaps.serialization import read_tensors, write_tensors
 from poecaps.training import record
 from poecaps.training.checkpoint import CHECKPOINT, PREVIOUS
@@ -223,16 +224,79 @@ def test_a_line_is_cut_however_long_an_entry_is(
 ESCAPE = "\x1b]0;owned\x07\x9b31m\u202e"
 
 
-@pytest.mark.parametrize("command", ["evaluate", "encode"])
-def test_a_record_does_not_choose_what_is_downloaded(
-    command: str, model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+HUB = "hf:somebody/pictures"
+
+
+def name_dataset_of_the_hub(model: Path, *, finished: bool = True) -> None:
+    """Let the record and the checkpoint of a run say that it learns from a dataset of the Hub."""
     about = record.read(model)
-    about["config"]["data"] = "hf:somebody/pictures"
-    record.write(model, about)
+    about["config"]["data"] = HUB
+    record.write(model, about if finished else about | {"finished": None})
+    tensors, about = read_tensors(model / CHECKPOINT)
+    about["config"]["data"] = HUB
+    write_tensors(model / CHECKPOINT, tensors, about)
+
+
+@pytest.mark.parametrize(
+    ("command", "finished"),
+    [
+        (["evaluate"], True),
+        (["encode"], True),
+        (["train", "--resume"], True),
+        (["train", "--resume"], False),
+    ],
+)
+def test_a_record_does_not_choose_what_is_downloaded(
+    command: list[str],
+    finished: bool,
+    model: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name_dataset_of_the_hub(model, finished=finished)
     monkeypatch.setattr("poecaps.data.read_hub_dataset", pytest.fail)
-    assert main([command, str(model)]) == 2
-    assert "not downloaded unless you ask for it; give --data hf:som" in capsys.readouterr().err
+    assert main([*command, str(model)]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "not downloaded unless you ask for it; give --data hf:som" in error
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_run_is_resumed_with_the_dataset_that_is_named(
+    finished: bool,
+    model: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name_dataset_of_the_hub(model, finished=finished)
+    asked = []
+
+    def read(name: str, *_: Any, **__: Any) -> None:
+        asked.append(name)
+        raise DataError("no connection")
+
+    monkeypatch.setattr("poecaps.data.read_hub_dataset", read)
+    assert main(["train", "--resume", str(model), "--data", "hf:another"]) == 2
+    assert "cannot continue with hf:another" in capsys.readouterr().err
+    assert asked == []
+    assert main(["train", "--resume", str(model), "--data", HUB]) == 1
+    assert "no connection" in capsys.readouterr().err
+    assert len(asked) == 1
+
+
+def test_a_finished_run_needs_no_images_without_figures(model: Path) -> None:
+    name_dataset_of_the_hub(model)
+    assert main(["train", "--resume", str(model), "--no-figures", "--quiet"]) == 0
+
+
+def test_the_command_that_resumes_a_run_names_its_dataset_of_the_hub(
+    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("poecaps.cli.train.run_training", interrupt)
+    assert main(["train", "--data", HUB, "--out", str(model)]) == 130
+    assert f"resume with: poecaps train --resume {model} --data {HUB}\n" in capsys.readouterr().err
 
 
 def test_escape_sequences_of_a_record_are_shown_and_not_obeyed(

@@ -5,17 +5,18 @@ from __future__ import annotations
 import io
 import os
 import shutil
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from poecaps.data import DataError, MissingSplitError, buffers, load, read_folder
+from poecaps.data import DataError, MissingSplitError, buffers, folder, load, read_folder
 from poecaps.data.folder import (
     AHEAD,
     THREADS,
+    LargePicturesWarning,
     SkippedFilesWarning,
     _decode,
     _in_parallel,
@@ -23,6 +24,7 @@ from poecaps.data.folder import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 Array = np.ndarray[Any, Any]
@@ -69,6 +71,57 @@ def test_few_files_are_decoded_in_advance(tmp_path: Path) -> None:
             assert (file, found) == (files[number], None)
             assert len(begun) <= number + 1 + AHEAD
     assert sorted(begun) == sorted(files)
+
+
+class EagerPool(ThreadPoolExecutor):
+    """Does what it is asked at once, as many fast threads would."""
+
+    def submit(self, function: Any, /, *arguments: Any, **options: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        done.set_result(function(*arguments, **options))
+        return done
+
+
+def test_few_pixels_are_decoded_in_advance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several small pictures at a time, and one that exceeds the limit by itself."""
+    widths = [30, 10, 10, 10, 110, 10, 10, 60, 60, 20]
+    for number, width in enumerate(widths):
+        save(tmp_path / f"{number}.png", Image.new("L", (width, 10), number))
+    begun = list[int]()
+
+    def decode(file: Path, **options: Any) -> Array:
+        begun.append(int(file.stem))
+        return _decode(file, **options)
+
+    def in_parallel(*arguments: Any) -> Iterator[Any]:
+        for number, found in enumerate(_in_parallel(*arguments)):
+            ahead = [10 * widths[each] for each in begun[number:]]
+            assert sum(ahead) <= 1000 or len(ahead) == 1
+            most.append(len(ahead))
+            yield found
+
+    most = list[int]()
+    monkeypatch.setattr(folder, "ThreadPoolExecutor", EagerPool)
+    monkeypatch.setattr(folder, "PIXELS_AHEAD", 1000)
+    monkeypatch.setattr(folder, "_decode", decode)
+    monkeypatch.setattr(folder, "_in_parallel", in_parallel)
+    assert read_folder(tmp_path, size=10).images[:, 0, 0, 0].tolist() == list(range(10))
+    assert begun == list(range(10))
+    assert max(most) == 4  # of the small ones
+
+
+def test_pictures_that_take_much_space_are_announced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    for number in range(3):
+        Image.new("RGB", (100, 50), number).save(tmp_path / f"{number}.webp")
+    monkeypatch.setattr(folder, "LARGE_FOLDER", 3 * 100 * 50 * 3 - 1)
+    assert len(read_folder(tmp_path, size=20)) == 3
+    assert not recwarn
+    with pytest.warns(LargePicturesWarning, match="3 pictures of 50×100 take .* --size 32 32"):
+        read_folder(tmp_path)
+    monkeypatch.setattr(folder, "LARGE_FOLDER", 3 * 100 * 50 * 3)
+    read_folder(tmp_path)
 
 
 def test_grey_images_are_read_in_the_order_of_their_names(digits: Array, tmp_path: Path) -> None:
@@ -233,8 +286,8 @@ def test_both_splits_number_their_labels_alike(digits: Array, tmp_path: Path) ->
 def test_test_images_are_never_taken_for_training(
     folders: list[str], digits: Array, tmp_path: Path
 ) -> None:
-    for folder in folders:
-        save(tmp_path / folder / "0.png", digits[0])
+    for name in folders:
+        save(tmp_path / name / "0.png", digits[0])
     with pytest.raises(DataError, match="has a subfolder 'test' but not its counterpart"):
         load(tmp_path)
 
@@ -351,12 +404,12 @@ def test_images_that_are_too_small_are_skipped_before_they_are_scaled(
 def test_a_cut_image_is_named_where_there_is_no_other(tmp_path: Path) -> None:
     noise = np.random.default_rng(0).integers(0, 256, (40, 40), dtype=np.uint8)
     for name in ("a.png", "a.jpg", "a.webp"):
-        folder = tmp_path / name[2:]
-        save(folder / name, noise)
-        whole = (folder / name).read_bytes()
-        (folder / name).write_bytes(whole[: len(whole) // 2])
+        path = tmp_path / name[2:] / name
+        save(path, noise)
+        whole = path.read_bytes()
+        path.write_bytes(whole[: len(whole) // 2])
         with pytest.raises(DataError, match=rf"{name}: .*repair or remove it"):
-            load(folder)
+            load(path.parent)
 
 
 def test_an_image_too_large_to_be_true_is_refused(

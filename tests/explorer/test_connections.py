@@ -15,10 +15,16 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from benchmarks.explorer_attack import HALF_A_HEAD, HalfSentHeads, move_sliders
+from benchmarks.explorer_attack import (
+    HALF_A_HEAD,
+    HalfSentHeads,
+    UnreadAnswers,
+    move_sliders,
+)
 from benchmarks.explorer_load import running_explorer
 from poecaps.explorer import connections
 from poecaps.explorer.connections import BoundedLogHandler, ConnectionLimits, bounded_log
+from poecaps.explorer.security import SecurityMiddleware
 from poecaps.explorer.server import listen
 from tests.explorer.conftest import serving
 
@@ -174,6 +180,115 @@ def test_a_new_connection_replaces_the_oldest_that_sends_nothing() -> None:
         assert waiting[1].recv(15) == b"HTTP/1.1 200 OK"
         for each in waiting:
             each.close()
+
+
+def occupy(address: str, path: str, count: int) -> list[socket.socket]:
+    """Open connections that send requests without end, and never read an answer."""
+    request = f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode()
+    opened = []
+    for _ in range(count):
+        connection = connect(address)
+        connection.settimeout(0.2)  # by then, neither side can send any more
+        with suppress(TimeoutError, ConnectionError):
+            connection.sendall(request * 100_000)
+        opened.append(connection)
+    return opened
+
+
+async def answer(scope: Any, receive: Any, send: Any) -> None:
+    """Answer with the status in the path, and with much to read."""
+    if scope["type"] == "http":
+        status = int(scope["path"][1:])
+        headers = [(b"content-length", b"100000")]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": bytes(100_000)})
+
+
+@pytest.mark.parametrize("status", [401, 200])
+def test_a_connection_that_reads_no_answer_is_replaced(status: int) -> None:
+    with serving(answer, max_connections=4) as address:
+        occupying = occupy(address, f"/{status}", 4)
+        assert len(httpx.get(f"{address}/200", timeout=WAIT, trust_env=False).content) == 100_000
+        for each in occupying:
+            each.close()
+
+
+def test_a_rejected_connection_is_replaced_before_one_that_reads_slowly() -> None:
+    with serving(answer, max_connections=2) as address:
+        (reader,) = occupy(address, "/200", 1)
+        (rejected,) = occupy(address, "/401", 1)
+        for _ in range(2):
+            assert httpx.get(f"{address}/200", timeout=WAIT, trust_env=False).status_code == 200
+        reader.settimeout(WAIT)
+        read = 0
+        while read < BIG:  # it still gets all that it asks for
+            read += len(part := reader.recv(1_000_000))
+            assert part
+        rejected.settimeout(WAIT)
+        with suppress(ConnectionResetError):
+            while rejected.recv(1_000_000):
+                pass
+        reader.close()
+        rejected.close()
+
+
+def test_a_connection_is_not_replaced_while_its_answer_is_computed() -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    async def slow(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http" and scope["path"] == "/slow":
+            begun.set()
+            await asyncio.to_thread(go_on.wait, WAIT)
+        await hello(scope, receive, send)
+
+    request = b"GET /slow HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+    with serving(slow, max_connections=2) as address, connect(address, request) as computing:
+        assert begun.wait(WAIT)
+        waiting = [connect(address, HALF_A_HEAD) for _ in range(4)]
+        assert says_hello(address)
+        go_on.set()
+        assert computing.recv(15) == b"HTTP/1.1 200 OK"
+        for each in waiting:
+            each.close()
+
+
+@pytest.mark.parametrize(
+    ("head", "status"), [("", 401), ("Host: example.org\r\n", 403), ("Origin: http://a\r\n", 403)]
+)
+def test_whoever_has_no_token_is_answered_once(head: str, status: int) -> None:
+    """Then the connection is closed; others of its requests are not even read."""
+    called = False
+
+    async def application(scope: Any, receive: Any, send: Any) -> None:
+        nonlocal called
+        called = called or scope["type"] == "http"
+        await hello(scope, receive, send)
+
+    head = head if "Host" in head else f"Host: 127.0.0.1\r\n{head}"
+    request = f"GET /api/models HTTP/1.1\r\n{head}\r\n".encode()
+    protected = SecurityMiddleware(application, token="the-token-of-the-tests")
+    with serving(protected) as address, connect(address, request) as connection:
+        answer = b""
+        while part := connection.recv(10_000):
+            answer += part
+        assert answer.startswith(f"HTTP/1.1 {status} ".encode())
+        assert b"\r\nconnection: close\r\n" in answer.lower()
+    assert not called
+
+
+def test_sliders_move_although_others_occupy_all_connections_without_a_token(
+    digits: ExplorerModel, tmp_path: Path
+) -> None:
+    """They send requests without end, and read no answer."""
+    with (
+        (tmp_path / "log").open("w") as log,
+        running_explorer(digits.source, log=log, open_files=128) as address,
+        UnreadAnswers(address, 130, reopen=True),
+    ):
+        moves = move_sliders(address, seconds=WAIT, max_moves=5)
+        assert moves.faults == []
+        assert len(moves.seconds) == 5
+    assert "Traceback" not in (tmp_path / "log").read_text()
 
 
 def test_connections_are_fewer_than_the_files_that_may_be_open(

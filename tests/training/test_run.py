@@ -11,6 +11,7 @@ import signal
 import socket
 import stat
 from dataclasses import replace
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from poecaps.data import DataError, ImageSet
 from poecaps.serialization import read_tensors, write_tensors
 from poecaps.training import (
     Progress,
+    Stage,
     TrainingError,
     TrainingResult,
     resume,
@@ -303,6 +305,54 @@ def test_a_file_system_without_locks_is_said(
         train(without_epochs(data), tmp_path / "run")
 
 
+@pytest.fixture
+def _without_identifier(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process of torchrun, of a call without --standalone and --rdzv-id."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+
+
+@pytest.mark.usefixtures("_without_identifier")
+@pytest.mark.parametrize("is_finished", [True, False])
+def test_a_restart_without_an_identifier_does_not_continue_another_run(
+    is_finished: bool, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run"
+    given = without_epochs(data, autoencoder=Stage(epochs=1))
+    train(given, folder)
+    if not is_finished:
+        (folder / "model.safetensors").unlink()
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    for config in (replace(given, seed=5), replace(given, batch_size=8)):
+        with pytest.raises(FileExistsError, match="is not empty; resume the run in it, or"):
+            train(config, folder)
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+
+
+@pytest.mark.usefixtures("_without_identifier")
+def test_a_restart_without_an_identifier_continues_a_run_of_the_same_options(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if some of them were chosen for the images."""
+    config = without_epochs(data, autoencoder=Stage(epochs=4), batch_size=None, checkpoint_every=0)
+    config = replace(config, model=replace(config.model, margin=None))
+    train(config, tmp_path / "whole")
+    with pytest.raises(Stop):
+        train(config, tmp_path / "run", report=stop_at_3)
+    about = read_tensors(tmp_path / "run" / CHECKPOINT)[1]
+    assert None not in (about["config"]["batch_size"], about["config"]["model"]["margin"])
+    steps: list[int] = []
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    train(config, tmp_path / "run", report=lambda progress: steps.append(progress.step))
+    assert steps[0] == 2  # of the last checkpoint
+    assert_same_weights(tmp_path / "run", tmp_path / "whole")
+
+
+def stop_at_3(progress: Progress) -> None:
+    if progress.step == 3:
+        raise Stop
+
+
 # --------------------------------------------------------------------------------------------------
 # Two checkpoints
 
@@ -332,6 +382,52 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(
     (folder / "model.safetensors").unlink()
     with pytest.raises(ModelError, match=f"{PREVIOUS} is damaged"):
         resume(folder)
+
+
+def break_reads(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    """Let the disk be unable to read files of these names."""
+
+    class Broken(FileIO):
+        def __init__(self, handle: int, mode: str) -> None:
+            super().__init__(handle, mode)
+            status = os.fstat(handle)
+            self.identity = (status.st_dev, status.st_ino)
+
+        def readall(self) -> bytes:
+            self.check()
+            return super().readall()
+
+        def readinto(self, buffer: Any, /) -> int:
+            self.check()
+            return super().readinto(buffer)
+
+        def check(self) -> None:
+            if self.identity in broken:
+                raise OSError(errno.EIO, "Input/output error")
+
+    found = [Path(name).stat() for name in names]
+    broken = {(status.st_dev, status.st_ino) for status in found}
+    monkeypatch.setattr(_files, "FileIO", Broken)
+
+
+def test_a_checkpoint_that_the_disk_cannot_read_falls_back_to_the_one_before(
+    data: Path, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run"
+    with pytest.raises(Stop):
+        train(config_for(data, checkpoint_every=0), folder, report=stop_at_10)
+    newest, previous = folder / CHECKPOINT, folder / PREVIOUS
+    with monkeypatch.context() as patch:
+        break_reads(patch, str(newest), str(previous))
+        with pytest.raises(ModelError, match=rf"{PREVIOUS} cannot be read \(Input/output error\)"):
+            resume(folder)
+    with monkeypatch.context() as patch:
+        break_reads(patch, str(newest))
+        said = rf"{re.escape(str(newest))} cannot be read \(Input/output error\); .*{PREVIOUS}$"
+        with pytest.warns(CheckpointWarning, match=said):
+            resume(folder)
+    assert_same_weights(folder, finished)
+    assert metrics(folder) == metrics(finished)
 
 
 def test_a_checkpoint_of_a_later_version_is_not_passed_over(data: Path, tmp_path: Path) -> None:
@@ -372,6 +468,30 @@ def test_an_altered_record_is_an_error(finished: Path, tmp_path: Path) -> None:
     path.write_text(path.read_text().replace('"learning_rate": 0.05', '"learning_rate": 0.04'))
     with pytest.raises(ModelError, match=r"run\.json is damaged: it does not match its checksum"):
         resume(tmp_path / "run")
+
+
+@pytest.mark.parametrize("problem", ["damaged", "unreadable"])
+def test_a_run_goes_on_without_its_record_as_the_error_says(
+    problem: str, data: Path, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run"
+    with pytest.raises(Stop):
+        train(config_for(data, checkpoint_every=0), folder, report=stop_at_10)
+    shutil.copytree(finished, tmp_path / "finished")
+    for run in (folder, tmp_path / "finished"):
+        with monkeypatch.context() as patch:
+            if problem == "damaged":
+                (run / "run.json").write_bytes((run / "run.json").read_bytes()[:-9])
+            else:
+                break_reads(patch, str(run / "run.json"))
+            with pytest.raises(
+                ModelError, match=r"run\.json .*; or delete it, and the run is resu"
+            ):
+                resume(run)
+        (run / "run.json").unlink()
+        resume(run)
+        assert_same_weights(run, finished)
+        assert metrics(run) == metrics(finished)
 
 
 @pytest.mark.parametrize(("side", "filters"), [(8, 2), (16, 5), (17, 9)])

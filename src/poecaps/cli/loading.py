@@ -20,7 +20,7 @@ from poecaps.data import DataError, DatasetNotFoundError, MissingSplitError, dat
 from poecaps.data.folder import is_picture, suppress_skipped_warnings
 from poecaps.data.idx import Split, find_images
 from poecaps.data.images import HELD_OUT_SHARE
-from poecaps.data.mapped import is_on_hub
+from poecaps.data.mapped import is_on_hub, require_asked_for
 from poecaps.network import CapsuleNetwork
 from poecaps.training import record
 from poecaps.training.checkpoint import newest_checkpoint
@@ -291,11 +291,7 @@ def training_source(run: str | Path, path: str | None) -> tuple[str, str | None]
         raise ValueError(f"the training data of {run} are unknown; give images with --data")
     config = record.options_of(folder, record.read(folder))
     source, path = config.data, path or config.data_path
-    if is_on_hub(source):  # a model from elsewhere must not choose what is downloaded
-        raise ValueError(
-            f"{run} was trained on {source}, which is not downloaded unless you ask for it; "
-            f"give --data {source}"
-        )
+    require_asked_for(run, source)
     if (
         models.is_shipped(run)
         and path is None

@@ -28,6 +28,7 @@ from poecaps.cli.loading import load_images, untrained_note
 from poecaps.cli.outputs import FIGURES, say, write_card
 from poecaps.code_density import DOMAINS
 from poecaps.data.folder import SMALL_SIDE
+from poecaps.data.mapped import is_on_hub, require_asked_for
 from poecaps.training import (
     PRESETS,
     Config,
@@ -89,6 +90,7 @@ def train_command(preset_given: str) -> Callable[..., None]:
             New folder for the results.
         resume
             Resume the run in this folder from its last checkpoint, with the options of the run.
+            A dataset of the Hugging Face Hub must be named again with --data.
         quiet
             Print only errors.
         tensorboard
@@ -101,14 +103,15 @@ def train_command(preset_given: str) -> Callable[..., None]:
         ):
             raise ValueError(
                 "--resume uses the options of the run; leave out all others except --device, "
-                "--process-timeout, --quiet, --tensorboard and --figures"
+                "--process-timeout, --quiet, --tensorboard, --figures, and --data with a dataset "
+                "of the Hugging Face Hub"
             )
         folder = (resume or out or unused_folder(config.data)).expanduser()
         config.validate()
         keep_freed_memory()
         result = _train(config, folder, resume is not None, quiet, tensorboard)
         if Distributed.from_environment().is_main:
-            _finish(result, quiet=quiet, figures=figures)
+            _finish(result, config.data, quiet=quiet, figures=figures)
 
     return train
 
@@ -196,6 +199,7 @@ def _train(
                 usual = PRESETS["default"]().process_timeout
                 result = resume_training(
                     folder,
+                    data=config.data if is_on_hub(config.data) else None,
                     device=None if config.device == "auto" else config.device,
                     process_timeout=None
                     if config.process_timeout == usual
@@ -219,7 +223,7 @@ def _train(
             saved = isinstance(interrupt, SavedInterrupt)
             state = "checkpoint saved" if saved else f"the last checkpoint is {age:.0f} s old"
             say(
-                f"{state}; resume with: {_resume_command(folder)}",
+                f"{state}; resume with: {_resume_command(folder, config.data)}",
                 file=sys.stderr,
             )
         raise
@@ -243,13 +247,16 @@ def _train(
 
 
 def _without_machine_options(config: Config) -> Config:
-    """Return options without those that may change when a run is resumed."""
+    """Return options without those that may be given when a run is resumed."""
     usual = PRESETS["default"]()
-    return replace(config, device=usual.device, process_timeout=usual.process_timeout)
+    config = replace(config, device=usual.device, process_timeout=usual.process_timeout)
+    return replace(config, data=usual.data) if is_on_hub(config.data) else config
 
 
-def _resume_command(folder: Path) -> str:
-    return f"poecaps train --resume {_quote(folder)}"
+def _resume_command(folder: Path, source: str = "") -> str:
+    """Return the command that resumes a run; a dataset of the Hub is named again."""
+    named = f" --data {shlex.quote(source)}" if is_on_hub(source) else ""
+    return f"poecaps train --resume {_quote(folder)}{named}"
 
 
 def _quote(folder: Path) -> str:
@@ -305,8 +312,10 @@ def _warn_of_failure(result: TrainingResult) -> None:
         )
 
 
-def _finish(result: TrainingResult, *, quiet: bool, figures: bool) -> None:
+def _finish(result: TrainingResult, asked: str, *, quiet: bool, figures: bool) -> None:
     """Draw the figures of a finished run and write its model card."""
+    if figures and result.data is None:
+        require_asked_for(result.folder, result.config.data, asked)
     try:
         for line in _draw_figures(result, quiet=quiet) if figures else ():
             if not quiet:

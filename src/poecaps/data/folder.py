@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import math
 import os
 import warnings
 from collections import deque
@@ -24,6 +25,7 @@ from poecaps.data.images import ImageSet
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from concurrent.futures import Future
 
     from PIL.Image import Image
 
@@ -39,6 +41,11 @@ NO_FILE = "not a regular file"
 GREY_TOLERANCE = 3  # largest difference of the channels of a grey pixel, of 255; JPEG rounds them
 THREADS = min(8, os.cpu_count() or 1)  # that decode files
 AHEAD = 4 * THREADS  # files that the threads may be ahead of the caller
+# Pixels of the pictures that are decoded at the same time, or wait for the caller: as many as the
+# largest picture may have. Of a WebP file, each takes about 30 bytes meanwhile.
+PIXELS_AHEAD = 89_478_485
+LARGE_FOLDER = 2**30  # bytes of all pictures, decoded, about which there is a warning
+ROWS = 256  # of a picture whose channels are compared at once
 GREY_MODES = ("1", "L", "LA", "I", "I;16", "I;16B", "I;16L")
 
 Result = TypeVar("Result")
@@ -46,6 +53,10 @@ Result = TypeVar("Result")
 
 class SkippedFilesWarning(UserWarning):
     """Some files of a folder were skipped."""
+
+
+class LargePicturesWarning(UserWarning):
+    """The pictures of a folder take much space, because they are not scaled."""
 
 
 def read_folder(
@@ -181,7 +192,10 @@ def _read_by(
     kept: list[Path] = []
     images = np.empty(0, np.uint8)
     decode = partial(_decode, size=size, channels=decoded_channels)
-    for number, (file, image) in enumerate(_in_parallel(pool, decode, candidates)):
+    pixels = [math.prod(headers[file][1]) for file in candidates]
+    if size is None:
+        _warn_of_large_pictures([headers[file][1] for file in candidates], decoded_channels)
+    for number, (file, image) in enumerate(_in_parallel(pool, decode, candidates, pixels)):
         if report is not None:
             report(len(pictures) - (len(candidates) - number + 1) // 2, len(pictures))
         if isinstance(image, DataError):
@@ -239,13 +253,30 @@ def _stacklevel_of_caller() -> int:
     raise AssertionError
 
 
+def _warn_of_large_pictures(sizes: Sequence[tuple[int, int]], channels: int) -> None:
+    """Warn if pictures that are not scaled take much space; they all have the size of the first."""
+    needed = len(sizes) * math.prod(sizes[0]) * channels if sizes else 0
+    if needed > LARGE_FOLDER and len(set(sizes)) == 1:
+        height, width = sizes[0]
+        warnings.warn(
+            f"{len(sizes)} pictures of {height}×{width} take {needed / 2**30:.1f} GiB, in a "
+            f"temporary file; set the option size, such as --size {SMALL_SIDE} {SMALL_SIDE}, to "
+            "scale them down",
+            LargePicturesWarning,
+            stacklevel=_stacklevel_of_caller(),
+        )
+
+
 def _in_parallel(
-    pool: ThreadPoolExecutor, function: Callable[[Path], Result], files: Sequence[Path]
+    pool: ThreadPoolExecutor,
+    function: Callable[[Path], Result],
+    files: Sequence[Path],
+    pixels: Sequence[int] | None = None,
 ) -> Iterator[tuple[Path, Result | DataError]]:
     """Yield each file, in order, with the result of a function or the `DataError` that it raised.
 
     Pillow decodes and scales in C, so threads share the work. They run ahead of the caller by a few
-    files only, which bounds the memory.
+    files only, and by `PIXELS_AHEAD` if `pixels` has those of each file. This bounds the memory.
     """
 
     def result(file: Path) -> Result | DataError:
@@ -254,11 +285,18 @@ def _in_parallel(
         except DataError as error:
             return error
 
-    waiting = deque(pool.submit(result, file) for file in files[:AHEAD])
-    for number, file in enumerate(files):
-        if number + AHEAD < len(files):
-            waiting.append(pool.submit(result, files[number + AHEAD]))
+    sizes = [0] * len(files) if pixels is None else pixels
+    waiting: deque[Future[Result | DataError]] = deque()
+    submitted = ahead = 0
+    for file, size in zip(files, sizes, strict=True):
+        while submitted < len(files) and len(waiting) <= AHEAD:
+            if waiting and ahead + sizes[submitted] > PIXELS_AHEAD:
+                break
+            waiting.append(pool.submit(result, files[submitted]))
+            ahead += sizes[submitted]
+            submitted += 1
         yield file, waiting.popleft().result()
+        ahead -= size
 
 
 @contextmanager
@@ -305,7 +343,9 @@ def drop_equal_channels(images: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     They then are grey images that were stored as RGB.
     """
     is_grey = all(
-        np.ptp(image.astype(np.int16), axis=-1).max() <= GREY_TOLERANCE for image in images
+        np.ptp(image[row : row + ROWS].astype(np.int16), axis=-1).max() <= GREY_TOLERANCE
+        for image in images
+        for row in range(0, len(image), ROWS)
     )
     return np.ascontiguousarray(images[..., :1]) if is_grey else images
 

@@ -15,6 +15,8 @@ from poecaps.data.folder import as_channels, as_size, drop_equal_channels, fit
 from poecaps.data.images import ImageSet
 
 if TYPE_CHECKING:
+    import os
+
     from poecaps._progress import Report
     from poecaps.data.idx import Split
 
@@ -78,6 +80,18 @@ def from_dataset(
 def is_on_hub(source: str) -> bool:
     """Return whether a source is that of a dataset of the Hugging Face Hub, such as hf:mnist."""
     return source.startswith(HUB_PREFIX)
+
+
+def require_asked_for(run: str | os.PathLike[str], source: str, asked: str | None = None) -> None:
+    """Raise ValueError if a run names a dataset of the Hub that the user does not ask for.
+
+    A run from elsewhere must not choose what is downloaded.
+    """
+    if is_on_hub(source) and asked != source:
+        raise ValueError(
+            f"{run} was trained on {source}, which is not downloaded unless you ask for it; "
+            f"give --data {source}"
+        )
 
 
 def read_hub_dataset(

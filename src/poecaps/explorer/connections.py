@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Iterator
 
+    from starlette.types import Message, Receive, Scope, Send
+
 MAX_CONNECTIONS = 128
 HEAD_TIMEOUT = 10.0  # seconds in which the head of a request must arrive
 REQUEST_TIMEOUT = 20.0  # its body; longer than that of the application, which explains it
@@ -51,9 +53,12 @@ class Phase(Enum):
 class ConnectionLimits:
     """The open connections of a server, and their limits.
 
-    If there are too many, a new connection replaces the one that has been sending its request for
-    the longest time. A client that sends its request at once is therefore served even if others
-    open connections as fast as they can and send nothing.
+    If there are too many, a new connection replaces the one that has been sending its request, or
+    has had it rejected, for the longest time; if there is none, the one that has not read its
+    response for the longest time. A client that sends its request at once is therefore served even
+    if others open connections as fast as they can, and send nothing or read nothing. Only those
+    whose response is computed, and not yet rejected, cannot be replaced; the application limits
+    their number.
 
     Parameters
     ----------
@@ -79,12 +84,14 @@ class ConnectionLimits:
             Phase.RESPONSE: response_timeout,
         }
         self.open: set[LimitedProtocol] = set()
-        self.sending: dict[LimitedProtocol, None] = {}  # the oldest first
+        # What may be replaced, the oldest first.
+        self.sending: dict[LimitedProtocol, None] = {}  # or rejected
+        self.unread: dict[LimitedProtocol, None] = {}
 
     def add(self, connection: LimitedProtocol) -> None:
         """Add a connection, and close another one if there are too many."""
         if len(self.open) >= self.max_connections:
-            closed = next(iter(self.sending), connection)
+            closed = next(iter(self.sending or self.unread), connection)
             self.remove(closed)
             closed.transport.abort()
         if not connection.transport.is_closing():
@@ -94,6 +101,7 @@ class ConnectionLimits:
         """Remove a connection that is closed."""
         self.open.discard(connection)
         self.sending.pop(connection, None)
+        self.unread.pop(connection, None)
 
     def abort(self) -> None:
         """Close all connections at once, whatever their clients have still to read or to send."""
@@ -109,6 +117,7 @@ class LimitedProtocol(H11Protocol):
         self.limits = limits
         self.phase: Phase | None = None
         self.deadline: asyncio.TimerHandle | None = None
+        self.application, self.app = self.app, self._call
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Count a new connection."""
@@ -127,6 +136,34 @@ class LimitedProtocol(H11Protocol):
         """Handle what has arrived; after a response, for the next request."""
         super().handle_events()
         self._update()
+
+    def pause_writing(self) -> None:
+        """Note that the client does not read its response."""
+        super().pause_writing()
+        if self in self.limits.open:
+            self.limits.unread.setdefault(self)
+
+    def resume_writing(self) -> None:
+        """Note that the client reads again."""
+        super().resume_writing()
+        self.limits.unread.pop(self, None)
+
+    async def _call(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Call the application, and note whether it rejects the request.
+
+        A connection whose last request was rejected stays replaceable, so that nobody who may not
+        use the application can occupy it, however many requests they send at once.
+        """
+
+        async def observe(message: Message) -> None:
+            if message["type"] == "http.response.start" and self in self.limits.open:
+                if 400 <= message["status"] < 500:
+                    self.limits.sending.setdefault(self)
+                elif self.phase is Phase.RESPONSE:
+                    self.limits.sending.pop(self, None)
+            await send(message)
+
+        await self.application(scope, receive, observe)
 
     def _update(self) -> None:
         """Set the deadline of a phase when it begins; bytes that arrive later do not move it."""

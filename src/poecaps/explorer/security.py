@@ -26,6 +26,8 @@ BODY_TIMEOUT = 15.0  # seconds in which the body of a request must arrive
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
 TOKEN_BYTES = 24  # of a random token
 TICKET_SECONDS = 120.0  # in which a browser that was started must open the page
+# Of answers after which the connection is closed, so that whoever has no token cannot keep it.
+CLOSING = (401, 403, 408, 413)
 TOKEN = re.compile(r"[A-Za-z0-9_-]{16,128}")  # valid in a URL and in a cookie
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
@@ -337,5 +339,7 @@ async def _send_error(send: Send, error: RejectedRequestError) -> None:
         headers.append((b"www-authenticate", b"Bearer"))
     if error.status == 429:
         headers.append((b"retry-after", b"1"))
+    if error.status in CLOSING:
+        headers.append((b"connection", b"close"))
     await send({"type": "http.response.start", "status": error.status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

@@ -6,12 +6,12 @@ import time
 import warnings
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from poecaps._files import DamagedError, LockedError, ModelError
 from poecaps._json import dataclass_from_json
 from poecaps.serialization import read_metadata, read_tensors, write_tensors
-from poecaps.training.config import Config
+from poecaps.training.config import Config, changed_options
 from poecaps.training.distributed import launch_id
 from poecaps.training.errors import TrainingError
 
@@ -69,14 +69,14 @@ def newest_checkpoint(folder: Path) -> Path | None:
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
-    """Read the checkpoint of the run in a folder; if it is damaged, the one before it.
+    """Read the checkpoint of the run in a folder; if the disk cannot, or it is damaged, the other.
 
     Raises
     ------
     FileNotFoundError
         If there is none.
     ModelError
-        If it is damaged, not a checkpoint of a run, or of another format version.
+        If both are damaged, or it is not a checkpoint of a run, or of another format version.
     """
     newest, previous = newest_checkpoint(folder), folder / PREVIOUS
     if not folder.is_dir():
@@ -85,12 +85,15 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         raise FileNotFoundError(f"cannot resume the run in {folder}: it contains no {CHECKPOINT}")
     try:
         return _read(newest)
-    except DamagedError:
+    except DamagedError as error:
         if newest == previous or not previous.is_file():
             raise
         checkpoint = _read(previous)
+        cause, problem = error.__cause__, "is damaged"
+        if isinstance(cause, OSError):
+            problem = f"cannot be read ({cause.strerror})"
         warnings.warn(
-            f"{newest} is damaged; resuming from the checkpoint before it, {previous.name}",
+            f"{newest} {problem}; resuming from the checkpoint before it, {previous.name}",
             CheckpointWarning,
             stacklevel=2,
         )
@@ -103,13 +106,11 @@ class CheckpointWarning(UserWarning):
 
 def _read(source: Path) -> Checkpoint:
     tensors, about = read_tensors(source)
+    config = _config_from(about, source)
     try:
-        # A checkpoint that does not mention an option is older than the option.
-        config = dataclass_from_json(Config, about["config"], defaults=True)
-        config.validate()
         stage, step = int(about["stage"]), int(about["step"])
     except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise ModelError(f"{source} is not the checkpoint of a run ({error})") from error
+        raise ModelError(NO_CHECKPOINT.format(source, error)) from error
     return Checkpoint(
         config,
         stage,
@@ -118,6 +119,20 @@ def _read(source: Path) -> Checkpoint:
         optimizer={name: value for name, value in tensors.items() if name.startswith("optimizer.")},
         stage_state=_with_prefix(tensors, "stage."),
     )
+
+
+NO_CHECKPOINT = "{} is not the checkpoint of a run ({})"
+
+
+def _config_from(about: Mapping[str, Any], source: Path) -> Config:
+    """Return the options in the metadata of a checkpoint."""
+    try:
+        # A checkpoint that does not mention an option is older than the option.
+        config = dataclass_from_json(Config, about["config"], defaults=True)
+        config.validate()
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise ModelError(NO_CHECKPOINT.format(source, error)) from error
+    return config
 
 
 def _with_prefix(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
@@ -129,12 +144,30 @@ def _with_prefix(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor
     }
 
 
-def was_written_by_this_launch(folder: Path) -> bool:
-    """Return whether a checkpoint in a folder is from the same call of `torchrun`."""
+# Options that a new run replaces by values that fit its images, if they have their defaults.
+CHOSEN = frozenset({"batch_size", "model.kernel_size", "model.margin"})
+
+
+def is_continued_by_restart(folder: Path, config: Config) -> bool:
+    """Return whether processes that `torchrun` has restarted continue the run in a folder.
+
+    They do if its checkpoint is from the same call of `torchrun`. Calls without an identifier
+    cannot be told apart; then the run must have the options with which they were started.
+    """
     for source in (folder / CHECKPOINT, folder / PREVIOUS):
         with suppress(FileNotFoundError, DamagedError):
-            return bool(read_metadata(source).get("launch") == launch_id())
+            about = read_metadata(source)
+            if launch_id():
+                return bool(about.get("launch") == launch_id())
+            return not about.get("launch") and _starts_as(config, _config_from(about, source))
     return False
+
+
+def _starts_as(given: Config, found: Config) -> bool:
+    """Return whether a run with the given options has those that were found in a checkpoint."""
+    ours, theirs = (changed_options(each, "default") for each in (given, found))
+    differing = {name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)}
+    return differing <= CHOSEN - ours.keys()
 
 
 class CheckpointTimer:

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+NO_ID = "none"  # of all calls of `torchrun` without --standalone and --rdzv-id
+
+
 @dataclass(frozen=True)
 class Distributed:
     """One of `size` processes that train together; by default the only one."""
@@ -149,7 +152,8 @@ def restart_count() -> int:
 
 def launch_id() -> str:
     """Return the identifier of the `torchrun` call that started this process, or ""."""
-    return os.environ.get("TORCHELASTIC_RUN_ID", "")
+    found = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    return "" if found == NO_ID else found
 
 
 def is_main_process() -> bool:

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from poecaps._files import ModelError, read_json, write_json
+from poecaps._files import DamagedError, ModelError, read_json, write_json
 from poecaps._json import dataclass_from_json
 from poecaps._version import __version__
 from poecaps.data.buffers import require_uncut
 from poecaps.data.datasets import NAMES
+from poecaps.training.checkpoint import newest_checkpoint
 from poecaps.training.config import MACHINE_OPTIONS, Config, changed_options
 
 if TYPE_CHECKING:
@@ -121,7 +122,15 @@ def read(folder: Path) -> dict[str, Any]:
         If the file is damaged, or was not written by `write`.
     """
     source = folder / RECORD
-    record = read_json(source)
+    try:
+        record = read_json(source)
+    except DamagedError as error:
+        if newest_checkpoint(folder) is None:
+            raise
+        raise DamagedError(
+            f"{error}; or delete it, and the run is resumed without its history, and without "
+            "comparing the images with those of its start"
+        ) from error
     for name, cls in {"config": dict, "data": dict, "starts": list}.items():
         if not isinstance(record.get(name), cls):
             raise ModelError(f"{source} is not the record of a run: {name} is missing or invalid")

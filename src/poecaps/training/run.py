@@ -16,15 +16,15 @@ from poecaps.autoencoder import minimum_image_size
 from poecaps.data import DataError, ImageSet, MissingSplitError, from_dataset, hold_out, load
 from poecaps.data.datasets import NAMES
 from poecaps.data.folder import suppress_skipped_warnings
-from poecaps.data.mapped import is_on_hub
+from poecaps.data.mapped import is_on_hub, require_asked_for
 from poecaps.network import CapsuleNetwork
 from poecaps.options import ModelOptions
 from poecaps.training import record as run_record
 from poecaps.training.checkpoint import (
     Checkpoint,
+    is_continued_by_restart,
     newest_checkpoint,
     read_checkpoint,
-    was_written_by_this_launch,
     write_errors,
 )
 from poecaps.training.config import default
@@ -168,7 +168,7 @@ def resume(
     *,
     device: str | None = None,
     process_timeout: float | None = None,
-    data: ImageSet | None = None,
+    data: ImageSet | str | None = None,
     report: Report | None = None,
     found: Found | None = None,
 ) -> CapsuleNetwork:
@@ -190,7 +190,8 @@ def resume(
         Seconds for which several processes wait for one of them; by default as in the options of
         the run.
     data
-        The training images, if the run was started with images in memory.
+        The training images, if the run was started with images in memory; or the name of its
+        dataset of the Hugging Face Hub, which is not downloaded unless you name it.
     report
         Called with a `poecaps.training.Progress` after every step.
     found
@@ -201,6 +202,8 @@ def resume(
     ------
     FileNotFoundError
         If there is no checkpoint in the folder.
+    ValueError
+        If `data` is not the name of the data of the run, or must be, and is missing.
     ModelError
         If both checkpoints are damaged, or the checkpoint was not written by poecaps, is of
         another format version, or is not from the run in `run.json`.
@@ -239,8 +242,9 @@ def run_training(
     else:
         config = replace(config, data=data.source, data_path=None, size=None, channels=None)
     folder = Path(folder)
-    if restart_count() > 0 and was_written_by_this_launch(folder):
-        return resume_training(folder, data=data, report=report, found=found, reading=reading)
+    if restart_count() > 0 and is_continued_by_restart(folder, config):
+        asked = config.data if data is None else data
+        return resume_training(folder, data=asked, report=report, found=found, reading=reading)
     with _owned(folder, create=True):
         return _run(Checkpoint(config), folder, data, report, found, reading, is_new=True)
 
@@ -250,7 +254,7 @@ def resume_training(
     *,
     device: str | None = None,
     process_timeout: float | None = None,
-    data: ImageSet | None = None,
+    data: ImageSet | str | None = None,
     report: Report | None = None,
     found: Found | None = None,
     reading: Reading | None = None,
@@ -259,27 +263,41 @@ def resume_training(
     started, folder = time.perf_counter(), Path(folder)
     given = {"device": device, "process_timeout": process_timeout}
     changes: dict[str, Any] = {name: each for name, each in given.items() if each is not None}
+    images, asked = (None, data) if isinstance(data, str) else (data, None)
     if not is_finished(folder):
         with _owned(folder):
             checkpoint = read_checkpoint(folder)
             config = replace(checkpoint.config, **changes)
             config.validate()
+            _require_name(folder, config, asked)
+            if images is None:
+                require_asked_for(folder, config.data, asked)
             checkpoint = replace(checkpoint, config=config)
-            return _run(checkpoint, folder, data, report, found, reading)
+            return _run(checkpoint, folder, images, report, found, reading)
     record = run_record.read(folder)
     config = replace(run_record.options_of(folder, record), **changes)
     config.validate()
+    _require_name(folder, config, asked)
     return TrainingResult(
         CapsuleNetwork.load(folder, find_device(config.device)),
         folder,
         config,
-        data,
+        images,
         held_out=None,
         metrics=last_values(folder / METRICS),
         record=record,
         seconds=time.perf_counter() - started,
         resumed_finished=True,
     )
+
+
+def _require_name(folder: Path, config: Config, asked: str | None) -> None:
+    """Raise ValueError if the user asks for other data than those of a run."""
+    if asked is not None and asked != config.data:
+        raise ValueError(
+            f"the run in {folder} was started with the data {config.data}, and cannot continue "
+            f"with {asked}"
+        )
 
 
 @contextmanager
