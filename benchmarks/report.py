@@ -31,6 +31,7 @@ from benchmarks.mixing import table as mixing_table
 from benchmarks.pixels import table as pixels_table
 from benchmarks.routing import COPY_RATES, ORDERS, PLAIN_TORCH, PRODUCT_RATES, SIZE_NAMES, share
 from benchmarks.study import table as study_table
+from benchmarks.tables import table as tables_table
 from benchmarks.variants import cell, lookup
 from benchmarks.zoo import routed_table
 from poecaps.evaluation.fidelity import Z_95
@@ -964,6 +965,27 @@ def class_criteria(data: str, measure: str) -> str:
     return by_measure(numbers(data, "criteria"), measure)
 
 
+def tables() -> str:
+    """List the accuracy of linear classifiers on tables of columns."""
+    return tables_table(table_accuracies())
+
+
+def table_accuracies() -> Mapping[str, Mapping[str, Sequence[float]]]:
+    """Read the accuracies of `benchmarks.tables`: for each table and representation, each fold."""
+    found: Mapping[str, Mapping[str, Sequence[float]]] = _tables_report()["accuracies"]
+    return found
+
+
+def tables_example() -> Mapping[str, Sequence[float]]:
+    """Read the accuracies of the first block of the page, in its folds."""
+    found: Mapping[str, Sequence[float]] = _tables_report()["example"]
+    return found
+
+
+def _tables_report() -> Any:
+    return json.loads((NUMBERS / "tables.json").read_text(encoding="utf-8"))
+
+
 def few_labels(data: str) -> str:
     """List the accuracy of linear classifiers that learned from few labels."""
     return few_label_table(numbers(data, "few-labels"))
@@ -1030,6 +1052,7 @@ TABLES: dict[str, Callable[..., str]] = {  # name in the comment of a page: tabl
     "density-story": density_story,
     "colour": colour_digits,
     "few-labels": few_labels,
+    "tables": tables,
     "class-effects": class_effects,
     "class-parts": class_parts,
     "class-criteria": class_criteria,
@@ -1058,7 +1081,7 @@ TABLES: dict[str, Callable[..., str]] = {  # name in the comment of a page: tabl
 
 def pages() -> list[Path]:
     """Return README.md and the pages of docs/ that have tables."""
-    files = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    files = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     return [file for file in files if MARK.search(file.read_text(encoding="utf-8"))]
 
 

@@ -279,10 +279,66 @@ def novelty(score: str) -> str:
     return f"{report.numbers('mnist-sample', 'novelty')['novelty'][score]:.3f}"
 
 
+def tables_mean(table: str, name: str) -> str:
+    """Format the mean accuracy on a representation of a table of columns."""
+    return f"{statistics.mean(report.table_accuracies()[table][name]):.3f}"
+
+
+def tables_gain(other: str, choose: Callable[[list[float]], float]) -> str:
+    """Format a gain of codes over another representation, without its sign."""
+    return f"{abs(choose(_code_gains(other))):.3f}"
+
+
+def tables_lost(other: str) -> str:
+    """Count the tables on which another representation is better than codes."""
+    return str(sum(gain < 0 for gain in _code_gains(other)))
+
+
+def _code_gains(other: str) -> list[float]:
+    return [
+        statistics.mean(folds["codes"]) - statistics.mean(folds[other])
+        for folds in report.table_accuracies().values()
+    ]
+
+
+def _tables(text: str, *sources: Callable[[], str]) -> Sentence:
+    return Sentence("docs/how-to/scikit-learn.md", text, sources)
+
+
 SOFT, SHARP = "2×1 → 2×2, over inputs, β 1", "2×1 → 2×2, over inputs, β 5"
 HELD = "2×1 → 2×2, over outputs, β 1"
 DENSITY_FRECHET = "domains.density.frechet.distance"
 SENTENCES: tuple[Sentence, ...] = (
+    _tables(
+        "This prints {}; the standardized columns themselves have {}.",
+        *(
+            lambda name=name: f"{statistics.mean(report.tables_example()[name]):.3f}"
+            for name in ("codes", "columns")
+        ),
+    ),
+    _tables(
+        "as the columns ({} to {} below them) and as principal components ({} below to {} above "
+        "them).",
+        partial(tables_gain, "columns", max),
+        partial(tables_gain, "columns", min),
+        partial(tables_gain, "PCA", min),
+        partial(tables_gain, "PCA", max),
+    ),
+    _tables(
+        "Random experts are better on {} of {} tables, by up to {}, and worse on the others, by up "
+        "to {}.",
+        partial(tables_lost, "random experts"),
+        lambda: str(len(report.table_accuracies())),
+        partial(tables_gain, "random experts", min),
+        partial(tables_gain, "random experts", max),
+    ),
+    _tables(
+        "On `load_digits` they have {}, and trained ones {}; the standard deviation over the folds "
+        "is {}.",
+        partial(tables_mean, "`load_digits`", "random experts"),
+        partial(tables_mean, "`load_digits`", "codes"),
+        lambda: f"{statistics.stdev(report.table_accuracies()['`load_digits`']['codes']):.3f}",
+    ),
     _comparison(
         "Without it, the Fréchet distance is {} on MNIST and {} on Fashion-MNIST (one seed, "
         "[Study](results-study.md)); the same mixture of Gaussians gives {} and {} on the codes of "

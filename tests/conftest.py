@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.processes import Commands
+from tests.systems import HAS_FORK, WITHOUT_FORK
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
@@ -73,5 +74,7 @@ def generator() -> torch.Generator:
 @pytest.fixture(scope="session")
 def commands() -> Iterator[Commands]:
     """Commands in processes of their own; the process that starts them is started for the first."""
+    if not HAS_FORK:
+        pytest.skip(WITHOUT_FORK)
     with Commands() as started:
         yield started

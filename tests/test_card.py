@@ -24,6 +24,7 @@ from poecaps.cli.main import main
 from poecaps.evaluation import judge
 from poecaps.training import PRESETS, record
 from tests.networks import TINY_DENSITY, shorten_chains, untrained_with_density
+from tests.systems import needs_links
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -437,6 +438,7 @@ def test_a_missing_run_raises_an_error_before_anything_is_written(
     assert not (tmp_path / "out").exists()
 
 
+@needs_links
 def test_a_repository_is_not_written_through_links(run: Path, tmp_path: Path) -> None:
     files = (card.CARD, card.PICTURE, record.RECORD, "model.safetensors")
     (tmp_path / "out").mkdir()
@@ -448,6 +450,7 @@ def test_a_repository_is_not_written_through_links(run: Path, tmp_path: Path) ->
     assert not any((tmp_path / "out" / name).is_symlink() for name in files)
 
 
+@needs_links
 @pytest.mark.parametrize("name", [card.CARD, card.PICTURE])
 def test_a_link_in_a_run_is_not_published(name: str, run: Path, tmp_path: Path) -> None:
     """In a run from elsewhere, it may lead to any file of the user who publishes it."""

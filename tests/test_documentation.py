@@ -45,6 +45,7 @@ from poecaps.explorer.render import ExplorerModel
 from poecaps.training import PRESETS, Config
 from tests.explorer.conftest import serving
 from tests.samples import some_of_the_bundled
+from tests.systems import needs_links
 from tools.check_site import faults
 
 if TYPE_CHECKING:
@@ -594,6 +595,7 @@ def two_pages(project: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
+@needs_links
 @pytest.mark.parametrize(
     ("faulty", "found"),
     [

@@ -12,6 +12,7 @@ import torch
 
 from poecaps import Architecture, CapsuleNetwork
 from poecaps.export import export_encoder, export_generator, write_onnx
+from tests.systems import needs_links
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -72,6 +73,7 @@ def test_an_exported_program_computes_the_same(
     "ignore:.*LeafSpec.*:FutureWarning"
 )  # torch's exporter calls a function that torch has deprecated
 @torch.no_grad()
+@needs_links
 def test_onnxruntime_computes_the_same(
     network: CapsuleNetwork,
     programs: tuple[ExportedProgram, ExportedProgram],

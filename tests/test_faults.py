@@ -25,6 +25,7 @@ from poecaps.training import record, resume, train
 from poecaps.training.checkpoint import CHECKPOINT, PREVIOUS, CheckpointWarning
 from tests.faults import FAULTS, READ_FAULTS, Faults, config, images
 from tests.networks import TINY
+from tests.systems import needs_flock, needs_fork, needs_links, needs_timer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 SAMPLE = 300  # random bits of a file
 
 
+@needs_fork  # also of a folder that is flushed, which Windows has not
 @pytest.mark.parametrize(
     ("faults", "every"), [(["killed"], 1), ([name for name in FAULTS if name != "killed"], 7)]
 )
@@ -128,6 +130,7 @@ def signals() -> Iterator[list[int]]:
     signal.signal(signal.SIGALRM, before)
 
 
+@needs_timer
 def test_interrupted_calls_are_repeated(
     signals: list[int], generator: torch.Generator, tmp_path: Path
 ) -> None:
@@ -143,6 +146,7 @@ def test_interrupted_calls_are_repeated(
 # Temporary files
 
 
+@needs_flock
 @pytest.mark.parametrize(
     "moment", ["before it is locked", "while it is written", "at its renaming"]
 )
@@ -182,6 +186,7 @@ def test_the_temporary_file_of_a_living_process_is_not_swept(
     ]
 
 
+@needs_timer
 def test_a_temporary_file_that_another_process_has_locked_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -205,6 +210,7 @@ def test_a_temporary_file_that_another_process_has_locked_is_given_up(
     assert [each.name for each in tmp_path.iterdir()] == ["codes.npz"]
 
 
+@needs_links
 def test_nothing_is_swept_through_a_link(tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     for folder in (elsewhere, tmp_path / "run" / "figures"):

@@ -6,7 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.systems import needs_limits
 
+
+@needs_limits
 def test_altered_files_lead_to_a_result_or_to_one_line() -> None:
     """With limits of time and memory, which need a process of their own; the corpus comes first."""
     command = [sys.executable, "-m", "tests.fuzz", "--inputs", "200", "--seed", "20260215"]

@@ -212,6 +212,25 @@ def test_a_traversal_names_its_parameters_and_values(tmp_path: Path) -> None:
     np.testing.assert_array_equal(grid.above(2), other.above(2))
 
 
+def test_the_rows_of_a_traversal_can_be_in_any_order(tmp_path: Path) -> None:
+    """With their numbers beside them; the arrays stay in the order of the parameters."""
+    pixels = make_pixels(3, 2, 1, 6, 4)
+    usual, other = (
+        traversal_grid(as_images(pixels), tmp_path / f"{name}.png", values=[0, 1], order=order)
+        for name, order in (("usual", None), ("other", [2, 0, 1]))
+    )
+    grid, changed = Grid(usual, 6, 4), Grid(other, 6, 4)
+    for row, parameter in enumerate([2, 0, 1]):
+        np.testing.assert_array_equal(changed.left(row), grid.left(parameter))
+        for step in range(2):
+            np.testing.assert_array_equal(changed.cell(row, step), grid.cell(parameter, step))
+    with np.load(usual.with_suffix(".npz")) as first, np.load(other.with_suffix(".npz")) as second:
+        np.testing.assert_array_equal(first["images"], second["images"])
+    for order in ([0, 1], [0, 1, 1], [1, 2, 3]):
+        with pytest.raises(ValueError, match="order must have each number from 0 to 2 once"):
+            traversal_grid(as_images(pixels), other, values=[0, 1], order=order)
+
+
 def test_every_chain_has_its_row_and_every_time_its_column(tmp_path: Path) -> None:
     pixels = make_pixels(4, 3, 3, 6, 5)
     path = chain_strip(as_images(pixels), tmp_path / "strip.png", steps=[0, 5, 10, 15])

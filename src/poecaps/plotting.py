@@ -163,9 +163,12 @@ def traversal_grid(
     path: PathLike,
     *,
     values: Sequence[float] | Tensor | Array,
+    order: Sequence[int] | None = None,
     title: str | None = None,
 ) -> Path:
     """Draw a traversal: one row per instantiation parameter, one column per value of it.
+
+    The number of the parameter stands left of its row.
 
     Parameters
     ----------
@@ -175,6 +178,9 @@ def traversal_grid(
         The PNG to write, and a title above the grid.
     values : (steps,)
         The numbers above the columns.
+    order : (parameters,), optional
+        The parameters from the top row to the bottom one; by default in the order of `images`, as
+        they are in the ``.npz`` in any case.
     """
     array = _as_images("images", images, ("parameters", "steps", "C", "H", "W"))
     numbers = torch.as_tensor(values, dtype=torch.float64).detach().cpu().numpy()
@@ -184,9 +190,18 @@ def traversal_grid(
             f"{numbers.tolist()}"
         )
     above = [f"{number + 0.0:.3g}" for number in numbers]  # adding 0.0 turns -0.0 into 0.0
-    left = [str(parameter) for parameter in range(len(array))]
+    rows = list(range(len(array))) if order is None else list(order)
+    if sorted(rows) != list(range(len(array))):
+        raise ValueError(
+            f"order must have each number from 0 to {len(array) - 1} once, but is {rows}"
+        )
     return _draw_grid(
-        list(array), path, {"images": array, "values": numbers}, title, above=above, left=left
+        [array[parameter] for parameter in rows],
+        path,
+        {"images": array, "values": numbers},
+        title,
+        above=above,
+        left=[str(parameter) for parameter in rows],
     )
 
 

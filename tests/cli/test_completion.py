@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from typing import TYPE_CHECKING
@@ -28,7 +29,7 @@ COMPLETED = {  # a line that is being typed, and what it may become
 
 
 def scripted(shell: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> Path:
-    if shutil.which(shell) is None:
+    if os.name == "nt" or shutil.which(shell) is None:  # on Windows, that of WSL or of Git
         pytest.skip(f"there is no {shell}")
     capsys.readouterr()
     assert main(["completion", shell]) == 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -12,6 +12,8 @@ import torch
 import poecaps
 from poecaps import plotting
 from poecaps.cli.main import main
+from poecaps.explorer import effects
+from poecaps.explorer.render import ExplorerModel
 from tests.cli.conftest import arrays
 
 if TYPE_CHECKING:
@@ -109,6 +111,26 @@ def test_a_traversal_changes_one_parameter_at_a_time(run: Path, tmp_path: Path) 
         )
 
 
+def test_the_strongest_parameter_is_in_the_first_row(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the order of the sliders of the explorer."""
+    orders: list[list[int]] = []
+    draw = plotting.traversal_grid
+
+    def note(*arguments: Any, order: list[int], **options: Any) -> Path:
+        orders.append(order)
+        return draw(*arguments, order=order, **options)
+
+    monkeypatch.setattr(plotting, "traversal_grid", note)
+    options = ["--expert", "2", "--steps", "5", "--reach", "2"]
+    assert main(["traverse", str(run), *options, "--out", str(tmp_path / "t.png")]) == 0
+    found = effects.effects(ExplorerModel("run", str(run), poecaps.load(run)), 2)
+    sizes = [found[parameter].size for parameter in orders[0]]
+    assert sizes == sorted(sizes, reverse=True)
+    assert len(set(sizes)) == 5
+
+
 def test_a_traversal_may_start_from_an_image(run: Path, tmp_path: Path) -> None:
     assert (
         main(
@@ -146,5 +168,6 @@ def test_figures_have_titles_in_plain_words(
     assert main(["traverse", str(run), "--expert", "1", "--image", "4"]) == 0
     assert titles == [
         "draws from expert 2, learned domain",
-        "expert 1, from image 4: one row per parameter, offsets in standard deviations",
+        "expert 1, from image 4: one row per parameter, strongest first; "
+        "offsets in standard deviations",
     ]

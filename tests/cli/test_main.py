@@ -16,6 +16,7 @@ from PIL import Image
 
 import poecaps
 from poecaps.cli.main import main, run_program
+from tests.systems import needs_fork, needs_unix
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -102,7 +103,7 @@ def test_a_misspelt_command_is_corrected(capsys: pytest.CaptureFixture[str]) -> 
     assert "poecaps --help lists the commands" in capsys.readouterr().err
 
 
-@pytest.mark.skipif(os.name == "nt", reason="a pipe of POSIX")
+@needs_unix
 def test_a_reader_that_leaves_ends_the_command_quietly() -> None:
     command = [sys.executable, "-m", "poecaps", "completion", "bash"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
@@ -203,7 +204,11 @@ def test_misuse_has_status_2_and_names_the_remedy(
             "give the data path of the folder that contains them,",
         ),
         (["train", "--resume", "nowhere"], "nowhere"),
-        (["train", "--out", "/proc/none/run"], "cannot write to /proc/none/run"),
+        pytest.param(
+            ["train", "--out", "/proc/none/run"],
+            "cannot write to /proc/none/run",
+            marks=needs_unix,
+        ),
         (
             ["generate", "nowhere"],
             "there is no folder nowhere, and no model of that name comes with poecaps",
@@ -212,7 +217,9 @@ def test_misuse_has_status_2_and_names_the_remedy(
         (["generate", "{broken}"], "model.safetensors"),
         (["reconstruct", "{run}", "--data", "wide.npy"], "the model expects grey images of 28×28"),
         (["encode", "{run}", "--data", "text.npz"], "text.npz"),
-        (["encode", "{run}", "--out", "/proc/none/x.npz"], "/proc/none"),
+        pytest.param(
+            ["encode", "{run}", "--out", "/proc/none/x.npz"], "/proc/none", marks=needs_unix
+        ),
         (["train", "--model.features", "1000000"], "not enough memory"),
         (["generate", "{run}", "--rows", "1000000000000"], "not enough memory"),
         (
@@ -288,9 +295,6 @@ def status_of_program(prepare: Callable[[], object], *arguments: str) -> int:
         finally:
             os._exit(status)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 
 
 @needs_fork

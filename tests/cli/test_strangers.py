@@ -22,6 +22,7 @@ from poecaps.training.checkpoint import CHECKPOINT, PREVIOUS
 from poecaps.training.metrics import METRICS
 from poecaps.training.progress import TensorBoard
 from tests.cli.conftest import SMALL
+from tests.systems import needs_fifo, needs_links
 
 
 @pytest.fixture
@@ -39,6 +40,7 @@ def alter(model: Path, tensors: dict[str, torch.Tensor] | None = None, **options
     (model / "config.json").unlink()
 
 
+@needs_links
 @pytest.mark.parametrize("link", ["codes-train.npz", ".codes-train.npz.part.npz", METRICS])
 def test_nothing_is_written_through_a_link(link: str, model: Path, tmp_path: Path) -> None:
     precious = tmp_path / "precious"
@@ -51,6 +53,7 @@ def test_nothing_is_written_through_a_link(link: str, model: Path, tmp_path: Pat
     assert precious.read_text() == "precious"
 
 
+@needs_links
 @pytest.mark.parametrize("command", ["generate", "train"])
 def test_nothing_is_written_into_a_folder_behind_a_link(
     command: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -67,6 +70,7 @@ def test_nothing_is_written_into_a_folder_behind_a_link(
     assert [file.read_text() for file in (tmp_path / "precious").iterdir()] == ["precious"]
 
 
+@needs_links
 def test_curves_for_tensorboard_are_not_written_into_a_folder_behind_a_link(
     model: Path, tmp_path: Path
 ) -> None:
@@ -76,6 +80,7 @@ def test_curves_for_tensorboard_are_not_written_into_a_folder_behind_a_link(
         TensorBoard(model)
 
 
+@needs_links
 def test_a_run_does_not_append_to_a_link(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -315,6 +320,7 @@ def test_escape_sequences_of_a_record_are_shown_and_not_obeyed(
         assert not set(ESCAPE) - set("]0;owned31m") & set(text)
 
 
+@needs_fifo
 def test_escape_sequences_of_file_names_are_shown_and_not_obeyed(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -19,6 +19,7 @@ import torch
 from PIL import Image
 
 import poecaps
+from benchmarks.demo import recipe
 from poecaps._json import dataclass_from_json
 from poecaps.cli.main import main
 from poecaps.cli.train import TrainingReporter
@@ -29,6 +30,7 @@ from poecaps.training.checkpoint import CHECKPOINT, PREVIOUS
 from poecaps.training.config import Config
 from tests.cli.conftest import SMALL, arrays
 from tests.networks import shorten_draws
+from tests.systems import needs_unix
 
 if TYPE_CHECKING:
     from poecaps.training import Progress
@@ -158,7 +160,7 @@ def on_a_terminal(arguments: list[str], folder: Path) -> str:
     return seen.decode()
 
 
-@pytest.mark.skipif(os.name != "posix", reason="needs a pseudo-terminal")
+@needs_unix
 def test_a_run_is_resumed_on_a_terminal(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -194,7 +196,7 @@ def test_only_an_interrupt_that_saved_says_so(
     def interrupt(_: TrainingReporter, progress: Progress) -> None:
         if progress.step == 2:
             for _number in range(signals):
-                os.kill(os.getpid(), signal.SIGINT)
+                signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(TrainingReporter, "report", interrupt)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -352,20 +354,11 @@ def test_several_processes_need_a_folder(
     assert "give it as folder, or with --out" in capsys.readouterr().err
 
 
-def makefile_commands(target: str, folder: Path) -> list[list[str]]:
-    """Return the arguments of poecaps in the recipe of a target that writes to a folder."""
-    makefile = (Path(__file__).parents[2] / "Makefile").read_text().replace("\\\n", "")
-    recipe = makefile.split(f"\n{target}: install\n")[1].split("\n\n")[0]
-    recipe = re.sub(r"\$\(DEMO\w*\)", str(folder), recipe)
-    lines = [line.split() for line in recipe.splitlines()]
-    return [words for command, *words in lines if command == "$(BIN)/poecaps"]
-
-
 def test_the_demo_of_the_makefile_trains_the_default_on_the_bundled_digits(
     source: Path, tmp_path: Path
 ) -> None:
     """Its command, with few images and a small model in place of minutes."""
-    (words,) = makefile_commands("demo", tmp_path / "demo")
+    (words,) = recipe("demo", str(tmp_path / "demo"))
     assert "--data" not in words
     assert main([*words, "--quiet", "--data", str(source), *SMALL]) == 0
     options = json.loads((tmp_path / "demo" / "run.json").read_text())["config"]
@@ -375,7 +368,7 @@ def test_the_demo_of_the_makefile_trains_the_default_on_the_bundled_digits(
 
 
 def test_the_demo_of_the_density_draws_from_it(source: Path, tmp_path: Path) -> None:
-    train, generate = makefile_commands("demo-energy", tmp_path / "energy")
+    train, generate = recipe("demo-energy", str(tmp_path / "energy"))
     assert "--data" not in train
     small = """--model.density.experts 3 4 --model.density.linear-dims 2 --density.epochs 1
         --model.density.base-components 4 --density.chains 8 --density.levels 4

@@ -22,6 +22,7 @@ from poecaps.data.folder import (
     _in_parallel,
     suppress_skipped_warnings,
 )
+from tests.systems import needs_fifo
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -464,6 +465,7 @@ def test_options_that_make_no_sense_are_refused(
         load(tmp_path, **options)
 
 
+@needs_fifo
 @pytest.mark.parametrize("kind", [".png", ".npy", ".npz", "-idx3-ubyte"])
 def test_no_fifo_is_opened(kind: str, digits: Array, tmp_path: Path) -> None:
     """Reading a FIFO that nobody writes to would never return."""

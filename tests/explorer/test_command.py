@@ -15,6 +15,7 @@ import pytest
 
 from poecaps import models
 from poecaps.cli.main import main
+from tests.systems import needs_links, needs_signals
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from poecaps.explorer.render import ExplorerModel
 
 
+@needs_signals
 def test_it_prints_its_address_serves_and_ends_with_ctrl_c(digits: ExplorerModel) -> None:
     command = [
         sys.executable,
@@ -119,6 +121,7 @@ def test_the_token_is_random_ones_own_or_on_this_machine_none(
         assert "token" not in served
 
 
+@needs_links
 def test_the_shipped_model_is_the_default(
     digits: ExplorerModel, served: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -27,6 +27,7 @@ from poecaps.explorer.connections import BoundedLogHandler, ConnectionLimits, bo
 from poecaps.explorer.security import SecurityMiddleware
 from poecaps.explorer.server import listen
 from tests.explorer.conftest import serving
+from tests.systems import needs_unix
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -67,6 +68,7 @@ def says_hello(address: str) -> bool:
     return httpx.get(address, timeout=WAIT, trust_env=False).text == "hello"
 
 
+@needs_unix
 def test_sliders_move_under_half_sent_heads(digits: ExplorerModel, tmp_path: Path) -> None:
     """More connections than the explorer may open files; `make attack` has a thousand."""
     path = tmp_path / "log"

@@ -289,6 +289,10 @@ def test_interpolating_between_two_images(page: Page, digits: ExplorerModel) -> 
     expect(page.get_by_role("status")).to_contain_text("Encode an image first")
 
 
+def top_of(page: Page, selector: str) -> float:
+    return float(page.locator(selector).evaluate("e => e.getBoundingClientRect().top"))
+
+
 @on_a_phone
 def test_watching_a_training(page: Page) -> None:
     black = base64.b64encode(bytes(28 * 28)).decode()
@@ -348,6 +352,9 @@ def test_watching_a_training(page: Page) -> None:
     expect(page.get_by_role("img", name="Their reconstructions, 1")).to_be_visible()
     top = page.locator("#training-panel").evaluate("e => e.getBoundingClientRect().top")
     assert 0 <= top < 120  # as much as possible of what is shown is in view
+    first, second = (top_of(page, each) for each in ("#training-images-shown", "#training-plot"))
+    is_phone = page.evaluate("innerWidth < 700")
+    assert (first < second) == is_phone  # on a phone, only the first of both is in view
     state["points"] = [*state["points"], {**state["points"][0], "share": 1.0}]
     expect(page.locator("#training-plot .followed").first).to_have_attribute(
         "points", re.compile(r"^\S+ \S+ \S+$")
@@ -388,6 +395,32 @@ def test_a_link_opens_the_tab(opened: Callable[..., Page]) -> None:
     page = opened("desktop", "#m=digits&x=1&d=learned&s=0&e=1:1:&v=map")
     expect(page.get_by_role("tab", name="Map")).to_have_attribute("aria-selected", "true")
     expect(page.locator("#map")).to_be_visible()
+
+
+def test_arrows_show_that_the_bar_of_tabs_can_be_scrolled(opened: Callable[..., Page]) -> None:
+    wide, narrow = opened("desktop"), opened("phone")
+    before, after_ = re.compile("more-before"), re.compile("more-after")
+    expect(wide.locator("#tabs")).not_to_have_class(re.compile("more-"))
+    expect(narrow.locator("#tabs")).to_have_class(after_)
+    expect(narrow.locator("#tabs")).not_to_have_class(before)
+    assert narrow.evaluate("getComputedStyle(tabs, '::after').opacity") == "1"
+    assert narrow.evaluate("getComputedStyle(tabs, '::before').opacity") == "0"
+    narrow.get_by_role("tab", name="Train").click()
+    expect(narrow.locator("#tabs")).to_have_class(before)
+    expect(narrow.locator("#tabs")).not_to_have_class(after_)
+
+
+@pytest.mark.parametrize("width", [390, 760, 1120, 1280, 1440])
+def test_the_words_of_a_slider_stay_on_one_line(opened: Callable[..., Page], width: int) -> None:
+    page = opened()
+    page.set_viewport_size({"width": width, "height": 800})
+    measured = [{"size": 0.1, "measure": "slant", "rises": True}] * 5
+    page.route("**/experts/2/effects", lambda route: route.fulfill(json=measured))
+    page.locator("#shelf button").nth(2).click()
+    words = page.locator("#sliders .ends").first
+    expect(words).to_be_visible()
+    assert words.evaluate("""e => e.scrollWidth <= e.clientWidth
+        && e.clientHeight < 1.8 * parseFloat(getComputedStyle(e).fontSize)""")
 
 
 @pytest.mark.parametrize("key", ["End", "ArrowLeft"])

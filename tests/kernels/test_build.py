@@ -12,6 +12,7 @@ import torch
 
 from poecaps.kernels.cpu import build
 from tests.kernels.problems import needs_simd
+from tests.systems import needs_unix
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -90,6 +91,7 @@ def test_a_full_cache_disk_leaves_the_backend_usable(
     assert not list(cache.iterdir())
 
 
+@needs_unix
 def test_a_compiler_that_hangs_ends_with_its_children(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,7 @@ from poecaps.kernels import cpu, dispatch, operators, torch_routing
 from poecaps.kernels.cpu import build
 from poecaps.kernels.triton import support
 from tests.kernels.problems import OPTIONS, problem, relative_error
+from tests.systems import needs_unix
 
 if TYPE_CHECKING:
     from poecaps.kernels.dispatch import Backend
@@ -185,6 +186,7 @@ def test_an_unknown_backend_raises_an_error() -> None:
         layer.backend = "gpu"  # type: ignore[assignment]
 
 
+@needs_unix
 def test_the_description_names_the_backend_and_the_obstacle(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -201,6 +203,7 @@ def test_the_description_names_the_backend_and_the_obstacle(
     assert dispatch.describe("cuda") == "torch: vote-free PyTorch, because Triton is not installed"
 
 
+@needs_unix
 def test_without_a_compiler_layers_learn_by_plain_pytorch(
     generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:

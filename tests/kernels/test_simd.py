@@ -39,6 +39,7 @@ from tests.kernels.problems import (
     relative_error,
     routed,
 )
+from tests.systems import needs_fork, needs_timer, needs_unix
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -496,6 +497,7 @@ LONG = 30_000  # passes that take some milliseconds each
 
 
 @needs_simd
+@needs_timer
 @pytest.mark.usefixtures("three_threads")
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("compute", [route_at_length, learn_at_length, go_back_at_length])
@@ -553,6 +555,7 @@ def run(script: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 @needs_simd
+@needs_fork
 def test_a_forked_child_learns_too() -> None:
     done = run("""
         import os, threading, torch
@@ -641,6 +644,7 @@ def assert_unavailable(reason: str) -> None:
     assert cpu.why_not(x, weight) == f"{reason}; use backend='torch'"
 
 
+@needs_unix
 @pytest.mark.usefixtures("fresh")
 def test_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
@@ -651,6 +655,7 @@ def test_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         build.library(16, 8)
 
 
+@needs_unix
 @pytest.mark.usefixtures("fresh")
 @pytest.mark.parametrize(
     ("command", "reason"),
@@ -662,6 +667,7 @@ def test_no_such_compiler(command: str, reason: str, monkeypatch: pytest.MonkeyP
     assert_unavailable(f"$CC is {command!r}, {reason}")
 
 
+@needs_unix
 @pytest.mark.usefixtures("fresh")
 def test_a_compiler_that_hangs_is_called_once(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -674,6 +680,7 @@ def test_a_compiler_that_hangs_is_called_once(
     assert (tmp_path / "calls").read_text().split() == ["called"]
 
 
+@needs_unix
 @pytest.mark.usefixtures("fresh")
 @pytest.mark.parametrize(
     ("script", "reason"),

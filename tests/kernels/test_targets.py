@@ -19,6 +19,7 @@ from tests.kernels.problems import (
     options,
     problem,
 )
+from tests.systems import needs_unix
 
 if TYPE_CHECKING:
     from poecaps import functional as F
@@ -71,6 +72,7 @@ def test_votes_that_cannot_be_squared(
     torch.testing.assert_close(total, torch.ones_like(total))
 
 
+@needs_unix
 def test_the_environment_variable_names_a_target(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
@@ -108,6 +110,7 @@ def test_the_best_target_of_a_cpu(
     assert build.target().name == best
 
 
+@needs_unix
 def test_another_kind_of_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "riscv64")
     assert build.why_not() == "it is not written for CPUs of the kind 'riscv64'"

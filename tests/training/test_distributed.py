@@ -26,6 +26,7 @@ from poecaps.training.distributed import Distributed, RandomNumbers
 from poecaps.training.interrupts import Interrupts
 from poecaps.training.trainer import Trainer
 from tests import worker
+from tests.systems import needs_proc
 from tests.training.runs import OPTIONS, assert_same_weights, config_for, metrics, weights
 from tests.training.test_density import density_config
 from tests.training.test_views import config_with
@@ -172,11 +173,6 @@ def kill_all(process: Process) -> None:
         os.kill(each, signal.SIGKILL)
     process.communicate(timeout=300)
     assert process.returncode != 0
-
-
-needs_proc = pytest.mark.skipif(
-    not Path("/proc/self/task").exists(), reason="finds the processes in /proc"
-)
 
 
 @needs_proc

@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from poecaps.training import Progress, train
+from tests.systems import needs_proc
 from tests.training.runs import assert_same_weights, config_for
 
 if TYPE_CHECKING:
     import pytest
 
 
+@needs_proc
 def test_tensors_that_do_not_fit_into_memory_are_mapped_files(
     data: Path, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

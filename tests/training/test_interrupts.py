@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 from typing import TYPE_CHECKING
@@ -29,17 +28,17 @@ def test_a_signal_waits_for_the_end_of_a_step_but_a_second_does_not() -> None:
     interrupts = Interrupts()
     with interrupts.installed():
         interrupts.deferred = True
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
         assert interrupts.requested
         with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
 
 
 @pytest.mark.parametrize("number", SIGNALS)
 def test_between_steps_a_signal_acts_at_once(number: signal.Signals) -> None:
     interrupts = Interrupts()
     with interrupts.installed(), pytest.raises(KeyboardInterrupt):
-        os.kill(os.getpid(), number)
+        signal.raise_signal(number)
 
 
 def test_torchrun_may_pass_on_a_signal_that_a_process_has_had(
@@ -49,8 +48,8 @@ def test_torchrun_may_pass_on_a_signal_that_a_process_has_had(
     interrupts = Interrupts()
     with interrupts.installed():
         interrupts.deferred = True
-        os.kill(os.getpid(), signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGTERM)
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGTERM)
     assert interrupts.requested
 
 
@@ -61,7 +60,7 @@ def test_handlers_are_put_back_and_ignored_signals_stay_ignored() -> None:
         interrupts = Interrupts()
         with interrupts.installed():
             assert signal.getsignal(signal.SIGINT) == interrupts.handle
-            os.kill(os.getpid(), signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
         assert not interrupts.requested
         assert signal.getsignal(signal.SIGINT) == ours
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
@@ -87,5 +86,5 @@ def test_a_terminal_that_is_closed_stops_a_run_between_two_steps() -> None:
     interrupts = Interrupts()
     with interrupts.installed():
         interrupts.deferred = True
-        os.kill(os.getpid(), signal.SIGHUP)
+        signal.raise_signal(signal.SIGHUP)
     assert interrupts.requested

@@ -36,6 +36,7 @@ from poecaps.training import record as run_record
 from poecaps.training.checkpoint import CHECKPOINT, PREVIOUS, CheckpointWarning
 from poecaps.training.metrics import METRICS
 from tests.faults import status_of_child
+from tests.systems import needs_flock, needs_fork, needs_unix
 from tests.test_serialization import as_version_2
 from tests.training.runs import (
     Stop,
@@ -171,6 +172,7 @@ def test_a_folder_with_the_remains_of_a_killed_start_counts_as_empty(
     assert_same_weights(tmp_path / "run", finished)
 
 
+@needs_unix
 def test_a_folder_that_cannot_be_written_is_one_clear_error(data: Path) -> None:
     with pytest.raises(TrainingError, match="cannot write to /proc/none"):
         train(config_for(data), "/proc/none")
@@ -222,6 +224,7 @@ def test_a_second_process_is_told_who_owns_the_folder(data: Path, tmp_path: Path
     assert not (folder / ".lock").exists()
 
 
+@needs_fork
 def test_a_killed_process_leaves_no_lock(data: Path, finished: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
 
@@ -294,6 +297,7 @@ def test_a_failed_start_leaves_no_folder(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+@needs_flock
 def test_a_file_system_without_locks_is_said(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

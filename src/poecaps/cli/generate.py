@@ -290,7 +290,9 @@ def traverse(
 ) -> None:
     """Vary one instantiation parameter of an expert at a time, in one row per parameter.
 
-    The arrays of the images are saved in an .npz file of the same name.
+    The rows are in the order of their effect, the mean change of the pixels, the strongest first.
+    The number of the parameter stands left of its row. The arrays of the images are saved in the
+    order of the parameters, in an .npz file of the same name.
 
     Parameters
     ----------
@@ -324,5 +326,7 @@ def traverse(
     with torch.no_grad():
         drawn = network.traverse(expert, offsets, start=start)
     path = out or default_output(run, FIGURES, f"{name}.png")
-    title = f"{title}: one row per parameter, offsets in standard deviations"
-    say(plotting.traversal_grid(drawn, path, values=offsets, title=title))
+    title = f"{title}: one row per parameter, strongest first; offsets in standard deviations"
+    effects = drawn.diff(dim=1).abs().flatten(1).mean(1)
+    order = effects.argsort(descending=True, stable=True).tolist()
+    say(plotting.traversal_grid(drawn, path, values=offsets, order=order, title=title))

@@ -9,6 +9,8 @@ export class Tabs {
   constructor(onOpen) {
     this.onOpen = onOpen;
     this.tabs = [...byId("tabs").children];
+    byId("tabs").addEventListener("scroll", showMore, { passive: true });
+    new ResizeObserver(showMore).observe(byId("tabs"));
     for (const tab of this.tabs) {
       tab.addEventListener("click", () => {
         this.open(viewOf(tab));
@@ -30,6 +32,7 @@ export class Tabs {
   setHidden(view, isHidden) {
     byId(`${view}-tab`).hidden = isHidden;
     if (isHidden && !byId(`${view}-panel`).hidden) this.open(viewOf(this.tabs[0]));
+    showMore();
   }
 
   open(view) {
@@ -43,6 +46,13 @@ export class Tabs {
     byId("tabs").scrollLeft = opened.offsetLeft - byId("tabs").offsetLeft - 40;
     this.onOpen(viewOf(opened));
   }
+}
+
+/** Show at which ends of the bar there are more tabs, to which one can scroll. */
+function showMore() {
+  const { classList, scrollLeft, scrollWidth, clientWidth } = byId("tabs");
+  classList.toggle("more-before", scrollLeft > 8);
+  classList.toggle("more-after", scrollLeft + clientWidth < scrollWidth - 8);
 }
 
 const viewOf = (tab) => tab.id.replace("-tab", "");
