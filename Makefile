@@ -5,7 +5,7 @@
 # make faults    let a small training fail at every call to the file system: about 5 minutes
 # make fuzz      alter valid files and use them, for SECONDS=600, from a random SEED that it prints
 # make demo      train on the bundled digits and generate new ones, in runs/demo: 2 to 4 minutes on two cores
-# make demo-energy  train a density on the bundled digits and draw from its energy, in runs/energy: about 4 minutes on two cores
+# make demo-energy  train a density on the bundled digits and draw from its energy, in runs/energy: 2 to 4 minutes on two cores
 # make docs      build the documentation site in site/; a broken link is an error
 # make bench     time a layer against einsum on this CPU, in docs/: about 10 minutes on an idle machine
 # make report    regenerate the tables and plots of README.md and docs/ from the numbers in docs/results
