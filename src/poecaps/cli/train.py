@@ -90,7 +90,6 @@ def train_command(preset_given: str) -> Callable[..., None]:
             New folder for the results.
         resume
             Resume the run in this folder from its last checkpoint, with the options of the run.
-            A dataset of the Hugging Face Hub must be named again with --data.
         quiet
             Print only errors.
         tensorboard
