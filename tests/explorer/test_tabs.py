@@ -423,6 +423,28 @@ def test_the_words_of_a_slider_stay_on_one_line(opened: Callable[..., Page], wid
         && e.clientHeight < 1.8 * parseFloat(getComputedStyle(e).fontSize)""")
 
 
+# Which boxes to tick are too small, or not inside their panel.
+BAD_BOXES = """() => [...document.querySelectorAll('.check input')].filter((box) => {
+    const panel = box.closest('.panel').getBoundingClientRect();
+    const { left, right, width } = box.getBoundingClientRect();
+    const isShown = box.checkVisibility();
+    return isShown && (width < 16 || left < panel.left || right > panel.right);
+}).map((box) => box.id)"""
+
+
+@pytest.mark.parametrize("width", [320, 360, 390, 768, 1024])
+def test_all_fits_the_width_of_a_screen(opened: Callable[..., Page], width: int) -> None:
+    page = opened()
+    page.set_viewport_size({"width": width, "height": 800})
+    for tab in page.get_by_role("tab").all():
+        if not tab.is_visible():  # of a model without chains
+            continue
+        tab.click()
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), tab
+        assert page.evaluate(BAD_BOXES) == []
+    expect(page.get_by_label("Strongest first")).to_be_visible()
+
+
 @pytest.mark.parametrize("key", ["End", "ArrowLeft"])
 def test_tabs_by_keyboard(opened: Callable[..., Page], key: str) -> None:
     page = opened()
