@@ -251,6 +251,35 @@ def test_reconstructions_are_spread_over_the_pictures(
     np.testing.assert_allclose(arrays(out.with_suffix(".npz"))["originals"], images, atol=1e-6)
 
 
+def test_the_measures_without_labels_are_on_the_card_and_in_info(
+    pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain, run = tmp_path / "plain", tmp_path / "run"
+    plain.mkdir()
+    for file in pictures.glob("*/*.png"):
+        shutil.copy(file, plain)
+    options = ["--data", str(plain), "--out", str(run), "--no-figures", "--quiet"]
+    assert main(["train", *options, *SMALL]) == 0
+    measured: Any = measure(run, run / "evaluation.json")
+    draws, tests = measured["domains"]["joint"], measured["test_images"]
+    assert draws["frechet"] is None
+    capsys.readouterr()
+    assert main(["info", str(run)]) == 0
+    about, text = capsys.readouterr().out, (run / "README.md").read_text(encoding="utf-8")
+    distance = f"{draws['random_frechet']['distance']:.4f}"
+    name = "Fréchet distance in random features of draws from all experts together"
+    assert f"{name} {distance}" in about
+    assert f"| {name} | {distance} |" in text
+    assert "precision" not in about  # they are undefined for few images
+    draws["neighbourhoods"] = {"precision": 0.5, "recall": 0.25}
+    (run / "evaluation.json").write_text(json.dumps(measured))
+    assert main(["info", str(run)]) == 0
+    about = capsys.readouterr().out
+    assert tests < 10
+    assert "precision of draws from all experts together 50.0%" in about
+    assert "recall of draws from all experts together 25.0%" in about
+
+
 def test_a_part_of_the_pictures_is_enough(pictures: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     options = ["--data", str(pictures), "--out", str(run), "--no-figures", "--quiet"]
