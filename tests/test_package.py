@@ -208,6 +208,11 @@ def test_the_guide_to_own_images_runs_from_end_to_end(
     text = (ROOT / "docs" / "own-images.md").read_text(encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("poecaps.evaluation.judge.MAX_EPOCHS", 1)
+    opened: list[str] = []
+    monkeypatch.setattr("webbrowser.open", opened.append)
+    monkeypatch.setattr(
+        "poecaps.explorer.server.serve", lambda *_, ready, **__: ready("http://page", "http://page")
+    )
     names: dict[str, object] = {}
     for program in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
         exec(program, names)
@@ -221,13 +226,14 @@ def test_the_guide_to_own_images_runs_from_end_to_end(
     ]
     assert [line.split()[1] for line in lines] == [
         "train", "train", "train", "train", "generate", "generate", "reconstruct",
-        "traverse", "traverse", "encode", "encode", "evaluate", "info",
+        "traverse", "traverse", "explore", "encode", "encode", "evaluate", "info",
     ]  # fmt: skip
     for line in lines:
         words = shlex.split(line, comments=True)[1:]
         if words[0] == "train":
             words += few.split() + ["--no-figures"] * ("--out" not in words)
         assert main(words) == 0
+    assert opened == ["http://page"]
     (claimed,) = re.findall(r"```text\n(found .*)\n```", text)
     assert claimed.replace("/home/me", str(tmp_path)) in capsys.readouterr().err.splitlines()
     for name in ("joint", "learned", "reconstructions", "expert-2"):
