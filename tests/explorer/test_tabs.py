@@ -293,8 +293,8 @@ def top_of(page: Page, selector: str) -> float:
     return float(page.locator(selector).evaluate("e => e.getBoundingClientRect().top"))
 
 
-@on_a_phone
-def test_watching_a_training(page: Page) -> None:
+def answer_trainings(page: Page) -> tuple[dict[str, Any], list[Any]]:
+    """Let the page see trainings that a test invents: their state, and what was asked for."""
     black = base64.b64encode(bytes(28 * 28)).decode()
     state: dict[str, Any] = {
         "run": 0,
@@ -317,7 +317,7 @@ def test_watching_a_training(page: Page) -> None:
             asked.append(request.post_data_json)
             picture = {"shape": [1, 28, 28], "count": 1, "pixels": black}
             state.update(
-                run=1,
+                run=state["run"] + 1,
                 status="running",
                 stages=["autoencoder", "encoder 1"],
                 stage="autoencoder",
@@ -338,6 +338,12 @@ def test_watching_a_training(page: Page) -> None:
         route.fulfill(json=state)
 
     page.route(re.compile("/api/training([?]|/start|/stop|$)"), answer)
+    return state, asked
+
+
+@on_a_phone
+def test_watching_a_training(page: Page) -> None:
+    state, asked = answer_trainings(page)
     page.get_by_role("tab", name="Train").click()
     state.update(run=7, status="finished")  # started by another page
     expect(page.locator("#training-status")).to_have_text("finished", timeout=10_000)
@@ -362,6 +368,43 @@ def test_watching_a_training(page: Page) -> None:
     page.get_by_role("button", name="Stop").click()
     expect(status).to_have_text("stopped")
     expect(page.get_by_role("button", name="Train", exact=True)).to_be_enabled()
+
+
+def test_a_training_by_keyboard(opened: Callable[..., Page]) -> None:
+    """A button that is disabled does not take the focus with it."""
+    page = opened()
+    state, _ = answer_trainings(page)
+    start, stop = page.locator("#training-start"), page.locator("#training-stop")
+    page.locator("#encode-tab").focus()
+    page.keyboard.press("End")
+    expect(start).to_be_enabled()
+    start.focus()
+    page.keyboard.press("Enter")
+    expect(stop).to_be_focused()
+    page.keyboard.press("Enter")
+    expect(start).to_be_focused()
+    page.keyboard.press("Enter")
+    expect(stop).to_be_focused()
+    state.update(status="finished", model="colours")
+    expect(start).to_be_focused()
+    page.keyboard.press("Tab")
+    expect(page.get_by_role("button", name="Explore this model")).to_be_focused()
+    page.keyboard.press("Enter")
+    expect(page.locator("#stage")).to_be_focused()
+    expect(page.locator("#shelf button")).to_have_count(3)
+    expect(page.locator("#image")).to_be_in_viewport()
+
+
+def test_undo_and_redo_keep_the_focus(opened: Callable[..., Page]) -> None:
+    page = opened()
+    undo, redo = page.locator("#undo"), page.locator("#redo")
+    page.locator("#flip").click()
+    expect(undo).to_be_enabled()
+    undo.focus()
+    page.keyboard.press("Enter")
+    expect(redo).to_be_focused()
+    page.keyboard.press("Enter")
+    expect(undo).to_be_focused()
 
 
 def test_the_page_says_what_an_expert_is(page: Page) -> None:
