@@ -39,8 +39,7 @@ def encode(
     Parameters
     ----------
     split
-        Which part of the data; without a test part, test is what training has held out, and train
-        the rest.
+        Part of the data; without a test part, test is what training has held out, train the rest.
     """
     # The colons of hf:NAME are not allowed in all names of files.
     source = [Path(data.replace(":", "-")).stem or "images"] if data else []
