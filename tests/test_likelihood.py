@@ -13,10 +13,12 @@ import torch
 from poecaps.energy import CapsuleDensity, GaussianBase
 from poecaps.likelihood import (
     LogPartition,
+    bennett_ratio,
     bracket_log_partition,
     estimate_log_partition,
     exact_log_partition,
     fit_log_partition,
+    thermodynamic_integral,
 )
 from tests.densities import ZOO, Known, base_quadrature, from_zoo, make_density, two_modes
 
@@ -94,6 +96,30 @@ def test_any_energy_over_a_base_measure_can_be_measured(
     assert max(result.forward_error, result.reverse_error) < 0.05
     assert (result.chains, result.steps) == (300, 40)
     assert ticks == [(done, 120) for done in range(1, 121)]
+
+
+@pytest.mark.parametrize("precision", [0.5, 3.0])
+def test_draws_at_several_temperatures_tell_the_partition_function(
+    precision: float, generator: torch.Generator
+) -> None:
+    """Bennett's estimate from both ends, and the thermodynamic integral from one draw at each t."""
+    target, exact = Quadratic(precision), -5 / 2 * math.log(precision)
+    u = target.sample_base(3000, generator)
+    (lower, _), (upper, _) = target.energy(u[:1500]), target.energy(u[1500:] / math.sqrt(precision))
+    assert bennett_ratio(lower, upper).item() == pytest.approx(exact, abs=0.1)
+    many = bennett_ratio(lower.view(-1, 3), upper.view(-1, 3))
+    assert many.shape == (3,)
+    assert many.mean().item() == pytest.approx(exact, abs=0.1)
+    t = torch.rand(3000, generator=generator, dtype=torch.float64).mul(1.5).clamp(max=1)
+    energy, _ = target.energy(u / (1 + t.unsqueeze(1) * (precision - 1)).sqrt())
+    assert thermodynamic_integral(t, energy) == pytest.approx(exact, abs=0.15)
+
+
+def test_bennetts_estimate_of_constant_energies_is_exact() -> None:
+    """Z changes by the factor e^(−W), also where the W are so far apart that all terms are 0."""
+    same = torch.full((4, 2), -800.0)
+    assert bennett_ratio(same, same).tolist() == pytest.approx([800.0, 800.0])
+    assert -900 < bennett_ratio(torch.tensor([900.0]), torch.tensor([-900.0])).item() < 900
 
 
 @pytest.mark.parametrize("name", [name for name in ZOO if "ball" not in name])

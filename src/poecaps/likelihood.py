@@ -5,6 +5,9 @@ References
 R. Neal, "Annealed importance sampling", 2001.
 R. Grosse, Z. Ghahramani, R. Adams, "Sandwiching the marginal likelihood using bidirectional Monte
 Carlo", 2015.
+C. Bennett, "Efficient estimation of free energy differences from Monte Carlo data", 1976.
+A. Gelman, X.-L. Meng, "Simulating normalizing constants: from importance sampling to bridge
+sampling to path sampling", 1998.
 """
 
 from __future__ import annotations
@@ -51,6 +54,7 @@ WIDE_BRACKET = 10.0  # nats between the two estimates above which a warning is g
 FEW_CHAINS = 16.0  # effective ones below which `poecaps likelihood` prints a warning
 MAX_QUADRATURE_DIMS = 4
 PILOT_CHAINS = 32  # chains that find the step size at each temperature
+BISECTIONS = 60  # of an interval, until it is as short as the precision of float64
 
 
 class AnnealedTarget(Target, Protocol):
@@ -251,6 +255,63 @@ def exact_log_partition(density: CapsuleDensity, points: int = 64) -> float:
     log_weight = torch.tensor([sum(each) for each in itertools.product(log_weights, repeat=size)])
     values = [-density.free_energy(density.base.from_white(part)) for part in grid.split(65536)]
     return torch.logsumexp(torch.cat(values).double().cpu() + log_weight, 0).item()
+
+
+def thermodynamic_integral(t: Tensor, energy: Tensor) -> float:
+    """Estimate log Z from chains at many inverse temperatures, by the trapezoidal rule.
+
+    ::
+
+        d log Z_t / dt = E_t[−F],       log Z = ∫_0^1 E_t[−F] dt
+
+    with E_t the mean over P_t. One chain at each t suffices, because the integral is a mean over
+    all of them. As F ≤ 0, the estimate is never negative.
+
+    Parameters
+    ----------
+    t : (B,)
+        Inverse temperatures of the chains, some of them 1. The least one stands for those below.
+    energy : (B,)
+        F of the chains.
+    """
+    order = t.argsort()
+    t, slope = t[order].double(), -energy[order].double()
+    below = t < 1
+    zero, one = t.new_zeros(1), t.new_ones(1)
+    nodes = torch.cat((zero, t[below], one))
+    values = torch.cat((slope[:1], slope[below], slope[~below].mean().view(1)))
+    return torch.trapezoid(values, nodes).item()
+
+
+def bennett_ratio(lower: Tensor, upper: Tensor) -> Tensor:
+    """Estimate c = log Z_u/Z_l of two densities from as many draws of both (Bennett 1976).
+
+    With W = −log of the unnormalized density u relative to l, here Δt F, and σ(a) = 1/(1 + e^(−a)),
+    c solves::
+
+        Σ_lower σ(−W − c) = Σ_upper σ(W + c)
+
+    An average of e^(−W) over draws of one density rests on those few that are typical of the other
+    as well, and errs in one direction. The root, which is found by bisection, uses both equally.
+
+    Parameters
+    ----------
+    lower, upper : (C, …)
+        W of the draws of l, and of those of u.
+
+    Returns
+    -------
+    (…)
+        c, between the least and the largest −W.
+    """
+    lower, upper = lower.double(), upper.double()
+    both = torch.cat((lower, upper))
+    low, high = -both.amax(0), -both.amin(0)
+    for _ in range(BISECTIONS):
+        c = (low + high) / 2
+        too_high = torch.sigmoid(upper + c).sum(0) > torch.sigmoid(-lower - c).sum(0)
+        low, high = torch.where(too_high, low, c), torch.where(too_high, c, high)
+    return (low + high) / 2
 
 
 def _anneal(
