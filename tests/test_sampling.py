@@ -584,6 +584,15 @@ def test_resampled_chains_have_the_probabilities_of_the_modes(generator: torch.G
     assert abs(resampled - expected) < 0.06
 
 
+def test_resampled_chains_with_the_same_evidence_are_draws_of_the_posterior(
+    generator: torch.Generator,
+) -> None:
+    density = from_zoo("even, linear", generator)
+    options = settings("hmc", generator, anneal=30, on=torch.tensor([1.0, 0.0]), resample=True)
+    samples = sample(density, COUNT, evidence=one_in_all, **options)
+    Known(density, on=options["on"], evidence=one_in_all).assert_are_draws(samples.capsules)
+
+
 def test_weights_choose_the_chains_that_go_on(generator: torch.Generator) -> None:
     numbers = torch.arange(8, dtype=torch.float64)
     chains = Chains(numbers.unsqueeze(1), numbers, numbers.unsqueeze(1), torch.ones(8))
@@ -701,6 +710,16 @@ def test_leading_coordinates_are_those_of_the_principal_directions(
         ({"resample": True, "ladder": (1.0, 0.5)}, ValueError, "resample=True needs several"),
         ({"resample": True, "count": 1}, ValueError, "resample=True needs several chains"),
         ({"resample": True, "start": torch.zeros(4, 2, 1).double()}, ValueError, "resample=True"),
+        (
+            {"resample": True, "anneal": 3, "on": torch.ones(4, 2)},
+            ValueError,
+            r"resample=True .* on must have shape \(J=2,\), but has shape \(4, 2\)",
+        ),
+        (
+            {"resample": True, "anneal": 3, "evidence": lambda x: x.sum((1, 2)) * torch.arange(4)},
+            ValueError,
+            "resample=True .* all need the same observation, but evidence gives other numbers",
+        ),
         ({"ladder": (1.0,)}, ValueError, "ladder must be two or more inverse temperatures"),
         ({"ladder": (0.9, 0.5)}, ValueError, r"from 1 down to at least 0, but is \(0.9, 0.5\)"),
         ({"ladder": (1.0, -0.1)}, ValueError, "ladder must be two or more inverse temperatures"),

@@ -68,6 +68,7 @@ ADAPTATION_RATE = 0.1  # of the logarithm of the step size, for each step
 # Draws by parallel tempering: steps of a chain and levels of the ladder, the most states that one
 # chain gives, and as many chains at least.
 DRAW_STEPS, LEVELS, MAX_STATES, MIN_CHAINS = 1500, 32, 16, 16
+SAME = 1e-4  # difference of two energies that may be due to rounding
 LEADING = 10  # coordinates that are recorded for diagnostics
 
 
@@ -731,7 +732,8 @@ def sample(
     resample
         Weight the chains while they are annealed, and resample them (`ImportanceWeights`). The
         modes of P are then drawn as often as they are probable, up to the noise of `count` chains;
-        otherwise as often as the annealing finds them.
+        otherwise as often as the annealing finds them. All chains must have the same target, so
+        that `on` must be (J,), and `evidence` the same function of x for every chain.
     keep_every
         Keep the states of every so many steps in `Samples.strip`.
     generator
@@ -754,6 +756,12 @@ def sample(
         raise ValueError(
             "resample=True needs several chains that are annealed from the base measure: "
             "leave start and ladder out, with anneal of at least 1 and count of at least 2"
+        )
+    if resample and on is not None and getattr(on, "ndim", 1) > 1:
+        raise ValueError(
+            f"resample=True copies a chain in place of another, so that all need the same states: "
+            f"on must have shape (J={density.out_capsules},), but has shape {tuple(on.shape)}; "
+            "call sample for each row of it, or use resample=False"
         )
     if sampler == "langevin":
         leapfrog_steps = 1
@@ -783,6 +791,8 @@ def sample(
     position = target.coordinates(u).repeat(len(levels), 1)
     chains = start_chains(held, position, ladder_t.repeat_interleave(count))
     check_start(chains)
+    if resample and evidence is not None:
+        _check_shared(evidence, density.base.from_white(u))
     size = StepSize(torch.tensor(INITIAL_STEP_SIZE if step_size is None else step_size, **like))
     accepted_count, trace, leading = torch.zeros((), **like), [], []
     swaps, tries = torch.zeros(2, len(levels) - 1, **like)
@@ -995,6 +1005,17 @@ def _checked(evidence: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]
         return value
 
     return checked
+
+
+def _check_shared(evidence: Callable[[Tensor], Tensor], x: Tensor) -> None:
+    """Raise ValueError if the evidence of a state (B, I, K) depends on which chain it is of."""
+    value, moved = evidence(x), evidence(x.roll(1, 0)).roll(-1, 0)
+    if not torch.allclose(value, moved, rtol=SAME, atol=SAME, equal_nan=True):
+        raise ValueError(
+            "resample=True copies a chain in place of another, so that all need the same "
+            "observation, but evidence gives other numbers for the same states in another order; "
+            "call sample for each observation, or use resample=False"
+        )
 
 
 def _check_ladder(ladder: Sequence[float] | None) -> tuple[float, ...]:
