@@ -390,6 +390,10 @@ class CapsuleDensity(CapsuleRouting):
             )
         return float(lower + upper) / 2
 
+    def forget_log_partition(self) -> None:
+        """Forget log Z, which belongs to other weights or another base measure, if it was known."""
+        nn.init.zeros_(self.partition)
+
     @property
     def is_even(self) -> bool:
         """Whether the votes are mixed evenly, so that z is a matrix product."""
@@ -412,7 +416,7 @@ class CapsuleDensity(CapsuleRouting):
     def _reset_strength(self) -> None:
         nn.init.constant_(self.log_strength, math.log(self.initial_strength))
         nn.init.zeros_(self.origin)
-        nn.init.zeros_(self.partition)
+        self.forget_log_partition()
 
     def preactivation(self, x: Tensor) -> Tensor:
         """Compute the experts (s_j, max(t_j + o_j, 0)): (B, I, K) → (B, J, D)."""
@@ -575,7 +579,10 @@ class CapsuleDensity(CapsuleRouting):
 
     @torch.no_grad()
     def extend(self, restricted: CapsuleDensity) -> None:
-        """Take the experts of a density of the principal components, the inverse of `restrict`."""
+        """Take the experts of a density of the principal components, the inverse of `restrict`.
+
+        With them, log Z is that of `restricted`, or not known if that one does not know it.
+        """
         matrix = self._base_with_components().directions @ restricted.even_matrix()
         shape = (self.in_capsules, self.in_dim, self.out_capsules, self.out_dim)
         self.weight.copy_(matrix.view(shape).permute(0, 2, 3, 1))

@@ -829,6 +829,22 @@ def test_fitting_with_the_same_seed_is_bit_identical() -> None:
     assert all(math.isfinite(loss) for *_, loss in reports)
 
 
+@pytest.mark.parametrize("components", [0, 1])
+def test_a_second_fit_forgets_the_partition_function_of_the_first(components: int) -> None:
+    density, x = new_density(base_components=components), clusters(50, seed=1)
+    quick = replace(QUICK, partition_steps=2)
+    fit_density(density, x, steps=2, options=quick)
+    assert density.log_prob(x).isfinite().all()
+    fit_density(density, 3 * x, steps=2, options=replace(quick, partition_steps=0))
+    with pytest.raises(ValueError, match="log Z is not known yet"):
+        density.log_prob(x)
+    fit_density(density, x, steps=2, options=quick)
+    with pytest.raises(TrainingError, match="diverged"):
+        fit_density(density, x, steps=20, options=replace(quick, learning_rate=1e20))
+    with pytest.raises(ValueError, match="log Z is not known yet"):
+        density.log_prob(x)
+
+
 def test_a_fit_that_diverges_is_an_error() -> None:
     options = replace(QUICK, learning_rate=1e20)
     with pytest.raises(
