@@ -777,6 +777,24 @@ def test_weights_that_are_not_numbers_are_an_error(generator: torch.Generator) -
     density.weight.data[0] = math.nan
     with pytest.raises(ValueError, match=r"the energy of the chains is not a number \(NaN\)"):
         sample(density, 4, steps=1)
+    density.weight.data[0] = math.inf
+    with pytest.raises(ValueError, match="the energy of the chains is −∞ where they start; look"):
+        sample(density, 4, steps=1)
+    density = from_zoo("even", generator)
+    density.log_strength.data[1] = math.inf
+    with pytest.raises(ValueError, match="the energy of the chains is −∞ where they start; look"):
+        sample(density, 4, steps=1)
+
+
+def test_chains_cannot_be_given_a_start_of_no_probability(generator: torch.Generator) -> None:
+    """There, an expert that is on is silent. Draws of the base measure may be such states, too."""
+    density = two_modes((3.0, 3.0))
+    start, on = torch.ones(4, 1, 1, dtype=torch.float64), torch.tensor([0.0, 1.0])
+    start[:2] *= -1
+    with pytest.raises(ValueError, match="start must have a finite log-density, but that of chain"):
+        sample(density, 4, on=on, start=start, steps=1)
+    samples = sample(density, 50, on=on, steps=1, anneal=1, generator=generator)
+    assert samples.free_energy.isinf().any()
 
 
 def test_chains_of_other_sizes_are_an_error(generator: torch.Generator) -> None:
@@ -794,6 +812,48 @@ def test_chains_of_other_sizes_are_an_error(generator: torch.Generator) -> None:
     for levels, shape in ((3, (2, 1)), (2, (1, 4)), (2, (2, 2))):
         with pytest.raises(ValueError, match="needs as many chains at each of them"):
             swap_replicas(chains, one[:levels], torch.rand(shape), odd=False)
+
+
+def test_temperatures_positions_and_ladders_of_chains_are_checked(
+    generator: torch.Generator,
+) -> None:
+    target = DensityTarget(from_zoo("even", generator))
+    position, one = torch.zeros(4, 2, dtype=torch.float64), torch.ones(4, dtype=torch.float64)
+    for bad in (math.nan, -0.5, math.inf):
+        with pytest.raises(ValueError, match=f"inverse_temperature must hold .* but holds {bad}"):
+            start_chains(target, position, bad * one)
+    for bad in (math.nan, -math.inf):
+        with pytest.raises(ValueError, match=f"position must hold finite numbers, but holds {bad}"):
+            start_chains(target, position + bad, one)
+    chains = start_chains(target, position, one)
+    options: dict[str, Any] = {"step_size": 0.1, "leapfrog_steps": 1}
+    with pytest.raises(ValueError, match=r"chains.inverse_temperature must hold .* shape \(3,\)"):
+        hmc_step(target, chains.at(one[:3]), position, one, **options)
+    with pytest.raises(ValueError, match="step_size must be one number or one for each of 4"):
+        hmc_step(target, chains, position, one, **options | {"step_size": one[:3]})
+    for ladder in ([0.0, 1.0], [1.0, 1.0], [1.0, math.nan]):
+        with pytest.raises(ValueError, match="ladder must fall from number to number, but is"):
+            swap_replicas(chains, torch.tensor(ladder), torch.rand(1, 2), odd=False)
+
+
+def test_a_target_needs_states_and_temperatures_for_each_chain(generator: torch.Generator) -> None:
+    density = from_zoo("even", generator)
+    position, one = torch.zeros(4, 2, dtype=torch.float64), torch.ones(4, dtype=torch.float64)
+    for shape in ((4, 3), (2,), (4, 2, 1)):
+        with pytest.raises(ValueError, match=r"on must have shape \(B, J=2\), but has"):
+            DensityTarget(density, torch.ones(shape))
+    with pytest.raises(ValueError, match=r"inverse_temperature must have shape \(B\), but has"):
+        DensityTarget(density).at(torch.ones(()))
+    with pytest.raises(ValueError, match=r"on must have shape \(B=4, J=2\), but has"):
+        DensityTarget(density).at(one, torch.ones(3, 2))
+    for target, name in (
+        (DensityTarget(density).at(one[:3]), "inverse_temperature"),
+        (DensityTarget(density, torch.ones(3, 2)), "on"),
+    ):
+        with pytest.raises(ValueError, match=f"there are 4 chains, but {name} of .* given for 3"):
+            target.energy(position)
+    with pytest.raises(ValueError, match="there are 4 chains, but inverse_temperature of"):
+        DensityTarget(density).at(one[:1]).on_probability(position)
 
 
 def test_reduced_chains_start_in_the_coordinates_in_which_they_move(
