@@ -741,6 +741,7 @@ def test_leading_coordinates_are_those_of_the_principal_directions(
         ({"evidence": lambda _: torch.zeros(4)}, ValueError, "evidence must be a differentiable"),
         ({"evidence": lambda _: 0.0}, TypeError, "result of evidence must be a torch.Tensor"),
         ({"evidence": lambda x: x.sum((1, 2)) * math.nan}, ValueError, "energy of the chains is"),
+        ({"evidence": lambda x: x.exp().sum((1, 2)) * math.inf}, ValueError, "evidence is infini"),
         ({"clamped": torch.ones(2) > 0}, ValueError, "clamped needs start"),
         (
             {"clamped": torch.ones(2), "start": torch.zeros(4, 2, 1).double()},

@@ -837,6 +837,11 @@ def sample(
     position = target.coordinates(u).repeat(len(levels), 1)
     chains = start_chains(held, position, ladder_t.repeat_interleave(count))
     check_start(chains, given=start is not None and clamped is None)
+    if evidence is not None and states is None and bool((chains.energy == math.inf).all()):
+        raise ValueError(
+            "evidence is infinite wherever the chains start, so that none of them has a "
+            "log-density; return finite numbers, or start at states that the observation allows"
+        )
     if resample and evidence is not None:
         _check_shared(evidence, density.base.from_white(u))
     size = StepSize(torch.tensor(INITIAL_STEP_SIZE if step_size is None else step_size, **like))
