@@ -239,6 +239,18 @@ def test_given_states_chains_draw_from_the_conditional_density(
 
 
 @pytest.mark.parametrize("ladder", [None, LADDER])
+def test_chains_leave_states_in_which_an_expert_that_is_on_is_silent(
+    ladder: tuple[float, ...] | None, generator: torch.Generator
+) -> None:
+    """Half of the draws of the base measure are such states, if all coordinates are linear."""
+    density, on = two_modes((3.0, 3.0)), torch.tensor([0.0, 1.0])
+    options = settings("hmc", generator, anneal=80, ladder=ladder, on=on)
+    samples = sample(density, COUNT, **options)
+    assert samples.free_energy[-1].isfinite().all()
+    Known(density, on=on).assert_are_draws(samples.capsules)
+
+
+@pytest.mark.parametrize("ladder", [None, LADDER])
 @pytest.mark.parametrize("name", ["even, linear", "routed over outputs"])
 def test_every_chain_may_have_states_of_its_own(
     name: str, ladder: tuple[float, ...] | None, generator: torch.Generator

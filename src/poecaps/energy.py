@@ -678,5 +678,6 @@ def energy_and_gradient(
     slope = -2 * strength / (1 + square)
     if on is None:
         return -log_factor.sum(-1), slope.unsqueeze(-1) * z
-    share = on / -torch.expm1(-log_factor).clamp(max=-torch.finfo(z.dtype).tiny)
+    # The root keeps the gradient finite, and 0 at z = 0, where an expert that is on is silent.
+    share = on / -torch.expm1(-log_factor).clamp(max=-(torch.finfo(z.dtype).tiny ** 0.5))
     return F._energy(z, on, strength), (share * slope).unsqueeze(-1) * z

@@ -361,7 +361,8 @@ def hmc_step(
 
     A leapfrog trajectory of H(u, p) = U(u) + ½‖p‖², with U = −log P_t, is reversible and keeps
     volumes. It is accepted with probability min(1, e^(H before − H after)). One leapfrog step is
-    Langevin dynamics with a Metropolis test (MALA).
+    Langevin dynamics with a Metropolis test (MALA). Chains that start where P_t is 0 follow the
+    base measure until they leave that region, to which they never return.
 
     Parameters
     ----------
@@ -409,6 +410,7 @@ def hmc_step(
     u, energy, gradient = chains.position, chains.energy, chains.gradient
     base, base_gradient = target.base(u)
     before = base + t * energy + momentum.square().sum(-1) / 2
+    before_base = base + momentum.square().sum(-1) / 2
     p = momentum - step / 2 * (base_gradient + scale * gradient)
     for i in range(leapfrog_steps):
         u = u + step * p
@@ -417,7 +419,12 @@ def hmc_step(
         last = i == leapfrog_steps - 1
         p = p - (step / 2 if last else step) * (base_gradient + scale * gradient)
     after = base + t * energy + p.square().sum(-1) / 2
-    accepted = uniform.log() < before - after  # false for NaN
+    after_base = base + p.square().sum(-1) / 2
+    difference = before - after
+    silent = chains.energy == math.inf  # P_t is 0, as where an expert that is on is silent
+    difference = torch.where(silent & (energy == math.inf), before_base - after_base, difference)
+    difference = torch.where(silent & (energy < math.inf), math.inf, difference)  # also at t = 0
+    accepted = uniform.log() < difference  # false for NaN
     moved = accepted.unsqueeze(-1)
     return (
         Chains(
