@@ -19,8 +19,10 @@ from __future__ import annotations
 
 import argparse
 import copy
+import json
 import math
 import statistics
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -38,7 +40,7 @@ from poecaps.evaluation.fidelity import Z_95
 from poecaps.evaluation.measures import specialisation
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
 
@@ -47,10 +49,10 @@ if TYPE_CHECKING:
 SEEDS = 5
 LABELS = 1000
 RESAMPLED = 50  # sets of test images, for the standard error of the NMI
-EXPERTS = "experts of poecaps"
+EXPERTS, OUTPUTS = "experts of poecaps", "their outputs, squashed"
 CODES = (
     EXPERTS,
-    "their outputs, squashed",
+    OUTPUTS,
     "random W, routed",
     "random W, not routed",
     "principal components",
@@ -60,8 +62,9 @@ CODES = (
 MEASURES = {"probe": ".4f", "few": ".3f", "nmi": ".3f"}
 """Name in the numbers, and format."""
 
-# From capsules to codes, and from codes to the activity of each expert or cluster
-Encode = tuple["Callable[[Tensor], Tensor]", "Callable[[Tensor], Tensor] | None"]
+RANDOM = {"random W, routed", "random W, not routed", "k-subspaces", "k-means, residual"}
+
+Codes = tuple["Tensor", "Tensor"]  # of training and of test images
 
 
 def lengths(experts: int) -> Callable[[Tensor], Tensor]:
@@ -69,78 +72,98 @@ def lengths(experts: int) -> Callable[[Tensor], Tensor]:
     return lambda codes: codes.unflatten(1, (experts, -1)).square().sum(2)
 
 
-def codes_of(layer: CapsuleExperts, capsules: Tensor) -> Iterator[tuple[str, int, Encode]]:
-    """Yield name, seed and functions of each code of capsules (N, I·K)."""
-    inputs, experts, dim, size = layer.weight.shape
+class CapsuleCodes:
+    """Every code of the capsules of training and test images.
 
-    def preactivation(of: CapsuleExperts) -> Callable[[Tensor], Tensor]:
-        return lambda x: unsquash(of(x.unflatten(1, (inputs, size)))).flatten(1)
+    Parameters
+    ----------
+    layer
+        The trained experts.
+    capsules : (N, I·K), (M, I·K)
+    """
 
-    active = lengths(experts)
-    learned = preactivation(layer)
-    yield CODES[0], 0, (learned, active)
-    yield (
-        CODES[1],
-        0,
-        (lambda x: squash(learned(x).unflatten(1, (experts, dim))).flatten(1), None),
-    )
-    for seed in range(SEEDS):
-        other = copy.deepcopy(layer)
-        other.reset_parameters(std=1.0, generator=torch.Generator().manual_seed(seed))
-        yield CODES[2], seed, (preactivation(other), active)
-        other.iterations = 1
-        yield CODES[3], seed, (preactivation(other), active)
-    kept = min(equal_terms.KEPT, len(capsules))
-    components = PrincipalComponents(lambda: iter(capsules.split(2000)), kept)
-    points = components.transform(capsules)
-    yield CODES[4], 0, (lambda x: components.transform(x)[:, :CODE_SIZE], None)
-    for seed in range(SEEDS):
-        bases = equal_terms.fit_subspaces(
-            points,
-            equal_terms.SUBSPACES,
-            equal_terms.SUBSPACE_DIM,
-            torch.Generator().manual_seed(seed),
+    def __init__(self, layer: CapsuleExperts, capsules: tuple[Tensor, Tensor]) -> None:
+        self.layer, self.capsules = layer, capsules
+
+    def __call__(self, name: str, seed: int) -> tuple[Codes, Callable[[Tensor], Tensor] | None]:
+        """Return the codes, and the function from them to the activity of experts or clusters."""
+        experts, dim = self.layer.weight.shape[1:3]
+        if name == EXPERTS:
+            return self._encoded(self.layer), lengths(experts)
+        if name == OUTPUTS:
+            first, second = (
+                squash(z.unflatten(1, (experts, dim))).flatten(1) for z in self._encoded(self.layer)
+            )
+            return (first, second), None
+        if name.startswith("random W"):
+            other = copy.deepcopy(self.layer)
+            other.reset_parameters(std=1.0, generator=torch.Generator().manual_seed(seed))
+            if name.endswith("not routed"):
+                other.iterations = 1
+            return self._encoded(other), lengths(experts)
+        train, test = self._points
+        if name == "principal components":
+            return (train[:, :CODE_SIZE], test[:, :CODE_SIZE]), None
+        generator = torch.Generator().manual_seed(seed)
+        if name == "k-subspaces":
+            count, size = equal_terms.SUBSPACES, equal_terms.SUBSPACE_DIM
+            bases = equal_terms.fit_subspaces(train, count, size, generator)
+            first, second = (
+                in_batches(lambda x: equal_terms.projections(x, bases).flatten(1), points)
+                for points in (train, test)
+            )
+            return (first, second), lengths(count)
+        code = equal_terms.fit_kmeans_residual(train, generator)
+        return (code(train), code(test)), lambda codes: codes[:, : equal_terms.SUBSPACES]
+
+    def _encoded(self, layer: CapsuleExperts) -> Codes:
+        inputs, size = layer.weight.shape[0], layer.weight.shape[3]
+
+        def preactivation(x: Tensor) -> Tensor:
+            return unsquash(layer(x.unflatten(1, (inputs, size)))).flatten(1)
+
+        with torch.no_grad():
+            first, second = (in_batches(preactivation, x, 1000) for x in self.capsules)
+        return first, second
+
+    @cached_property
+    def _points(self) -> Codes:
+        """Principal components, in which subspaces and clusters are searched for."""
+        train, test = self.capsules
+        found = PrincipalComponents(
+            lambda: iter(train.split(2000)), min(equal_terms.KEPT, len(train))
         )
-
-        def projected(x: Tensor, bases: Tensor = bases) -> Tensor:
-            return equal_terms.projections(components.transform(x), bases).flatten(1)
-
-        yield CODES[5], seed, (projected, lengths(equal_terms.SUBSPACES))
-    for seed in range(SEEDS):
-        code = equal_terms.fit_kmeans_residual(points, torch.Generator().manual_seed(seed))
-
-        def clustered(x: Tensor, code: Callable[[Tensor], Tensor] = code) -> Tensor:
-            return code(components.transform(x))
-
-        yield CODES[6], seed, (clustered, lambda codes: codes[:, : equal_terms.SUBSPACES])
+        return found.transform(train), found.transform(test)
 
 
 def measure(
-    layer: CapsuleExperts,
-    capsules: tuple[Tensor, Tensor],
+    codes: CapsuleCodes,
     labels: tuple[Tensor, Tensor],
-    report: Callable[[str], None] = lambda _: None,
-) -> dict[str, dict[str, Any]]:
-    """Measure every code of the capsules of training and test images: (N, I·K), (M, I·K)."""
-    result: dict[str, dict[str, Any]] = {}
+    result: dict[str, dict[str, Any]],
+    report: Callable[[], None] = lambda: None,
+) -> None:
+    """Measure every code, and add it to the result; codes and seeds that it has are skipped."""
     chosen = [
         torch.randperm(len(labels[0]), generator=torch.Generator().manual_seed(seed))[:LABELS]
         for seed in range(SEEDS)
     ]
-    for name, seed, (encode, active) in codes_of(layer, capsules[0]):
-        with torch.no_grad():
-            train, test = (in_batches(encode, iter(x.split(1000))) for x in capsules)
-        row = result.setdefault(name, {"probe": [], "few": []})
-        row["probe"].append(linear_probe(train, labels[0], test, labels[1]).test_accuracy)
-        random = name in {CODES[2], CODES[3], CODES[5], CODES[6]}
-        for part in chosen[seed : seed + 1] if random else chosen:
-            few = linear_probe(train[part], labels[0][part], test, labels[1])
-            row["few"].append(few.test_accuracy)
-        if active is not None:
-            row.setdefault("nmi", []).append(specialisation(active(test), labels[1]).normalised)
-            row.setdefault("nmi_error", []).append(nmi_error(active(test), labels[1], seed))
-        report(f"{name}, seed {seed}: {row}")
-    return result
+    for name in CODES:
+        for seed in range(SEEDS if name in RANDOM else 1):
+            row = result.get(name, {"probe": [], "few": []})
+            if len(row["probe"]) > seed:
+                continue
+            (train, test), active = codes(name, seed)
+            row["probe"].append(linear_probe(train, labels[0], test, labels[1]).test_accuracy)
+            for part in chosen[seed : seed + 1] if name in RANDOM else chosen:
+                few = linear_probe(train[part], labels[0][part], test, labels[1])
+                row["few"].append(few.test_accuracy)
+            if active is not None:
+                nmi = specialisation(active(test), labels[1]).normalised
+                row.setdefault("nmi", []).append(nmi)
+                error = nmi_error(active(test), labels[1], seed)
+                row.setdefault("nmi_error", []).append(error)
+            result[name] = row
+            report()
 
 
 def nmi_error(active: Tensor, labels: Tensor, seed: int) -> float:
@@ -168,9 +191,9 @@ def difference(result: Mapping[str, Any], name: str, measure: str) -> Interval:
     """Estimate how much larger a measure of the experts is than that of another code."""
     ours, other = (result["codes"][each] for each in (EXPERTS, name))
     first, second = ours[measure], other[measure]
-    if len(first) < len(second):
+    if len(first) == 1:
         first = first * len(second)  # one training, several seeds of the other code
-    pairs = [a - b for a, b in zip(first, second, strict=True)]
+    pairs = [a - b for a, b in zip(first, second, strict=False)]  # of the same subsets
     over_seeds = mean_interval(pairs) if len(pairs) > 1 else Interval(pairs[0], 0.0)
     if measure == "nmi":
         squares = sum(statistics.mean(code["nmi_error"]) ** 2 for code in (ours, other))
@@ -200,7 +223,7 @@ def table(result: Mapping[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Encode, measure, print the table, and write the numbers; or print a file as a table."""
+    """Encode, measure, print the table, and write the numbers."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -208,7 +231,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--data", help="dataset of the model (default: its name)")
     parser.add_argument("--path", help="folder of the dataset")
     parser.add_argument("--limit", type=int, help="maximum number of training, and of test images")
-    parser.add_argument("--json", type=Path, help="file to write the numbers to")
+    parser.add_argument(
+        "--json", type=Path, help="file of the numbers; codes that it contains are skipped"
+    )
     options = parser.parse_args(arguments)
     data = options.data or options.network
     train, test = (
@@ -223,19 +248,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
             in_batches(lambda x: network.capsules(x).float().flatten(1), images.batches(500))
             for images in (train, test)
         )
-    result = {
+    result: dict[str, Any] = {
         "training_images": len(train),
         "test_images": len(test),
         "labels": LABELS,
-        "codes": measure(
-            cast("CapsuleExperts", network.encoders[0]),
-            (first, second),
-            (torch.from_numpy(train.labels), torch.from_numpy(test.labels)),
-            lambda text: print(text, flush=True),
-        ),
+        "codes": {},
     }
-    print(table(result))
-    machine.write(result, options.json)
+    if options.json is not None and options.json.is_file():
+        result["codes"] = json.loads(options.json.read_text())["codes"]
+
+    def report() -> None:
+        print(table(result).splitlines()[-1], flush=True)
+        machine.write(result, options.json)  # after each code: an interrupted run can go on
+
+    measure(
+        CapsuleCodes(cast("CapsuleExperts", network.encoders[0]), (first, second)),
+        (torch.from_numpy(train.labels), torch.from_numpy(test.labels)),
+        result["codes"],
+        report,
+    )
+    print(f"\n{table(result)}")
 
 
 if __name__ == "__main__":

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import pytest
 import torch
 
 from benchmarks import capsule_codes
-from benchmarks.capsule_codes import CODES, EXPERTS, difference, measure, nmi_error, table
+from benchmarks.capsule_codes import (
+    CODES,
+    EXPERTS,
+    CapsuleCodes,
+    difference,
+    measure,
+    nmi_error,
+    table,
+)
 from poecaps import CapsuleExperts, squash
 from poecaps.evaluation.measures import specialisation
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from typing import Any
 
 
 @pytest.fixture
@@ -27,7 +34,8 @@ def found(generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> Mappin
     capsules = means[labels] + 0.05 * torch.randn(120, 40, generator=generator)
     capsules = squash(capsules.unflatten(1, (10, 4))).flatten(1)
     layer = CapsuleExperts(10, 4, 5, 3)
-    codes = measure(layer, (capsules, capsules), (labels, labels))
+    codes: dict[str, Any] = {}
+    measure(CapsuleCodes(layer, (capsules, capsules)), (labels, labels), codes)
     return {"test_images": 120, "codes": codes}
 
 
@@ -38,6 +46,16 @@ def test_every_code_of_clear_capsules_shows_the_label(found: Mapping[str, Any]) 
         assert len(code["few"]) == 5
     assert found["codes"]["k-means, residual"]["nmi"] != found["codes"]["k-subspaces"]["nmi"]
     assert "nmi" not in found["codes"]["principal components"]
+
+
+def test_codes_that_were_measured_are_skipped(found: Mapping[str, Any]) -> None:
+    def fail(name: str, seed: int) -> NoReturn:
+        pytest.fail(f"{name} was measured again")
+
+    labels = torch.arange(120) % 3
+    before = json.dumps(found)
+    measure(cast("CapsuleCodes", fail), (labels, labels), found["codes"])
+    assert json.dumps(found) == before
 
 
 def test_the_table_has_a_difference_for_every_other_code(found: Mapping[str, Any]) -> None:
