@@ -210,7 +210,7 @@ def table(result: Mapping[str, Any]) -> str:
 
     rows = []
     for name, code in result["codes"].items():
-        row = [name]
+        row = [name, str(len(code["probe"]))]
         for measure, form in MEASURES.items():
             row.append(cell(code.get(measure, []), form))
             if name == EXPERTS or measure not in code:
@@ -218,7 +218,7 @@ def table(result: Mapping[str, Any]) -> str:
             else:
                 row.append(difference(result, name, measure).text("+" + form).replace("± +", "± "))
         rows.append(row)
-    head = ["code", "linear probe", "experts minus code", f"{LABELS:,} labels"]
+    head = ["code", "seeds", "linear probe", "experts minus code", f"{LABELS:,} labels"]
     return markdown_table([*head, "experts minus code", "NMI", "experts minus code"], rows)
 
 

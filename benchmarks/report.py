@@ -14,6 +14,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from benchmarks.capsule_codes import table as capsule_codes_table
 from benchmarks.colour import table as colour_table
 from benchmarks.copying import table as copying_table
 from benchmarks.criteria import CHOICE, CHOSEN, by_measure, early, effects, many, part_gain
@@ -1049,6 +1050,11 @@ def few_labels(data: str) -> str:
     return few_label_table(numbers(data, "few-labels"))
 
 
+def capsule_codes(data: str) -> str:
+    """Compare the codes of experts with simpler codes of the same capsules."""
+    return capsule_codes_table(numbers(data, "capsule-codes"))
+
+
 def copying() -> str:
     """List how often draws and reconstructions are nearer to training images."""
     return copying_table({label: numbers(data, "copying") for data, label in DATASETS.items()})
@@ -1122,6 +1128,7 @@ TABLES: dict[str, Callable[..., str]] = {  # name in the comment of a page: tabl
     "density-story": density_story,
     "colour": colour_digits,
     "few-labels": few_labels,
+    "capsule-codes": capsule_codes,
     "copying": copying,
     "held-gradient": held_gradient,
     "tables": tables,

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from benchmarks import copying, report, zoo
+from benchmarks import capsule_codes, copying, report, zoo
 from benchmarks.intervals import (
     Interval,
     difference_interval,
@@ -199,6 +199,23 @@ def recall(data: str, domain: str) -> str:
     """Format the recall of a domain of a bundled model, with its 95 % interval over draws."""
     samples, path = report.numbers(data, "bundled")["domains"][domain], "neighbourhoods.recall"
     return report.interval_cell(lookup(samples, path) or 0.0, samples["errors"][path], ".1%")
+
+
+def default_spread(path: str, form: str) -> str:
+    """Format the standard deviation of a number of `default` on MNIST over its seeds."""
+    return f"{statistics.stdev(values(report.default_evaluations(MNIST), path)):{form}}"
+
+
+def code_gap(data: str, name: str, measure: str, *, shown: bool) -> str:
+    """Format how much larger a measure of experts is than that of another code of the capsules."""
+    found = capsule_codes.difference(report.numbers(data, "capsule-codes"), name, measure)
+    return signed(require(found, shown=shown), capsule_codes.MEASURES[measure])
+
+
+def code_mean(data: str, name: str, measure: str) -> str:
+    """Format the mean of a measure of a code of the capsules."""
+    code = report.numbers(data, "capsule-codes")["codes"][name]
+    return f"{statistics.mean(code[measure]):{capsule_codes.MEASURES[measure]}}"
 
 
 def held_share(data: str) -> str:
@@ -511,6 +528,10 @@ SENTENCES: tuple[Sentence, ...] = (
         of(gap, FASHION, "bernoulli-rbm", PROBE, ".4f", shown=False),
     ),
     _readme(
+        "principal components of the same capsules have a probe that is not shown to differ ({}),",
+        of(code_gap, MNIST, "principal components", "probe", shown=False),
+    ),
+    _readme(
         "With 1,000 labels, a linear classifier of codes is right on {} of the test images of "
         "MNIST and one of pixels on {}; on Fashion-MNIST on {} and {} (",
         *(of(few_labels, data, name) for data in (MNIST, FASHION) for name in ("codes", "pixels")),
@@ -608,6 +629,29 @@ SENTENCES: tuple[Sentence, ...] = (
                 [(FASHION, 1000), (FASHION, 2000), (FASHION, 10_000)],
             ),
         )
+    ),
+    _comparison(
+        "the probe of the experts is above that of the same layer with random weights ({} routed, "
+        "{} not routed).",
+        of(code_gap, MNIST, "random W, routed", "probe", shown=True),
+        of(code_gap, MNIST, "random W, not routed", "probe", shown=True),
+    ),
+    _comparison(
+        "No difference of the probe was found from principal components ({}) and from k-subspaces "
+        "({}), and with 1,000 labels none from principal components ({});",
+        of(code_gap, MNIST, "principal components", "probe", shown=False),
+        of(code_gap, MNIST, "k-subspaces", "probe", shown=False),
+        of(code_gap, MNIST, "principal components", "few", shown=False),
+    ),
+    _comparison(
+        "k-subspaces have an NMI of {} and the experts {}, no difference ({});",
+        of(code_mean, MNIST, "k-subspaces", "nmi"),
+        of(code_mean, MNIST, capsule_codes.EXPERTS, "nmi"),
+        of(code_gap, MNIST, "k-subspaces", "nmi", shown=False),
+    ),
+    _comparison(
+        "over three of them, it is {} for the probe and {} for the NMI (standard deviation).",
+        *(of(default_spread, path, form) for path, form in ((PROBE, ".4f"), (NMI, ".3f"))),
     ),
     _study(
         "On MNIST, this interval is {} for the probe, {} for the NMI, {} for the Fréchet distance, "
@@ -1205,6 +1249,7 @@ COMPLETE_PAGES: dict[str, tuple[str, ...]] = {
     "docs/results-comparison.md": (
         "its 95 % interval",  # the level
         "95 % intervals",
+        "given with its 95 % interval",
     ),
 }
 RESULT = re.compile(r"\d+\.\d+|\d+ %")
