@@ -703,11 +703,12 @@ SENTENCES: tuple[Sentence, ...] = (
         of(changed, "normalized over inputs", PROBE, ".3f", shown=True),
     ),
     _study(
-        "Without iterations, reconstructions are better (pixel MSE {} and {}, on Fashion-MNIST {} "
-        "and {}), but the draws of one expert vary less ({} compared with {}, on Fashion-MNIST {} "
-        "compared with {}), and on Fashion-MNIST fewer of them are recognisable ({} compared with "
-        "{}), and more of the joint draws ({} compared with {}). That the Fréchet distance of "
-        "joint draws is smaller without iterations ({}, on Fashion-MNIST {}) is not shown,",
+        "Without iterations, reconstructions are better (pixel MSE {} compared with {}, on "
+        "Fashion-MNIST {} compared with {}), but the draws of one expert vary less ({} compared "
+        "with {}, on Fashion-MNIST {} compared with {}), and on Fashion-MNIST fewer of them are "
+        "recognisable ({} compared with {}); of the joint draws, more are ({} compared with {}). "
+        "That the Fréchet distance of joint draws is smaller without iterations ({}, on "
+        "Fashion-MNIST {}) is not shown,",
         *(
             of(study, data, variant, path, form)
             for path, form, sets in (
