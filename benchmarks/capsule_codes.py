@@ -59,7 +59,7 @@ CODES = (
     "k-subspaces",
     "k-means, residual",
 )
-MEASURES = {"probe": ".4f", "few": ".3f", "nmi": ".3f"}
+MEASURES = {"probe": ".4f", "few": ".4f", "nmi": ".3f"}
 """Name in the numbers, and format."""
 
 RANDOM = {"random W, routed", "random W, not routed", "k-subspaces", "k-means, residual"}
