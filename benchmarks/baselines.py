@@ -83,6 +83,8 @@ class Budget:
     """Steps of a Gibbs chain before its image is used."""
     seed: int
     device: torch.device
+    filters: int = Architecture().features
+    """Of each convolution of the autoencoder of poecaps."""
 
 
 def default_epochs() -> int:
@@ -453,7 +455,7 @@ class Autoencoder:
         shape = Architecture()
         self.model = ConvAutoencoder(
             data.shape[0],
-            features=shape.features,
+            features=budget.filters,
             kernel_size=shape.kernel_size,
             dropout=shape.dropout,
             generator=generator,

@@ -211,12 +211,20 @@ def kmeans_residual(job: Job, data: ImageSet) -> Callable[[Tensor], Tensor]:
         return reduced.transform(capsules(images))
 
     points = in_batches(reduce, batches_of(data, device))
-    nearest = kmeans(points, SUBSPACES, torch.Generator().manual_seed(job.seed))
+    code = fit_kmeans_residual(points, torch.Generator().manual_seed(job.seed))
+    return lambda images: code(reduce(images))
+
+
+def fit_kmeans_residual(points: Tensor, generator: torch.Generator) -> Callable[[Tensor], Tensor]:
+    """Fit centres to points (P, S), and components to the rest; return the code: (B, S) → (B, C).
+
+    The first `SUBSPACES` numbers of a code are the nearest centre as a one-hot vector.
+    """
+    nearest = kmeans(points, SUBSPACES, generator)
     centres = torch.stack([points[nearest == j].mean(0) for j in range(SUBSPACES)]).nan_to_num()
     rest = PrincipalComponents(lambda: iter([points - centres[nearest]]), CODE_SIZE - SUBSPACES)
 
-    def encode(images: Tensor) -> Tensor:
-        x = reduce(images)
+    def encode(x: Tensor) -> Tensor:
         cluster = torch.cdist(x, centres).argmin(1)
         one_hot = nn.functional.one_hot(cluster, SUBSPACES).to(x)
         return torch.cat([one_hot, rest.transform(x - centres[cluster])], 1)
@@ -231,7 +239,7 @@ def k_subspaces(job: Job, data: ImageSet) -> Callable[[Tensor], Tensor]:
     points = in_batches(lambda x: reduced.transform(capsules(x)), batches_of(data, device))
     generator = torch.Generator().manual_seed(job.seed)
     bases = fit_subspaces(points, SUBSPACES, SUBSPACE_DIM, generator)
-    return lambda images: _projections(reduced.transform(capsules(images)), bases).flatten(1)
+    return lambda images: projections(reduced.transform(capsules(images)), bases).flatten(1)
 
 
 def fit_subspaces(points: Tensor, count: int, dim: int, generator: torch.Generator) -> Tensor:
@@ -245,7 +253,7 @@ def fit_subspaces(points: Tensor, count: int, dim: int, generator: torch.Generat
     first = torch.randn(count, size, dim, generator=generator).to(points)
     bases, price = torch.linalg.qr(first)[0], points.new_zeros(count)
     for _ in range(SUBSPACE_ROUNDS):
-        score = _projections(points, bases).square().sum(2)
+        score = projections(points, bases).square().sum(2)
         for round_ in range(PRICE_ROUNDS):
             share = (score - price).argmax(1).bincount(minlength=count) / len(points)
             price = price + score.std() / (1 + round_) * (share - 1 / count)
@@ -255,7 +263,7 @@ def fit_subspaces(points: Tensor, count: int, dim: int, generator: torch.Generat
     return bases
 
 
-def _projections(points: Tensor, bases: Tensor) -> Tensor:
+def projections(points: Tensor, bases: Tensor) -> Tensor:
     """Project points on subspaces: (P, S), (J, S, D) → (P, J, D)."""
     return torch.einsum("ps,jsd->pjd", points, bases)
 
@@ -385,7 +393,8 @@ def train_model(job: Job, data: ImageSet) -> Encoder:
     code, loss = job.name.rsplit(", ", 1)
     if code in OF_IMAGES:
         epochs = code_epochs() if o.epochs is None else o.epochs
-        encode = OF_IMAGES[code](data, Budget(epochs, gibbs=0, seed=job.seed, device=device))
+        budget = Budget(epochs, gibbs=0, seed=job.seed, device=device, filters=o.filters)
+        encode = OF_IMAGES[code](data, budget)
     else:
         encode = OF_CAPSULES[code](job, data)
     epochs = decoder_epochs() if o.epochs is None else o.epochs

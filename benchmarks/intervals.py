@@ -58,6 +58,17 @@ def difference_interval(first: Sequence[float], second: Sequence[float]) -> Inte
     return Interval(difference, _quantile(freedom) * math.sqrt(total))
 
 
+def single_difference_interval(single: float, several: Sequence[float]) -> Interval:
+    """Estimate the difference of one run from the mean of several seeds, by Student's t.
+
+    This is the prediction interval of one more run: the spread of the single run is taken to be
+    that of the others. With three seeds, its half-width is 4.30·√(4/3), five standard deviations.
+    """
+    _require_seeds(several)
+    spread = statistics.stdev(several) * math.sqrt(1 + 1 / len(several))
+    return Interval(single - statistics.mean(several), _quantile(len(several) - 1) * spread)
+
+
 def _require_seeds(values: Sequence[float]) -> None:
     if len(values) < 2:
         raise ValueError(f"an interval over seeds needs at least 2 seeds, but has {len(values)}")

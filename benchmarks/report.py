@@ -2,8 +2,8 @@
 
 `python -m benchmarks.report PAGE [PAGE ...]` replaces each table after a comment with its name,
 such as `<!-- table: peers mnist -->`, up to the next empty line. Without arguments, it fills
-README.md and every page in docs/ that has such a comment. No number in these tables is typed by
-hand.
+README.md and every page in docs/ and paper/ that has such a comment. No number in these tables is
+typed by hand.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from benchmarks.capsule_codes import table as capsule_codes_table
 from benchmarks.colour import table as colour_table
+from benchmarks.copying import table as copying_table
 from benchmarks.criteria import CHOICE, CHOSEN, by_measure, early, effects, many, part_gain
 from benchmarks.criteria import PARTS as CLASS_PARTS
 from benchmarks.density import (
@@ -25,11 +27,13 @@ from benchmarks.density import (
     story_table,
 )
 from benchmarks.density import table as density_table
-from benchmarks.intervals import Interval, mean_interval
+from benchmarks.held_gradient import table as held_gradient_table
+from benchmarks.intervals import Interval, mean_interval, single_difference_interval
 from benchmarks.libraries import PARTS
 from benchmarks.mixing import table as mixing_table
 from benchmarks.pixels import table as pixels_table
 from benchmarks.routing import COPY_RATES, ORDERS, PLAIN_TORCH, PRODUCT_RATES, SIZE_NAMES, share
+from benchmarks.study import COLUMNS as STUDY_COLUMNS
 from benchmarks.study import table as study_table
 from benchmarks.tables import table as tables_table
 from benchmarks.variants import cell, lookup
@@ -95,6 +99,7 @@ BASELINES: dict[str, tuple[str, dict[str, str]]] = {
     "autoencoder": ("autoencoder without capsules, PCA", _MIXTURE),
     "autoencoder-all": ("autoencoder without capsules, all features", {}),
 }
+PROBE = "probe.test_accuracy"
 RBMS = ("bernoulli-rbm", "gaussian-rbm")
 
 
@@ -136,18 +141,29 @@ def without_deviation(text: str) -> str:
     return text.split(" ± ")[0]
 
 
-def targets() -> str:
-    """Compare the preset `default` with the targets, on both datasets."""
+def targets(data: str) -> str:
+    """Compare the preset `default` with the targets, and with what it has on equal terms."""
+    plain = [row for row in numbers(data, "study") if row["variant"] == "no pixel decoder"]
     rows = []
     for name, (path, form, *wanted) in TARGETS.items():
-        row = [name]
-        for data, target in zip(DATASETS, wanted, strict=True):
-            row.append(mean_cell(default_evaluations(data), path, form))
-            row.append(target if target is not None else _distances_to_beat(data, path))
-        rows.append(row)
-    return markdown_table(
-        ["measure", "MNIST", "target (stretch)", "Fashion-MNIST", "target (stretch)"], rows
-    )
+        target = wanted[list(DATASETS).index(data)]
+        # The decoder changes neither the codes nor which expert is the most active.
+        drawn = path.startswith(("domains", "experts"))
+        without = mean_cell([row["evaluation"] for row in plain], path, form) if drawn else ""
+        same_mixture = mean_cell(
+            baseline_evaluations(data, "vae"), path.replace(".joint.", ".density."), form
+        )
+        rows.append(
+            [
+                name,
+                mean_cell(default_evaluations(data), path, form),
+                target if target is not None else _distances_to_beat(data, path),
+                without,
+                same_mixture,
+            ]
+        )
+    head = ["measure", "`default`", "target (stretch)", "no pixel decoder, one seed"]
+    return markdown_table([*head, "VAE, same mixture"], rows)
 
 
 def _distances_to_beat(data: str, path: str) -> str:
@@ -158,13 +174,14 @@ def _distances_to_beat(data: str, path: str) -> str:
     distances = (mean_cell(baseline_evaluations(data, name), at, ".0f") for name, at in chains)
     rbm = min(distances, key=lambda text: float(without_deviation(text)))
     vae = mean_cell(baseline_evaluations(data, "vae"), path, ".0f")
-    return f"< {rbm}, RBM ({vae}, VAE)"
+    return f"< {rbm}, RBM ({vae}, prior of the VAE): not on equal terms"
 
 
 def baseline_comparison(data: str) -> str:
     """Compare the preset `default` with the baselines."""
     rows = []
-    models = [("poecaps, `default`", _MIXTURE, default_evaluations(data))]
+    own = {"joint": "mixture of Gaussians, by a pixel decoder"}
+    models = [("poecaps, `default`", own, default_evaluations(data))]
     models += [
         (label, domains, baseline_evaluations(data, name))
         for name, (label, domains) in BASELINES.items()
@@ -185,7 +202,7 @@ def baseline_comparison(data: str) -> str:
 
 def short_comparison() -> str:
     """Compare the means of the preset `default` and the baselines, both datasets in one table."""
-    models = [("poecaps", "default", "joint")]
+    models = [("poecaps, mixture of Gaussians, pixel decoder", "default", "joint")]
     models += [
         (f"{label}, {source}", name, domain)
         for name, (label, domains) in BASELINES.items()
@@ -214,6 +231,27 @@ def short_comparison() -> str:
         ],
         rows,
     )
+
+
+def paper_comparison() -> str:
+    """Compare samples and codes of models of 320 numbers, for the short description."""
+    models = {
+        "`poecaps`, mixture, pixel decoder": ("default", "joint"),
+        "PCA of pixels, mixture": ("pca", "joint"),
+        "Gaussian–Bernoulli RBM, chains from images": ("gaussian-rbm", "from images"),
+        "VAE, prior": ("vae", "joint"),
+        "VAE, mixture": ("vae", "density"),
+        "autoencoder, PCA of features, mixture": ("autoencoder", "joint"),
+    }
+    rows = []
+    for data, title in DATASETS.items():
+        for label, (name, domain) in models.items():
+            results = (
+                default_evaluations(data) if name == "default" else baseline_evaluations(data, name)
+            )
+            distance = mean_cell(results, f"domains.{domain}.frechet.distance", ".1f")
+            rows.append([f"{title}: {label}", mean_cell(results, PROBE, ".4f"), distance])
+    return markdown_table(["", "linear probe", "Fréchet distance"], rows)
 
 
 BUNDLED_ROWS = {  # path in an evaluation: name in tables
@@ -276,9 +314,30 @@ def expert_draws() -> str:
 
 
 def default_study(data: str) -> str:
-    """List the variants of the preset `default`."""
+    """List the variants of the preset `default`; numbers that differ from it are bold."""
     rows = [row for row in numbers(data, "study") if not row["variant"].startswith("paper")]
-    return study_table(rows, "change to the preset `default`")
+    head, rule, *lines = study_table(rows, "change to the preset `default`").splitlines()
+    return "\n".join([head, rule, *(_mark_shown(data, rows, line) for line in lines)])
+
+
+def _mark_shown(data: str, rows: Sequence[Mapping[str, Any]], line: str) -> str:
+    """Make the cells of a line of the study bold whose difference from `default` is shown."""
+    label, seeds, *cells = line.strip("| ").split(" | ")
+    found = [row for row in rows if row["variant"] == label]
+    if len(found) != 1:
+        return line
+    for at, (path, _) in enumerate(STUDY_COLUMNS.values()):
+        value = lookup(found[0], path)
+        if value is not None and difference_from_default(data, path, value).excludes_zero:
+            cells[at] = f"**{cells[at]}**"
+    return f"| {' | '.join([label, seeds, *cells])} |"
+
+
+def difference_from_default(data: str, path: str, value: float) -> Interval:
+    """Compare a number of one run with that of the preset `default` over its seeds."""
+    rows = [row for row in numbers(data, "study") if row["variant"] == "default"]
+    several = [each for row in rows if (each := lookup(row, path)) is not None]
+    return single_difference_interval(value, several)
 
 
 def paper_study(data: str) -> str:
@@ -1046,6 +1105,22 @@ def few_labels(data: str) -> str:
     return few_label_table(numbers(data, "few-labels"))
 
 
+def capsule_codes(data: str) -> str:
+    """Compare the codes of experts with simpler codes of the same capsules."""
+    return capsule_codes_table(numbers(data, "capsule-codes"))
+
+
+def copying() -> str:
+    """List how often draws and reconstructions are nearer to training images."""
+    return copying_table({label: numbers(data, "copying") for data, label in DATASETS.items()})
+
+
+def held_gradient() -> str:
+    """List the share of the gradient that held coefficients drop with the bundled weights."""
+    found = json.loads((NUMBERS / "held-gradient.json").read_text(encoding="utf-8"))
+    return held_gradient_table({label: found[data] for data, label in DATASETS.items()})
+
+
 def few_label_table(result: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
     """Format the accuracies of `benchmarks.few_labels`, by number of labels and by features."""
     names = next(iter(result.values()))
@@ -1093,6 +1168,7 @@ TABLES: dict[str, Callable[..., str]] = {  # name in the comment of a page: tabl
     "short": short_comparison,
     "targets": targets,
     "peers": baseline_comparison,
+    "paper": paper_comparison,
     "bundled": bundled_domains,
     "experts": expert_draws,
     "study": default_study,
@@ -1107,6 +1183,9 @@ TABLES: dict[str, Callable[..., str]] = {  # name in the comment of a page: tabl
     "density-story": density_story,
     "colour": colour_digits,
     "few-labels": few_labels,
+    "capsule-codes": capsule_codes,
+    "copying": copying,
+    "held-gradient": held_gradient,
     "tables": tables,
     "class-effects": class_effects,
     "class-parts": class_parts,
@@ -1137,8 +1216,10 @@ TABLES: dict[str, Callable[..., str]] = {  # name in the comment of a page: tabl
 
 
 def pages() -> list[Path]:
-    """Return README.md and the pages of docs/ that have tables."""
-    files = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    """Return README.md, the pages of docs/ and those of paper/ that have tables."""
+    folders = ("docs", "paper")
+    files = [ROOT / "README.md"]
+    files += [file for folder in folders for file in sorted((ROOT / folder).rglob("*.md"))]
     return [file for file in files if MARK.search(file.read_text(encoding="utf-8"))]
 
 
@@ -1162,7 +1243,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "pages",
         nargs="*",
         type=Path,
-        help="Markdown files to fill (default: README.md and the pages of docs/ with tables)",
+        help="Markdown files to fill (default: all that have tables)",
     )
     for page in parser.parse_args(arguments).pages or pages():
         page.write_text(fill(page.read_text(encoding="utf-8")), encoding="utf-8")

@@ -208,6 +208,9 @@ def row_command(module: str, job: Job) -> str:
     words = ["python", "-m", f"benchmarks.{module}", "--data", o.data, "--only", job.name]
     words += ["--seeds", str(job.seed), "--held-out", str(o.held_out), "--on", measured_part(o)]
     words += ["--samples", str(o.samples)]
+    for name in ("epochs", "filters", "limit", "steps"):  # those that the study has
+        if getattr(o, name, None) is not None:
+            words += [f"--{name}", str(getattr(o, name))]
     return shlex.join(words)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks import equal_terms
-from benchmarks.baselines import Budget
+from benchmarks.baselines import Autoencoder, Budget
 from benchmarks.equal_terms import CODES, PIXEL_LOSSES, STUDY, DecodedCode, fit_subspaces, main
 from poecaps.data import load
 
@@ -66,6 +66,12 @@ def test_the_decoder_learns_to_reconstruct_and_draws_from_the_density(
     assert drawn.std(0).mean() > 0.01  # they differ
 
 
+def test_the_autoencoder_has_the_requested_filters(bars: Path) -> None:
+    budget = Budget(0, gibbs=0, seed=0, device=torch.device("cpu"), filters=8)
+    model = Autoencoder(load(str(bars)), budget)
+    assert {each.shape[0] for each in model.model.parameters() if each.dim() == 4} == {8}
+
+
 @pytest.mark.usefixtures("same_process")
 def test_rows_have_the_same_measures(
     bars: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -84,6 +90,7 @@ def test_rows_have_the_same_measures(
         assert row["evaluation"]["test_images"] == 16
         assert row["evaluation"]["domains"].keys() == {"joint"}
         assert f"--only '{row['variant']}'" in row["command"]
+        assert row["command"].endswith("--samples 20 --epochs 1 --filters 8")
     distances = [
         row["evaluation"]["domains"]["joint"]["random_frechet"]["distance"] for row in found
     ]

@@ -6,7 +6,12 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from benchmarks.intervals import Interval, difference_interval, mean_interval
+from benchmarks.intervals import (
+    Interval,
+    difference_interval,
+    mean_interval,
+    single_difference_interval,
+)
 
 FIRST, SECOND = (3.1, 2.7, 3.4, 3.0, 2.9), (2.0, 2.6, 1.9)
 
@@ -26,6 +31,14 @@ def test_the_interval_of_a_difference_is_that_of_scipy() -> None:
     assert found.value + found.half_width == pytest.approx(exact.high)
     assert found.excludes_zero
     assert not difference_interval(FIRST, FIRST[::-1]).excludes_zero
+
+
+def test_one_run_of_the_same_distribution_is_within_its_interval_in_19_of_20_cases() -> None:
+    draws = np.random.default_rng(0).normal(3.0, 2.0, (4000, 4))
+    outside = [single_difference_interval(one, rest).excludes_zero for one, *rest in draws]
+    assert np.mean(outside) == pytest.approx(0.05, abs=0.01)
+    width = single_difference_interval(0.0, SECOND).half_width / np.std(SECOND, ddof=1)
+    assert width == pytest.approx(4.97, abs=0.01)
 
 
 def test_equal_seeds_have_no_width() -> None:

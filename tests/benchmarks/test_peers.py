@@ -160,5 +160,6 @@ def test_the_search_is_written_down_and_its_best_is_measured(bars: Path, tmp_pat
     main([*size, "--chosen", str(search), "--on", "test", "--json", str(final)])
     (measured,) = json.loads(final.read_text())
     assert [measured["variant"]] == chosen_names(rows)
+    assert "--samples 10 --steps 2 --seconds 60" in measured["command"]
     assert measured["on"] == "test"
     assert measured["evaluation"]["training_images"] == 48

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from benchmarks import report, sentences
+from benchmarks.intervals import Interval
 from benchmarks.sentences import COMPLETE_PAGES, SENTENCES, Sentence, text_of, without_source
 
 if TYPE_CHECKING:
@@ -27,6 +28,16 @@ def test_a_sentence_with_exchanged_numbers_is_false(sentence: Sentence) -> None:
                 exchanged = list(values)
                 exchanged[first], exchanged[second] = values[second], values[first]
                 assert sentence.text.format(*exchanged) not in sentence.page_text()
+
+
+def test_a_difference_that_the_words_do_not_fit_is_an_error() -> None:
+    clear, unclear = Interval(0.5, 0.1), Interval(0.05, 0.1)
+    assert sentences.require(clear, shown=True) == clear
+    assert sentences.require(unclear, shown=False) == unclear
+    with pytest.raises(ValueError, match="should contain zero"):
+        sentences.require(clear, shown=False)
+    with pytest.raises(ValueError, match="should exclude zero"):
+        sentences.require(unclear, shown=True)
 
 
 @pytest.mark.parametrize("page", COMPLETE_PAGES)
