@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from poecaps.autoencoder import ConvAutoencoder, PixelDecoder, Stem
+from poecaps.autoencoder import ConvAutoencoder, PixelDecoder, Stem, overlap_shares
 from poecaps.functional import laplacian_distance
 
 
@@ -204,6 +204,87 @@ def test_with_a_wide_margin_all_pixels_are_sums_of_as_many_filters() -> None:
         logits = model.logits(torch.ones(1, 4, *model.grid((24, 24))), (24, 24))
         least, most = logits.aminmax()
         assert (least / most > share) == (margin > 0)
+
+
+@pytest.mark.parametrize(
+    ("kernel_size", "side"), [(9, 48), (9, 55), (5, 31), (4, 26), (3, 18), (2, 10)]
+)
+def test_overlap_shares_are_those_of_the_transposed_convolutions(
+    kernel_size: int, side: int
+) -> None:
+    """Of filters of ones, a pixel is the number of those that overlap there."""
+    model = ConvAutoencoder(features=1, kernel_size=kernel_size, bias=False)
+    for weight in (model.conv1_weight, model.conv2_weight):
+        nn.init.ones_(weight)
+    logits = model.logits(torch.ones(1, 1, *model.grid((side, side))), (side, side))
+    pairs = logits[0, 0].diagonal().sqrt()  # of a square, rows and columns have equally many
+    inner = pairs[side // 2 : side // 2 + 2].min()  # an odd K: the next pixel has one more
+    reached = pairs > 0
+    expected = (pairs / inner).clamp(max=1)[reached]
+    torch.testing.assert_close(overlap_shares(kernel_size, side)[reached], expected)
+
+
+@pytest.mark.parametrize("margin", [4, 8])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_with_even_overlap_equal_filters_decode_a_flat_image(margin: int, channels: int) -> None:
+    model = ConvAutoencoder(channels, features=4, margin=margin, even_overlap=True)
+    for weight in (model.conv1_weight, model.conv2_weight):
+        nn.init.constant_(weight, 0.01)
+    nn.init.constant_(model.deconv1_bias, 0.5)  # type: ignore[arg-type]
+    features = torch.ones(1, 4, *model.grid((24, 30)))
+    decoder = PixelDecoder(model, (24, 30))
+    for logits in (model.logits(features, (24, 30)), decoder.logits(features)):
+        # Of 9×9 filters with stride 2, 40 and 41 overlap in turn, in both directions.
+        torch.testing.assert_close(logits, logits.mean().expand_as(logits), rtol=0.05, atol=0)
+    model.even_overlap = False
+    uneven = model.logits(features, (24, 30)) - 0.5
+    assert uneven.min() < 0.5 * uneven.max()
+
+
+def test_flat_images_are_learned_without_a_frame(generator: torch.Generator) -> None:
+    """Of images of one colour each, the border is reconstructed as well as the centre."""
+    images = torch.rand(40, 1, 1, 1, generator=generator).expand(-1, 1, 24, 24)
+    errors = []
+    for even_overlap in (False, True):
+        torch.manual_seed(0)
+        model = ConvAutoencoder(
+            features=8,
+            kernel_size=5,
+            margin=2,
+            even_overlap=even_overlap,
+            dropout=0.0,
+            generator=torch.Generator().manual_seed(0),
+        )
+        optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+        for _ in range(150):
+            optimizer.zero_grad()
+            model.loss(images).backward()
+            optimizer.step()
+        with torch.no_grad():
+            back = model(images)
+        centre = back[..., 8:16, 8:16].mean((2, 3))
+        frame = torch.cat([back[:, :, 0], back[:, :, -1], back[..., 0], back[..., -1]], -1)
+        errors.append((frame.mean(-1) - centre).abs().mean().item())
+    assert errors[1] < 0.25 * errors[0], errors
+
+
+def test_every_way_to_decode_evens_out_the_overlap(generator: torch.Generator) -> None:
+    """The loss, the reconstruction and the pixel decoder; all but the bias is divided."""
+    images = torch.rand(3, 1, 24, 21, generator=generator)
+    plain = ConvAutoencoder(features=4, margin=4, generator=generator).eval()
+    nn.init.constant_(plain.deconv1_bias, 0.3)  # type: ignore[arg-type]
+    even = ConvAutoencoder(features=4, margin=4, even_overlap=True).eval()
+    even.load_state_dict(plain.state_dict())
+    features = plain.encode(images)
+    assert torch.equal(even.encode(images), features)
+    rows, columns = (overlap_shares(9, side + 8)[4:-4] for side in (24, 21))
+    expected = (plain.logits(features, (24, 21)) - 0.3) / torch.outer(rows, columns) + 0.3
+    torch.testing.assert_close(even.logits(features, (24, 21)), expected)
+    torch.testing.assert_close(even(images), torch.sigmoid(expected))
+    torch.testing.assert_close(PixelDecoder(even, (24, 21)).logits(features), expected)
+    torch.testing.assert_close(
+        even.loss(images), nn.functional.binary_cross_entropy_with_logits(expected, images)
+    )
 
 
 def test_halvings_need_sides_that_can_be_halved() -> None:

@@ -178,6 +178,10 @@ class ConvAutoencoder(nn.Module):
         Pixels by which an image is continued beyond each of its sides, by repeating those at the
         border, before it is encoded; decoded images are cropped by as many. Without a margin, few
         filters overlap at the border of a decoded image, which shows as a frame.
+    even_overlap
+        Whether the decoder divides the sum of filters at each pixel by the share of them that
+        overlap there, see `overlap_shares`, so that no frame is left. It is made for a margin of at
+        least half of `kernel_size`: without one, the share of a corner is below 1/1000.
     halvings
         Number of additional convolutions before the two, each with features/2 filters of 4×4 and
         stride 2, for larger images.
@@ -208,6 +212,7 @@ class ConvAutoencoder(nn.Module):
         features: int = 128,
         kernel_size: int = 9,
         margin: int = 0,
+        even_overlap: bool = False,
         halvings: int = 0,
         colour_whitening: bool = False,
         dropout: float = 0.2,
@@ -232,6 +237,7 @@ class ConvAutoencoder(nn.Module):
                 raise ValueError(f"{name} must be below 1, but is {number}")
         self.channels, self.features, self.kernel_size = channels, features, kernel_size
         self.dropout, self.negative_slope = dropout, negative_slope
+        self.even_overlap = even_overlap
         self.stem = Stem(
             channels,
             max(1, features // 2),
@@ -315,7 +321,12 @@ class ConvAutoencoder(nn.Module):
     def logits(self, features: Tensor, size: tuple[int, int]) -> Tensor:
         """Compute the images of `decode` before their sigmoid."""
         return _decoder_logits(
-            features, self._conv_parameters(), self.stem, size, self.negative_slope
+            features,
+            self._conv_parameters(),
+            self.stem,
+            size,
+            self.negative_slope,
+            even_overlap=self.even_overlap,
         )
 
     def forward(self, images: Tensor) -> Tensor:
@@ -372,13 +383,16 @@ class ConvAutoencoder(nn.Module):
             sizes = (len(images), self.features, height, width)
             remedy = "give one number for each feature"
             checks.require_shape("uniform", uniform, "BFhw", sizes, remedy)
+        parameters = self._conv_parameters()
         logits = convolution.reconstruct(
             self.stem.encode(images),
-            self._conv_parameters(),
+            parameters,
             dropout=self.dropout if self.training else 0.0,
             uniform=uniform if self.training else None,
             negative_slope=self.negative_slope,
         )
+        if self.even_overlap:
+            logits = _even_out(logits, parameters)
         return self.stem.decode(logits)
 
 
@@ -402,6 +416,7 @@ class PixelDecoder(nn.Module):
     def __init__(self, autoencoder: ConvAutoencoder, size: tuple[int, int]) -> None:
         super().__init__()
         self.negative_slope, self.size = autoencoder.negative_slope, size
+        self.even_overlap = autoencoder.even_overlap
         self.stem = copy.deepcopy(autoencoder.stem)
 
         def empty_like(parameter: nn.Parameter | None) -> nn.Parameter | None:
@@ -451,7 +466,14 @@ class PixelDecoder(nn.Module):
             deconv2_bias=self.deconv2_bias,
             deconv1_bias=self.deconv1_bias,
         )
-        logits = _decoder_logits(features, parameters, self.stem, self.size, self.negative_slope)
+        logits = _decoder_logits(
+            features,
+            parameters,
+            self.stem,
+            self.size,
+            self.negative_slope,
+            even_overlap=self.even_overlap,
+        )
         return logits + PIXEL_BIAS_SCALE * self.pixel_bias
 
 
@@ -492,6 +514,8 @@ def _decoder_logits(
     stem: Stem,
     size: tuple[int, int],
     negative_slope: float,
+    *,
+    even_overlap: bool,
 ) -> Tensor:
     """Compute logits (B, C, H, W) from features (B, F, h, w)."""
     checks.require_floating("features", features)
@@ -501,4 +525,46 @@ def _decoder_logits(
     remedy = "encode an image of the size that you decode"
     checks.require_shape("features", features, "BFhw", sizes, remedy)
     logits = convolution.decode(features, parameters, inner, negative_slope=negative_slope)
+    if even_overlap:
+        logits = _even_out(logits, parameters)
     return stem.decode(logits)
+
+
+def overlap_shares(kernel_size: int, side: int, device: torch.device | str | None = None) -> Tensor:
+    """Compute the share of the filters that overlap at each pixel of a row of the decoder's output.
+
+    A pixel p is the sum of all pairs of taps k of the first filters and l of the second, both from
+    0 to K - 1, for which k + l = p - 2j at a position j of the features. Far from the border, there
+    are K²/2 of them.
+
+    Parameters
+    ----------
+    kernel_size
+        K.
+    side
+        Height or width of what the two convolutions read, with the margin.
+    device
+        Of the result.
+
+    Returns
+    -------
+    (side,)
+        Above 0, and 1 far from the border.
+    """
+    # On the device, because a CUDA graph cannot record a copy from the memory of the host.
+    positions = torch.arange((side - 2 * kernel_size + 1) // 2 + 1, device=device)
+    taps = torch.arange(side, device=device).unsqueeze(1) - 2 * positions  # k + l
+    pairs = (kernel_size - (taps - (kernel_size - 1)).abs()).clamp(min=0).sum(1)
+    full = max(1, kernel_size**2 // 2)  # with an odd K, every second pixel has one pair more
+    return pairs.clamp(1, full) / full  # the sum of a pixel without pairs is 0, whatever its share
+
+
+def _even_out(logits: Tensor, parameters: ConvParameters) -> Tensor:
+    """Divide the sums of filters by their `overlap_shares`: (B, C, H, W) → (B, C, H, W)."""
+    kernel_size, bias = parameters.conv1_weight.shape[-1], parameters.deconv1_bias
+    rows, columns = (overlap_shares(kernel_size, side, logits.device) for side in logits.shape[2:])
+    shares = torch.outer(rows, columns)
+    if bias is None:
+        return logits / shares
+    bias = bias.view(-1, 1, 1)
+    return (logits - bias) / shares + bias

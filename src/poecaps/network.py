@@ -71,6 +71,7 @@ class CapsuleNetwork(nn.Module):
             features=a.features,
             kernel_size=a.kernel_size,
             margin=a.margin or 0,
+            even_overlap=a.even_overlap or False,
             halvings=a.halvings,
             colour_whitening=a.colour_whitening,
             dropout=a.dropout,

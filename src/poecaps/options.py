@@ -79,6 +79,8 @@ class ModelOptions:
     """Height and width of the filters; training on images below 17×17 makes 9 a third of a side."""
     margin: int | None = None
     """Pixels by which images are continued beyond their sides; None: training chooses, else 0."""
+    even_overlap: bool | None = None
+    """Whether the decoder evens out the overlap of filters; None: training chooses, else not."""
     halvings: int = 0
     """Further convolutions with stride 2 before the two, for images above about 40×40."""
     colour_whitening: bool = False
