@@ -32,6 +32,8 @@ def network() -> CapsuleNetwork:
         whiten=True,
         equalized_components=3,
         pixel_decoder=True,
+        margin=4,
+        even_overlap=True,
     )
     generator = torch.Generator().manual_seed(0)
     made = CapsuleNetwork(shape, generator=generator).eval()

@@ -377,6 +377,25 @@ def test_an_invalid_config_raises_an_error_before_memory_is_allocated(
         CapsuleNetwork.load(saved)
 
 
+def test_a_file_from_before_even_overlap_decodes_as_it_did(
+    generator: torch.Generator, tmp_path: Path
+) -> None:
+    shape, codes = replace(TINY, margin=4), torch.rand(2, *TINY.experts[-1], generator=generator)
+    old = CapsuleNetwork(shape, generator=generator).eval()
+    even = CapsuleNetwork(replace(shape, even_overlap=True)).eval()
+    even.load_state_dict(old.state_dict())
+    even.save(tmp_path / "even")
+    old.save(tmp_path / "old")
+    tensors, about = read_tensors(tmp_path / "old" / "model.safetensors")
+    del about["architecture"]["even_overlap"]
+    write_tensors(tmp_path / "old" / "model.safetensors", tensors, about)
+    (tmp_path / "old" / "config.json").unlink()
+    for name, network in (("old", old), ("even", even)):
+        loaded = CapsuleNetwork.load(tmp_path / name)
+        assert torch.equal(loaded.decode(codes), network.decode(codes))
+    assert not torch.allclose(old.decode(codes), even.decode(codes))
+
+
 @given(content=st.binary(max_size=200))
 def test_random_bytes_raise_an_error(
     content: bytes, tmp_path_factory: pytest.TempPathFactory

@@ -77,6 +77,27 @@ def colours() -> ExplorerModel:
     )
 
 
+@pytest.fixture(scope="session")
+def frameless() -> ExplorerModel:
+    """A pixel decoder that evens out the overlap of filters, over pictures that are not square."""
+    images = torch.rand(60, 1, 18, 23, generator=torch.Generator().manual_seed(5))
+    shape = Architecture(
+        features=8,
+        kernel_size=5,
+        capsule_dim=4,
+        experts=((3, 6),),
+        joint_components=4,
+        expert_components=2,
+        pixel_decoder=True,
+        image_shape=(1, 18, 23),
+        margin=3,
+        even_overlap=True,
+    )
+    return ExplorerModel(
+        "frameless", "runs/frameless", untrained(shape, images, torch.Generator().manual_seed(6))
+    )
+
+
 def with_density(name: str, options: DensityOptions) -> ExplorerModel:
     """Return a model of grey digits with a density, whose experts have large random weights."""
     test = poecaps.data.load("mnist-sample", split="test")

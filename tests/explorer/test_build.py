@@ -46,14 +46,15 @@ def static_address(
     digits: ExplorerModel,
     colours: ExplorerModel,
     ink: ExplorerModel,
+    frameless: ExplorerModel,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[str]:
-    """Any web server, in a folder of its own, with the build of three models."""
+    """Any web server, in a folder of its own, with the build of four models."""
     folder = tmp_path_factory.mktemp("site")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(maps, "IMAGES", 30)
         patch.setattr(maps, "ITERATIONS", 50)
-        write_static([digits, colours, ink], folder / "page")
+        write_static([digits, colours, ink, frameless], folder / "page")
     handler = functools.partial(QuietHandler, directory=str(folder))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever).start()
@@ -72,7 +73,7 @@ def static_page(browser: Browser, static_address: str) -> Iterator[Page]:
     assert problems == []
 
 
-@pytest.mark.parametrize("name", ["digits", "colours"])  # the second: two layers, a margin
+@pytest.mark.parametrize("name", ["digits", "colours", "frameless"])  # colours: two layers
 def test_images_are_those_of_the_server(
     name: str, static_page: Page, request: pytest.FixtureRequest
 ) -> None:

@@ -190,6 +190,7 @@ def _describe(model: ExplorerModel, arrays: Arrays) -> dict[str, Any]:
         "stride": model.stride,
         "first_pixel": model.first_pixel,
         "margin": auto.stem.margin,
+        "even_overlap": auto.even_overlap,
         "images": images,
         "part": model.part,
         "note": model.note,

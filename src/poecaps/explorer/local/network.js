@@ -148,6 +148,16 @@ function activate(sums, bias, slope) {
   return result;
 }
 
+/** The share of the filters that overlap at each pixel along a side; see overlap_shares. */
+function overlapShares(side, length, positions) {
+  const full = Math.max(1, Math.floor(side ** 2 / 2));
+  return Array.from({ length }, (_, pixel) => {
+    const pairs = Array.from({ length: positions }, (__, position) =>
+      Math.max(side - Math.abs(pixel - 2 * position - (side - 1)), 0));
+    return Math.min(Math.max(sum(pairs), 1), full) / full;
+  });
+}
+
 export class Network {
   /** `info` describes the model, `array(name)` returns an array or null. */
   constructor(info, array) {
@@ -171,6 +181,8 @@ export class Network {
       filters: [filters(drawn, 1, false), filters(drawn, 2, false)],
       biases: [array(`${drawn}.deconv1_bias`), array(`${drawn}.deconv2_bias`)],
       pixelBias: drawn === "pixel_decoder" ? array("pixel_decoder.pixel_bias") : null,
+      shares: this.#withMargin.map((length, axis) => (info.even_overlap
+        ? overlapShares(side, length, info.grid[axis]) : new Array(length).fill(1))),
     };
     this.encoders = info.encoders.map(layer("encoders"));
     this.decoders = info.decoders.map(layer("decoders"));
@@ -278,7 +290,7 @@ export class Network {
   /** Compute the bytes of an image (H, W, C) from features (rows, columns, F). */
   #draw(x) {
     const { image_shape: [channels, height, width], kernel_size: side, features, stride } = this.info;
-    const { filters, biases, pixelBias } = this.drawing;
+    const { filters, biases, pixelBias, shares } = this.drawing;
     const size = this.#withMargin;
     const inner = size.map((length) => length - side + 1);
     const wide = [side, features, features];
@@ -291,7 +303,9 @@ export class Network {
       const pixel = Math.floor(at / channels);
       const [y, x] = [Math.floor(pixel / width), pixel % width];
       const { margin } = this.info;
-      const value = logits[((y + margin) * size[1] + x + margin) * channels + channel];
+      const [row, column] = [y + margin, x + margin];
+      const value = logits[(row * size[1] + column) * channels + channel]
+        / (shares[0][row] * shares[1][column]);
       const bias = (biases[0] ? biases[0][channel] : 0)
         + (pixelBias ? pixelBias[channel * height * width + pixel] : 0);
       return 255 / (1 + Math.exp(-value - bias));
