@@ -548,6 +548,22 @@ def test_a_row_at_the_border_of_small_images_is_enough_for_a_margin(
     assert train(config, tmp_path / "run").architecture.margin == expected
 
 
+@pytest.mark.parametrize(
+    ("margin", "given", "expected"),
+    [(4, None, True), (1, None, False), (0, None, False), (4, False, False), (1, True, True)],
+)
+def test_a_margin_of_half_a_filter_evens_out_the_overlap(
+    margin: int, given: bool | None, expected: bool, tmp_path: Path
+) -> None:
+    np.save(tmp_path / "x.npy", np.random.default_rng(0).integers(0, 256, (30, 18, 18), np.uint8))
+    config = without_epochs(tmp_path / "x.npy")
+    model = replace(config.model, kernel_size=9, margin=margin, even_overlap=given)
+    network = train(replace(config, model=model), tmp_path / "run")
+    assert network.architecture.even_overlap is expected
+    assert network.autoencoder.even_overlap is expected
+    assert run_record.read(tmp_path / "run")["config"]["model"]["even_overlap"] is expected
+
+
 def test_the_batch_size_that_was_chosen_is_recorded_and_resumed(data: Path, tmp_path: Path) -> None:
     given, chosen = tmp_path / "given", tmp_path / "chosen"
     config = config_for(data, batch_size=None)  # 96 images

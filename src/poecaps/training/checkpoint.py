@@ -145,7 +145,7 @@ def _with_prefix(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor
 
 
 # Options that a new run replaces by values that fit its images, if they have their defaults.
-CHOSEN = frozenset({"batch_size", "model.kernel_size", "model.margin"})
+CHOSEN = frozenset({"batch_size", "model.kernel_size", "model.margin", "model.even_overlap"})
 
 
 def is_continued_by_restart(folder: Path, config: Config) -> bool:

@@ -436,7 +436,8 @@ def _some_images(data: ImageSet, config: Config) -> ImageSet:
 def options_for(config: Config, data: ImageSet) -> Config:
     """Return options of which those that depend on the training images are chosen."""
     config = replace(config, batch_size=config.batch_size_for(len(data)))
-    return _with_margin_that_fits(_with_filters_that_fit(config, data), data)
+    config = _with_margin_that_fits(_with_filters_that_fit(config, data), data)
+    return _with_even_overlap(config)
 
 
 def _with_filters_that_fit(config: Config, data: ImageSet) -> Config:
@@ -463,6 +464,15 @@ def _with_margin_that_fits(config: Config, data: ImageSet) -> Config:
     varies = bool(border.mean() >= share * variance.mean())
     margin = config.model.kernel_size // 2 if varies else 0
     return replace(config, model=replace(config.model, margin=margin))
+
+
+def _with_even_overlap(config: Config) -> Config:
+    """Return options that even out the overlap of filters if the margin is wide enough for it."""
+    model = config.model
+    if model.even_overlap is not None:
+        return config
+    fits = model.margin is not None and model.margin >= max(1, model.kernel_size // 2)
+    return replace(config, model=replace(model, even_overlap=fits))
 
 
 def _require_different_images(data: ImageSet) -> None:
