@@ -115,7 +115,8 @@ def table(rows: Mapping[str, Mapping[str, Any]]) -> str:
             is_model = kind == "reconstructions"
             ends = [f"{row['lost']:.3f}", f"{row['seconds']:.0f} s"] if is_model else ["", ""]
             lines.append(["" if kind == "photographs" else name, title, *numbers, *ends])
-    head = ["model", "images", "border", *(f"{each} px" for each in DISTANCES[1:]), "lost", "CPU time"]
+    distances = ["border", *(f"{each} px" for each in DISTANCES[1:])]
+    head = ["model", "images", *distances, "lost", "CPU time"]
     return markdown_table(head, lines, texts=2)
 
 
