@@ -388,6 +388,36 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(
         resume(folder)
 
 
+def test_a_second_fault_one_checkpoint_after_a_fallback_loses_nothing(
+    data: Path, finished: Path, tmp_path: Path
+) -> None:
+    """What was found damaged never takes the place of the checkpoint before it."""
+    folder, steps = tmp_path / "run", 0
+
+    def stop_after_a_checkpoint(_: Progress) -> None:
+        nonlocal steps
+        steps += 1
+        if steps == 3:  # the first report is that of the start
+            raise Stop
+
+    with pytest.raises(Stop):
+        train(config_for(data, checkpoint_every=0), folder, report=stop_at_10)
+    for ends in (False, True):
+        content = bytearray((folder / CHECKPOINT).read_bytes())
+        content[len(content) // 2] ^= 4
+        (folder / CHECKPOINT).write_bytes(content)
+        with pytest.warns(CheckpointWarning, match=rf"{CHECKPOINT} is damaged.*{PREVIOUS}$"):
+            if ends:
+                resume(folder)
+            else:
+                with pytest.raises(Stop):
+                    resume(folder, report=stop_after_a_checkpoint)
+                found = [read_tensors(folder / name)[1]["step"] for name in (CHECKPOINT, PREVIOUS)]
+                assert found == [9, 8]
+    assert_same_weights(folder, finished)
+    assert metrics(folder) == metrics(finished)
+
+
 def break_reads(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     """Let the disk be unable to read files of these names."""
 

@@ -133,6 +133,7 @@ class Trainer:
         self.metrics_log = MetricsLog(folder)
         self.record: dict[str, Any] = {}  # of the run; only the main process writes it
         self.checkpoint_timer = CheckpointTimer(config.checkpoint_every)
+        self.has_saved = False  # whether this process has written a checkpoint
         # Measured in the last stage with convolutions and in the last one without.
         self.seconds_per_work: dict[bool, float] = {}
 
@@ -399,7 +400,8 @@ class Trainer:
 
     def _write_checkpoint(self, checkpoint: Checkpoint) -> None:
         with write_errors(self.folder):
-            write_checkpoint(self.folder, checkpoint)
+            write_checkpoint(self.folder, checkpoint, is_ours=self.has_saved)
+        self.has_saved = True
         self.checkpoint_timer.reset()
 
     def _record_selection(self, stage: StageTrainer) -> None:
