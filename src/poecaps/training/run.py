@@ -246,7 +246,8 @@ def run_training(
         asked = config.data if data is None else data
         return resume_training(folder, data=asked, report=report, found=found, reading=reading)
     with _owned(folder, create=True):
-        return _run(Checkpoint(config), folder, data, report, found, reading, is_new=True)
+        start = Checkpoint(config)
+        return _run(start, folder, data, report, found, reading, is_new=True, is_asked_for=True)
 
 
 def resume_training(
@@ -273,7 +274,8 @@ def resume_training(
             if images is None:
                 require_asked_for(folder, config.data, asked)
             checkpoint = replace(checkpoint, config=config)
-            return _run(checkpoint, folder, images, report, found, reading)
+            named = asked is not None
+            return _run(checkpoint, folder, images, report, found, reading, is_asked_for=named)
     record = run_record.read(folder)
     config = replace(run_record.options_of(folder, record), **changes)
     config.validate()
@@ -349,6 +351,7 @@ def _run(
     reading: Reading | None,
     *,
     is_new: bool = False,
+    is_asked_for: bool,
 ) -> TrainingResult:
     """Train from a checkpoint on."""
     started, config, interrupts = time.perf_counter(), checkpoint.config, Interrupts()
@@ -381,6 +384,7 @@ def _run(
             interrupts=interrupts,
             report=report,
             held_out=held_out,
+            is_asked_for=is_asked_for,
         )
         trainer.fit(checkpoint)
         return TrainingResult(
