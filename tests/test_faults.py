@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
@@ -21,7 +22,7 @@ import pytest
 import torch
 
 from poecaps import CapsuleNetwork, ModelError, _files, serialization
-from poecaps.training import record, resume, train
+from poecaps.training import TrainingError, record, resume, train
 from poecaps.training.checkpoint import CHECKPOINT, PREVIOUS, CheckpointWarning
 from tests.faults import FAULTS, READ_FAULTS, Faults, config, images
 from tests.networks import TINY
@@ -41,7 +42,7 @@ def test_a_training_that_fails_at_any_call_ends_as_if_nothing_had_happened(
     faults: list[str], every: int
 ) -> None:
     """In another process, which is forked to be killed."""
-    calls = ["write", "ftruncate", "fsync", "replace", "link"]
+    calls = ["write", "ftruncate", "fsync", "replace", "link", "mkdir"]
     command = [sys.executable, "-m", "tests.faults", "--every", str(every), "--fault", *faults]
     command += ["--calls", *calls]
     root = Path(__file__).parent.parent
@@ -99,6 +100,39 @@ def test_saving_that_fails_at_any_call_leaves_the_old_model_or_the_new(
         assert all(torch.equal(each, state[name]) for name, each in found.state_dict().items())
         _files.sweep(tmp_path)
         assert len(list(tmp_path.iterdir())) <= 2
+
+
+@pytest.mark.parametrize("saves", [False, True])
+def test_the_names_of_new_folders_are_on_disk(
+    saves: bool, generator: torch.Generator, tmp_path: Path
+) -> None:
+    """After a power cut, a folder whose parent was not flushed is missing with all in it."""
+    np.save(tmp_path / "bars.npy", images())
+    folder = tmp_path / "runs" / "deep" / "run"
+    with Faults(None, FAULTS["killed"]).installed() as faults:
+        if saves:
+            CapsuleNetwork(TINY, generator=generator).save(folder)
+        else:
+            train(config(tmp_path / "bars.npy"), folder)
+    assert faults.names.count("mkdir") == 3
+    assert not faults.dirty
+
+
+def test_folders_that_were_created_in_vain_are_deleted(tmp_path: Path) -> None:
+    np.save(tmp_path / "bars.npy", images())
+    folder = tmp_path / "runs" / "deep" / "run"
+    full = OSError(errno.ENOSPC, "No space left on device")
+
+    def fault(name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        if name == "mkdir" and arguments[0] == folder:
+            raise full
+        return function(*arguments)
+
+    faults = Faults(None, fault)
+    faults.call = lambda *call: fault(*call)  # type: ignore[method-assign]
+    with faults.installed(), pytest.raises(TrainingError, match="No space left on device"):
+        train(config(tmp_path / "bars.npy"), folder)
+    assert not (tmp_path / "runs").exists()
 
 
 def test_short_writes_are_completed(

@@ -4,7 +4,7 @@ Every file of a model or a run goes through this module. `atomic_write` is the o
 replaces a file, `open_regular` the only one that opens a file for reading.
 """
 
-# ruff: noqa: PTH105, PTH108, PTH110, PTH116
+# ruff: noqa: PTH102, PTH105, PTH108, PTH110, PTH112, PTH116
 # The functions of `os` by name: the tests replace `os` and `FileIO` in this module by ones that
 # fail at any call.
 
@@ -116,6 +116,18 @@ def atomic_write(path: Path, *, previous: Path | None = None) -> Iterator[IO[byt
         if old is not None and previous is not None:
             os.replace(old, previous)
         _flush_folder(path.parent)
+
+
+def make_folder(folder: Path) -> None:
+    """Create a folder, unless there is one, and those above it; their names are flushed to disk."""
+    missing = [each for each in (folder, *folder.parents) if not each.exists()]
+    for each in reversed(missing):
+        with contextlib.suppress(FileExistsError):  # another process may be faster
+            os.mkdir(each)
+        with contextlib.suppress(PermissionError):  # a folder that may be written, but not listed
+            _flush_folder(each.parent)
+    if not os.path.isdir(folder):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), os.fspath(folder))
 
 
 def append_line(path: Path, line: str) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from poecaps._devices import find_device
-from poecaps._files import lock, sweep
+from poecaps._files import lock, make_folder, sweep
 from poecaps.autoencoder import minimum_image_size
 from poecaps.data import DataError, ImageSet, MissingSplitError, from_dataset, hold_out, load
 from poecaps.data.datasets import NAMES
@@ -322,7 +322,7 @@ def _owned(folder: Path, *, create: bool = False) -> Iterator[None]:
             if create:
                 missing = [each for each in (folder, *folder.parents) if not each.exists()]
                 stack.callback(_remove_empty, missing)
-                folder.mkdir(parents=True, exist_ok=True)
+                make_folder(folder)
             stack.enter_context(lock(folder / LOCK))
             sweep(folder)
         yield
@@ -332,7 +332,8 @@ def _remove_empty(folders: Iterable[Path]) -> None:
     """Remove folders, the innermost first, as far as they are empty."""
     with suppress(OSError):
         for folder in folders:
-            folder.rmdir()
+            with suppress(FileNotFoundError):
+                folder.rmdir()
 
 
 def is_finished(folder: Path) -> bool:
