@@ -144,15 +144,23 @@ def sweep(folder: Path) -> None:
 
     A file that a living process writes is locked, and stays.
     """
-    for file in (*folder.glob(".*.part"), *folder.glob("*/.*.part")):
-        is_linked = file.parent != folder and file.parent.is_symlink()
-        if TEMPORARY.fullmatch(file.name) and not is_linked:
-            with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
-                if fcntl is not None:  # Windows does not delete an open file anyway
-                    handle = os.open(file, os.O_RDWR | NOFOLLOW | NONBLOCK | CLOEXEC)
-                    stack.callback(os.close, handle)
-                    _lock_temporary(handle)
-                os.unlink(file)
+    for file in temporary_files(folder):
+        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+            if fcntl is not None:  # Windows does not delete an open file anyway
+                handle = os.open(file, os.O_RDWR | NOFOLLOW | NONBLOCK | CLOEXEC)
+                stack.callback(os.close, handle)
+                _lock_temporary(handle)
+            os.unlink(file)
+
+
+def temporary_files(folder: Path) -> list[Path]:
+    """Return the temporary files in a folder and its subfolders, of living and killed processes."""
+    return [
+        file
+        for file in (*folder.glob(".*.part"), *folder.glob("*/.*.part"))
+        if TEMPORARY.fullmatch(file.name)
+        and (file.parent == folder or not file.parent.is_symlink())
+    ]
 
 
 def _create_temporary(path: Path) -> tuple[Path, int]:

@@ -109,6 +109,46 @@ def test_a_finished_run_is_only_loaded(finished: Path) -> None:
     )
 
 
+@needs_flock
+def test_temporary_files_of_killed_processes_in_a_finished_run_are_deleted(
+    finished: Path, tmp_path: Path
+) -> None:
+    """Those of living ones stay, and so does all while another process owns the folder."""
+    folder = tmp_path / "run"
+    shutil.copytree(finished, folder)
+    names = {file.name for file in folder.iterdir()}
+    (folder / "figures").mkdir(exist_ok=True)
+    killed = [folder / f".{name}-0123456789abcdef.part" for name in ("model.safetensors", "a.npz")]
+    killed.append(folder / "figures" / ".joint.png-0123456789abcdef.part")
+    for file in killed:
+        file.touch()
+    with _files.lock(folder / ".lock"):
+        resume(folder)
+    assert all(file.exists() for file in killed)
+    with _files.atomic_write(folder / "codes.npz"):
+        resume(folder)
+        assert not any(file.exists() for file in killed)
+        assert len(list(folder.glob(".codes.npz-*.part"))) == 1
+    assert {file.name for file in folder.iterdir()} == names | {"codes.npz", "figures"}
+
+
+def test_a_finished_run_that_is_read_only_is_loaded(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Although a temporary file was left there."""
+    shutil.copytree(finished, tmp_path / "run")
+    (tmp_path / "run" / ".a.npz-0123456789abcdef.part").touch()
+    tried = []
+
+    def refuse(path: Path) -> None:
+        tried.append(path)
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(_files, "_acquire", refuse)
+    resume(tmp_path / "run")
+    assert tried == [tmp_path / "run" / ".lock"]
+
+
 def test_a_finished_run_whose_model_is_lost_writes_it_again(finished: Path, tmp_path: Path) -> None:
     shutil.copytree(finished, tmp_path / "run")
     (tmp_path / "run" / "model.safetensors").unlink()

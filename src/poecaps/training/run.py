@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from poecaps._devices import find_device
-from poecaps._files import lock, make_folder, sweep
+from poecaps._files import lock, make_folder, sweep, temporary_files
 from poecaps.autoencoder import minimum_image_size
 from poecaps.data import DataError, ImageSet, MissingSplitError, from_dataset, hold_out, load
 from poecaps.data.datasets import NAMES
@@ -276,6 +276,7 @@ def resume_training(
             checkpoint = replace(checkpoint, config=config)
             named = asked is not None
             return _run(checkpoint, folder, images, report, found, reading, is_asked_for=named)
+    _sweep_finished(folder)
     record = run_record.read(folder)
     config = replace(run_record.options_of(folder, record), **changes)
     config.validate()
@@ -326,6 +327,13 @@ def _owned(folder: Path, *, create: bool = False) -> Iterator[None]:
             stack.enter_context(lock(folder / LOCK))
             sweep(folder)
         yield
+
+
+def _sweep_finished(folder: Path) -> None:
+    """Delete what killed processes left in the folder of a finished run, if it can be written."""
+    if is_main_process() and temporary_files(folder):
+        with suppress(OSError), lock(folder / LOCK):
+            sweep(folder)
 
 
 def _remove_empty(folders: Iterable[Path]) -> None:
