@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -26,7 +27,7 @@ from poecaps.training import TrainingError, record, resume, train
 from poecaps.training.checkpoint import CHECKPOINT, PREVIOUS, CheckpointWarning
 from tests.faults import FAULTS, READ_FAULTS, Faults, config, images
 from tests.networks import TINY
-from tests.systems import needs_flock, needs_fork, needs_links, needs_timer
+from tests.systems import needs_flock, needs_fork, needs_links, needs_timer, needs_unix
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -254,6 +255,40 @@ def test_nothing_is_swept_through_a_link(tmp_path: Path) -> None:
     _files.sweep(tmp_path / "run")
     assert list(elsewhere.iterdir())
     assert not list((tmp_path / "run" / "figures").iterdir())
+
+
+# --------------------------------------------------------------------------------------------------
+# Machines that may be taken away
+
+
+@needs_unix
+@pytest.mark.parametrize(
+    ("files", "command"),
+    [
+        ([], "train --out runs/digits"),
+        ([".lock"], "train --out runs/digits"),
+        ([CHECKPOINT, PREVIOUS, "run.json"], "train --resume runs/digits"),
+        ([PREVIOUS], "train --resume runs/digits"),
+    ],
+)
+def test_the_lines_for_such_machines_call_one_command_even_if_it_is_interrupted(
+    files: list[str], command: str, tmp_path: Path
+) -> None:
+    page = (Path(__file__).parent.parent / "docs" / "reliability.md").read_text()
+    lines = re.search(r"```sh\n(if ls .*?)```", page, re.DOTALL)
+    assert lines is not None
+    program = tmp_path / "poecaps"
+    program.write_text('#!/bin/sh\necho "$@" >> calls\nexit 130\n')
+    program.chmod(0o755)
+    (tmp_path / "runs" / "digits").mkdir(parents=True)
+    for name in files:
+        (tmp_path / "runs" / "digits" / name).touch()
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["sh", "-c", lines[1]], cwd=tmp_path, env=os.environ | {"PATH": path}, check=False
+    )
+    assert done.returncode == 130
+    assert (tmp_path / "calls").read_text() == f"{command}\n"
 
 
 # --------------------------------------------------------------------------------------------------
