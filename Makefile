@@ -9,7 +9,7 @@
 # make docs      build the documentation site in site/; a broken link is an error
 # make bench     time a layer against einsum on this CPU, in docs/: about 10 minutes on an idle machine
 # make report    regenerate the tables and plots of README.md and docs/ from the numbers in docs/results
-# make attack    move sliders of the explorer while 1,000 connections attack it, SECONDS=20 for each of 4 parts
+# make attack    move sliders of the explorer while 1,000 connections attack it, SECONDS=20 for each of 5 parts
 # make soak      train in two processes that fail at random, for MINUTES=10, from a random SEED that it prints
 # make build     build wheel and sdist in dist/, and try out each of them in a new environment
 # make check     lint, formatting, types

@@ -2,9 +2,9 @@
 
 Starts `poecaps explore` in a separate process that may open few files, opens many connections, and
 measures meanwhile how long it takes until a slider move is answered. The connections never send
-more than half of the head of a request, or they send requests without a token again and again and
-read no answer. Only an explorer on this machine is attacked, with a limited number of connections
-and for a limited time.
+more than half of the head of a request, or of its body, or they send requests without a token again
+and again and read no answer. Only an explorer on this machine is attacked, with a limited number of
+connections and for a limited time.
 """
 
 from __future__ import annotations
@@ -31,6 +31,10 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 HALF_A_HEAD = b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Half: "
+HALF_A_BODY = (
+    b"POST /api/models/mnist/decode HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 1000\r\n\r\n"
+    + 500 * b"x"
+)
 REQUESTS = 200 * b"GET /api/models HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"  # without a token
 RECEIVE_BUFFER = 2048  # bytes of answers that the system keeps for a client that does not read
 PAUSE = 0.01  # seconds between two rounds of requests
@@ -104,6 +108,8 @@ class HalfSentHeads(Attack):
     The parameters are those of `Attack`.
     """
 
+    sent = HALF_A_HEAD
+
     def __init__(self, address: str, connections: int, *, reopen: bool = False) -> None:
         super().__init__(address, connections, reopen=reopen)
         self.selector = selectors.DefaultSelector()
@@ -111,7 +117,7 @@ class HalfSentHeads(Attack):
     def _open(self) -> None:
         connection = socket.create_connection(self.where, timeout=TIMEOUT)
         connection.setblocking(False)
-        connection.send(HALF_A_HEAD)
+        connection.send(self.sent)
         self.selector.register(connection, selectors.EVENT_READ)
         self.opened += 1
 
@@ -129,10 +135,16 @@ class HalfSentHeads(Attack):
         """Notice which connections the explorer closes."""
         while not self.stopped.is_set():
             for key, _ in self.selector.select(timeout=0.1):
-                self._close(key.fileobj)  # readable: closed, for there is nothing to answer
+                self._close(key.fileobj)  # readable: closed, or refused for want of a token
                 self.closed += 1
                 if self.reopen:
                     self._open()
+
+
+class HalfSentBodies(HalfSentHeads):
+    """Connections to the explorer, each with half of the body of a request without a token."""
+
+    sent = HALF_A_BODY
 
 
 class UnreadAnswers(Attack):
@@ -236,7 +248,7 @@ def main(
     connections
         Connections of an attack.
     seconds
-        Duration of each of the four parts.
+        Duration of each of the five parts.
     open_files
         Files that the explorer may open.
     """
@@ -250,6 +262,7 @@ def main(
             attacks: dict[str, Attack] = {
                 "half-sent heads": HalfSentHeads(address, connections),
                 "half-sent heads, reopened": HalfSentHeads(address, connections, reopen=True),
+                "half-sent bodies, reopened": HalfSentBodies(address, connections, reopen=True),
                 "clients without a token that read no answer, reopened": UnreadAnswers(
                     address, connections, reopen=True
                 ),

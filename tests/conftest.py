@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import time
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,10 @@ from tests.systems import HAS_FORK, WITHOUT_FORK
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
+
+# The key of the user, which marks the data of a run, is one of the tests.
+STATE = tempfile.TemporaryDirectory(prefix="poecaps-state-")
+os.environ["XDG_STATE_HOME"] = STATE.name
 
 hypothesis.settings.register_profile(
     "poecaps",

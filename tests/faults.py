@@ -42,7 +42,7 @@ from tests.training.runs import Stop, metrics, weights
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-CALLS = ("open", "write", "ftruncate", "fsync", "replace", "link", "unlink")
+CALLS = ("open", "write", "ftruncate", "fsync", "replace", "link", "unlink", "mkdir")
 READ = "read"  # any call that reads from an open file
 
 
@@ -85,6 +85,8 @@ class Faults:
         result = self.call(name, function, *arguments)
         if name == "replace":
             self.dirty.add(_identity(Path(arguments[1]).parent.stat()))
+        if name == "mkdir":
+            self.dirty.add(_identity(Path(arguments[0]).parent.stat()))
         return result
 
     @contextmanager
@@ -235,11 +237,13 @@ def fail_everywhere(
     root: Path, fault: str, options: argparse.Namespace
 ) -> tuple[list[str], list[str]]:
     """Return the names of the calls that failed, and those after which a run was lost."""
-    data, folder, whole, lost = root / "bars.npy", root / "run", root / "whole", list[str]()
+    data, lost = root / "bars.npy", list[str]()
+    folder, whole = root / "runs" / "run", root / "whole" / "run"  # and their parents are created
     np.save(data, images())
     with Faults(None, killed).installed() as faults:
         train(config(data, options.steps), whole)
     assert not faults.dirty, "the end is not flushed"
+    assert faults.names.count("mkdir") == 2
 
     def start() -> None:
         with Faults(at, FAULTS[fault]).installed(), suppress(*EXPECTED):
@@ -258,7 +262,7 @@ def fail_everywhere(
     for at in chosen[:: options.every]:
         if status(start) != expected or status_of(finish) != 0:
             lost.append(f"call {at}, {faults.names[at]}")
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(folder.parent, ignore_errors=True)
     return [faults.names[at] for at in chosen[:: options.every]], lost
 
 

@@ -7,11 +7,14 @@ but a result or one line of refusal to `tests/corpus`, which the tests use again
 from __future__ import annotations
 
 import argparse
+import contextlib
 import faulthandler
 import gzip
 import hashlib
+import io
 import json
 import linecache
+import os
 import random
 import resource
 import shutil
@@ -22,7 +25,6 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +36,7 @@ from PIL import Image
 import poecaps
 from poecaps import ModelError, TrainingError, card, models
 from poecaps.cli.info import _describe_run
+from poecaps.cli.main import main as main_of_the_command_line
 from poecaps.cli.train import _describe_selections
 from poecaps.code_density import DOMAINS
 from poecaps.data import DataError, ImageSet, load
@@ -41,6 +44,7 @@ from poecaps.options import DensityOptions
 from poecaps.serialization import read_tensors, write_tensors
 from poecaps.training import Config, record, resume, train
 from poecaps.training.config import DensityStage
+from poecaps.training.metrics import METRICS
 from poecaps.training.run import resume_training
 from poecaps.views import ViewOptions
 from tests.faults import config, images
@@ -53,6 +57,16 @@ PACKAGE = str(Path(poecaps.__file__).parent)
 SECONDS = 20  # for an input
 MEMORY = 2 * 2**30  # bytes of address space beyond those of the program
 GROWTH = 2**30  # bytes that the process may grow; a picture of 89 million pixels is decoded
+TIME = "2026-01-01T00:00:00+00:00"  # in the files of a run
+IMAGES = "bars.npy"
+# Commands that read what a stranger has written.
+COMMANDS = (
+    ["train", "--quiet", "--resume"],
+    ["info"],
+    ["cluster", "--data", IMAGES],
+    ["sample", "--chains", "2", "--steps", "3", "--device", "cpu"],
+    ["traverse", "--device", "cpu"],
+)
 MAX_STEPS = 20  # of a resumed training
 REFUSALS = (ModelError, TrainingError, DataError, OSError, MemoryError)
 
@@ -93,7 +107,7 @@ def make_model(root: Path) -> None:
     train(options(), root, data=ImageSet(images(), source="bars"))
     for file in root.glob("checkpoint*"):
         file.unlink()
-    record.write(root, record.without_machine(record.read(root)))
+    make_repeatable(root)
     shutil.copy(models.find("mnist") / card.MEASURED, root)
 
 
@@ -138,9 +152,59 @@ def make_stopped_run(root: Path, config: Config, stage: str, step: int) -> None:
         if (progress.stage, progress.step) == (stage, step):
             raise Enough
 
-    with suppress(Enough):
+    with contextlib.suppress(Enough):
         train(config, root, data=ImageSet(images(), source="bars"), report=stop)
-    record.write(root, record.without_machine(record.read(root)))
+    make_repeatable(root)
+
+
+def make_repeatable(root: Path) -> None:
+    """Replace times in the files of a run, so that a seed leads to the same inputs again."""
+    about = record.without_machine(record.read(root))
+    for start in about["starts"]:
+        start["time"] = TIME
+    record.write(root, about | ({"finished": TIME} if about["finished"] else {}))
+    lines = (root / METRICS).read_text().splitlines()
+    entries = [json.loads(line) | {"images_per_second": 1.0} for line in lines]
+    (root / METRICS).write_text("".join(f"{json.dumps(entry)}\n" for entry in entries))
+    for file in root.glob("*.safetensors"):
+        write_repeatable(file, *read_tensors(file))
+
+
+def write_repeatable(path: Path, tensors: dict[str, torch.Tensor], about: dict[str, Any]) -> None:
+    """Write tensors until the two entries of the header, whose order is random, are in order."""
+    write_tensors(path, tensors, about)
+    while not path.read_bytes()[8:].startswith(b'{"__metadata__":{"about":'):
+        write_tensors(path, tensors, about)
+
+
+def use_commands(root: Path) -> None:
+    """Give the folder to a command, which the contents of its files determine."""
+    np.save(root.parent / IMAGES, images())
+    digest = hashlib.sha256()
+    for file in sorted(root.iterdir()):
+        digest.update(file.read_bytes())
+    command, *rest = COMMANDS[digest.digest()[0] % len(COMMANDS)]
+    said, before = io.StringIO(), Path.cwd()
+    os.chdir(root.parent)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(said):
+            status = main_of_the_command_line([command, *rest, root.name])
+    except Exception as error:
+        raise AssertionError(f"poecaps {command}: an error escapes") from error
+    finally:
+        os.chdir(before)
+    ends = [line for line in said.getvalue().splitlines() if line.startswith("poecaps: ")]
+    last = said.getvalue().splitlines()[-1:]
+    if status not in (0, 1, 2) or (status > 0 and ends[-1:] != last):
+        raise AssertionError(f"poecaps {command} ends with {status}: {said.getvalue()[-1000:]}")
+
+
+def make_model_of_a_file(root: Path) -> None:
+    """Write a trained model whose record names its images by a path."""
+    make_model(root)
+    about = record.read(root)
+    about["config"]["data"] = about["data"]["source"] = IMAGES
+    record.write(root, about)
 
 
 def use_run(root: Path) -> None:
@@ -154,7 +218,7 @@ def use_run(root: Path) -> None:
             raise Enough
 
     list(_describe_run(str(root)))
-    with suppress(Enough):
+    with contextlib.suppress(Enough):
         resume(root, data=ImageSet(images(), source="bars"), device="cpu", report=stop)
 
 
@@ -172,8 +236,8 @@ def make_idx(root: Path) -> None:
     labels = b"\0\0\x08\x01" + np.array([24], ">u4").tobytes() + bytes(i % 3 for i in range(24))
     (root / "train-images-idx3-ubyte").write_bytes(pictures)
     (root / "train-labels-idx1-ubyte").write_bytes(labels)
-    (root / "t10k-images-idx3-ubyte.gz").write_bytes(gzip.compress(pictures))
-    (root / "t10k-labels-idx1-ubyte.gz").write_bytes(gzip.compress(labels))
+    (root / "t10k-images-idx3-ubyte.gz").write_bytes(gzip.compress(pictures, mtime=0))
+    (root / "t10k-labels-idx1-ubyte.gz").write_bytes(gzip.compress(labels, mtime=0))
 
 
 def use_arrays(root: Path) -> None:
@@ -206,6 +270,7 @@ def use_pictures(root: Path) -> None:
 
 KINDS: dict[str, tuple[Callable[[Path], None], Callable[[Path], None]]] = {
     "model": (make_model, use_model),
+    "commands": (make_model_of_a_file, use_commands),
     "run": (make_run, use_run),
     "halved": (make_halved, use_run),
     "recombined": (make_recombined, use_run),
@@ -218,7 +283,7 @@ KINDS: dict[str, tuple[Callable[[Path], None], Callable[[Path], None]]] = {
 # Alterations
 
 NUMBERS: tuple[Any, ...] = (
-    *(0, -1, 1, 2, 7, 255, 2**31, 2**63, 10**30, -(10**30)),
+    *(0, -1, 1, 2, 7, 255, 2**14, 2**31, 2**63, 10**30, -(10**30)),
     *(0.5, 1e-45, -0.0, 1e38, 1e308, float("nan"), float("inf"), -float("inf")),
 )
 VALUES: tuple[Any, ...] = (*NUMBERS, None, True, False, "", "x" * 999, "\x1b[2J", [], {}, [[[]]])
@@ -297,13 +362,19 @@ def alter(root: Path, dice: random.Random) -> None:
                     alter_tensors(tensors, dice)
                 else:
                     about = alter_json(about, dice)
-                write_tensors(path, tensors, about if isinstance(about, dict) else {"x": about})
+                write_repeatable(path, tensors, about if isinstance(about, dict) else {"x": about})
                 continue
             if path.suffix == ".json" and dice.random() < 0.8:
                 about = alter_json(json.loads(path.read_bytes()), dice)
                 if isinstance(about, dict) and dice.random() < 0.9:
                     about.pop("checksum", None)
                 path.write_text(json.dumps(about))
+                continue
+            if path.suffix == ".jsonl" and dice.random() < 0.8:
+                lines = path.read_bytes().splitlines()
+                number = dice.randrange(len(lines))
+                lines[number] = json.dumps(alter_json(json.loads(lines[number]), dice)).encode()
+                path.write_bytes(b"\n".join([*lines, b""]))
                 continue
         except (ModelError, ValueError, RuntimeError):  # altered already
             pass

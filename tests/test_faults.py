@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -21,11 +23,11 @@ import pytest
 import torch
 
 from poecaps import CapsuleNetwork, ModelError, _files, serialization
-from poecaps.training import record, resume, train
+from poecaps.training import TrainingError, record, resume, train
 from poecaps.training.checkpoint import CHECKPOINT, PREVIOUS, CheckpointWarning
 from tests.faults import FAULTS, READ_FAULTS, Faults, config, images
 from tests.networks import TINY
-from tests.systems import needs_flock, needs_fork, needs_links, needs_timer
+from tests.systems import needs_flock, needs_fork, needs_links, needs_timer, needs_unix
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -41,7 +43,7 @@ def test_a_training_that_fails_at_any_call_ends_as_if_nothing_had_happened(
     faults: list[str], every: int
 ) -> None:
     """In another process, which is forked to be killed."""
-    calls = ["write", "ftruncate", "fsync", "replace", "link"]
+    calls = ["write", "ftruncate", "fsync", "replace", "link", "mkdir"]
     command = [sys.executable, "-m", "tests.faults", "--every", str(every), "--fault", *faults]
     command += ["--calls", *calls]
     root = Path(__file__).parent.parent
@@ -99,6 +101,39 @@ def test_saving_that_fails_at_any_call_leaves_the_old_model_or_the_new(
         assert all(torch.equal(each, state[name]) for name, each in found.state_dict().items())
         _files.sweep(tmp_path)
         assert len(list(tmp_path.iterdir())) <= 2
+
+
+@pytest.mark.parametrize("saves", [False, True])
+def test_the_names_of_new_folders_are_on_disk(
+    saves: bool, generator: torch.Generator, tmp_path: Path
+) -> None:
+    """After a power cut, a folder whose parent was not flushed is missing with all in it."""
+    np.save(tmp_path / "bars.npy", images())
+    folder = tmp_path / "runs" / "deep" / "run"
+    with Faults(None, FAULTS["killed"]).installed() as faults:
+        if saves:
+            CapsuleNetwork(TINY, generator=generator).save(folder)
+        else:
+            train(config(tmp_path / "bars.npy"), folder)
+    assert faults.names.count("mkdir") == 3
+    assert not faults.dirty
+
+
+def test_folders_that_were_created_in_vain_are_deleted(tmp_path: Path) -> None:
+    np.save(tmp_path / "bars.npy", images())
+    folder = tmp_path / "runs" / "deep" / "run"
+    full = OSError(errno.ENOSPC, "No space left on device")
+
+    def fault(name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        if name == "mkdir" and arguments[0] == folder:
+            raise full
+        return function(*arguments)
+
+    faults = Faults(None, fault)
+    faults.call = lambda *call: fault(*call)  # type: ignore[method-assign]
+    with faults.installed(), pytest.raises(TrainingError, match="No space left on device"):
+        train(config(tmp_path / "bars.npy"), folder)
+    assert not (tmp_path / "runs").exists()
 
 
 def test_short_writes_are_completed(
@@ -220,6 +255,40 @@ def test_nothing_is_swept_through_a_link(tmp_path: Path) -> None:
     _files.sweep(tmp_path / "run")
     assert list(elsewhere.iterdir())
     assert not list((tmp_path / "run" / "figures").iterdir())
+
+
+# --------------------------------------------------------------------------------------------------
+# Machines that may be taken away
+
+
+@needs_unix
+@pytest.mark.parametrize(
+    ("files", "command"),
+    [
+        ([], "train --out runs/digits"),
+        ([".lock"], "train --out runs/digits"),
+        ([CHECKPOINT, PREVIOUS, "run.json"], "train --resume runs/digits"),
+        ([PREVIOUS], "train --resume runs/digits"),
+    ],
+)
+def test_the_lines_for_such_machines_call_one_command_even_if_it_is_interrupted(
+    files: list[str], command: str, tmp_path: Path
+) -> None:
+    page = (Path(__file__).parent.parent / "docs" / "reliability.md").read_text()
+    lines = re.search(r"```sh\n(if ls .*?)```", page, re.DOTALL)
+    assert lines is not None
+    program = tmp_path / "poecaps"
+    program.write_text('#!/bin/sh\necho "$@" >> calls\nexit 130\n')
+    program.chmod(0o755)
+    (tmp_path / "runs" / "digits").mkdir(parents=True)
+    for name in files:
+        (tmp_path / "runs" / "digits" / name).touch()
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["sh", "-c", lines[1]], cwd=tmp_path, env=os.environ | {"PATH": path}, check=False
+    )
+    assert done.returncode == 130
+    assert (tmp_path / "calls").read_text() == f"{command}\n"
 
 
 # --------------------------------------------------------------------------------------------------

@@ -13,13 +13,17 @@ seconds after every start of the processes, a fault is injected:
 
 torchrun restarts the processes (``--max-restarts``). If it gives up or was killed, the run is
 continued by ``poecaps train --resume``. A finished run must have the weights and the metrics of the
-undisturbed run, bit for bit. The seed is printed, and the exit status is 1 after any difference,
-hang or traceback. SIGTERM and Ctrl-C end torchrun and its processes, too.
+undisturbed run, bit for bit. The exit status is 1 after any difference, hang or traceback, and if
+nothing was tested: no run was finished, or no fault was injected. The time begins after the
+undisturbed run; a run that is not finished half an hour after its end is given up as a failure.
+The seed is printed. It determines the order of the faults, but what they hit depends on the speed
+of the machine. SIGTERM and Ctrl-C end torchrun and its processes, too.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import re
@@ -48,7 +52,9 @@ if TYPE_CHECKING:
 PROCESS_TIMEOUT = 5  # seconds for which a process waits for the other one
 GRACE = 3  # seconds after which torchrun kills a stopped process; 30 without this program
 CUT_SECONDS = 8.0  # longer than PROCESS_TIMEOUT
-MAX_SECONDS = 300.0  # of a start that makes no progress: a hang
+MAX_SECONDS = 300.0  # without progress, over all calls of torchrun: a hang
+MAX_FAULTS = 3  # without progress; then the next fault waits, for a start may take longer than they
+EXTRA_SECONDS = 1800.0  # for the last run, after the given time
 
 # torchrun, with a shorter grace period.
 TORCHRUN = f"""
@@ -85,6 +91,7 @@ class Soak:
         self.kinds = ("kill", "stop", "pause", "crash", *(("cut",) if isolated else ()))
         self.faults: Counter[str] = Counter()
         self.starts = self.tracebacks = 0
+        self.deadline = math.inf  # when a run is given up
 
     def start(self, folder: Path, log: Path, *, restarts: int) -> subprocess.Popen[bytes]:
         """Start a run, or continue it."""
@@ -109,11 +116,12 @@ class Soak:
 
     def train(self, folder: Path, *, disturbed: bool) -> None:
         """Train to the end; raise RuntimeError if nothing happens for a long time."""
-        log = folder.with_suffix(".log")
+        log, clock = folder.with_suffix(".log"), _Clock(folder, self.deadline)
         while not _is_finished(folder):
+            clock.check()
             process = self.start(folder, log, restarts=3 if disturbed else 0)
             try:
-                self._disturb_until_end(process, folder, disturbed=disturbed)
+                self._disturb_until_end(process, clock, disturbed=disturbed)
             finally:
                 _kill_group(process)
             if not disturbed and process.returncode:
@@ -122,18 +130,16 @@ class Soak:
         self.tracebacks += len(re.findall(r'File ".*/poecaps/', log.read_text(errors="replace")))
 
     def _disturb_until_end(
-        self, process: subprocess.Popen[bytes], folder: Path, *, disturbed: bool
+        self, process: subprocess.Popen[bytes], clock: _Clock, *, disturbed: bool
     ) -> None:
-        seen, since = _progress(folder), time.monotonic()
         next_fault = time.monotonic() + self.choose.uniform(3, 10)
         while process.poll() is None:
             time.sleep(0.05)
-            if (now := _progress(folder)) != seen:
-                seen, since = now, time.monotonic()
-            if time.monotonic() - since > MAX_SECONDS:
-                raise RuntimeError(f"no progress for {MAX_SECONDS:.0f} s: hung after {seen}")
-            if disturbed and time.monotonic() > next_fault and (workers := _workers(process)):
+            clock.check()
+            is_due = disturbed and time.monotonic() > next_fault and clock.faults < MAX_FAULTS
+            if is_due and (workers := _workers(process)):
                 self._inject(process, workers)
+                clock.faults += 1
                 next_fault = time.monotonic() + self.choose.uniform(3, 10)
 
     def _inject(self, process: subprocess.Popen[bytes], workers: list[int]) -> None:
@@ -156,6 +162,33 @@ class Soak:
         except (ProcessLookupError, subprocess.CalledProcessError):
             return  # the run had just ended
         self.faults[kind] += 1
+
+
+class _Clock:
+    """The time for which a run makes no progress, however often it is started.
+
+    Parameters
+    ----------
+    folder
+        Folder of the run.
+    deadline
+        When the run is given up, whether it makes progress or not.
+    """
+
+    def __init__(self, folder: Path, deadline: float) -> None:
+        self.folder, self.deadline = folder, deadline
+        self.seen, self.since = _progress(folder), time.monotonic()
+        self.faults = 0  # since there was progress
+
+    def check(self) -> None:
+        """Raise RuntimeError if there was no progress for a long time, or at the deadline."""
+        now = time.monotonic()
+        if (progress := _progress(self.folder)) != self.seen:
+            self.seen, self.since, self.faults = progress, now, 0
+        if now - self.since > MAX_SECONDS:
+            raise RuntimeError(f"no progress for {MAX_SECONDS:.0f} s: hung after {self.seen}")
+        if now > self.deadline:
+            raise RuntimeError(f"{self.folder.name} is not finished in time")
 
 
 def _workers(process: subprocess.Popen[bytes]) -> list[int]:
@@ -251,25 +284,27 @@ def _make_images(path: Path) -> None:
 
 
 def main(*, minutes: float = 10.0, seed: int | None = None) -> int:
-    """Disturb runs for some minutes; return 1 if anything was lost.
+    """Disturb runs for some minutes; return 1 if anything was lost, or nothing was tested.
 
     Parameters
     ----------
     minutes
-        After this time, no further run is started.
+        After this time, which begins after the undisturbed run, no further run is started.
     seed
         Seed of the faults; by default a random one.
     """
     seed = random.SystemRandom().randrange(10**6) if seed is None else seed
     isolated = _can_isolate()
     print(f"seed {seed}; network cuts: {'yes' if isolated else 'no, not permitted'}", flush=True)
-    end, same, runs, attempts = time.monotonic() + 60 * minutes, 0, 0, 0
+    same, runs, attempts = 0, 0, 0
     with _ended_by_sigterm(), tempfile.TemporaryDirectory(prefix="poecaps-soak-") as name:
         folder = Path(name)
         _make_images(folder / "bars.npy")
         soak = Soak(folder / "bars.npy", random.Random(seed), isolated=isolated)  # noqa: S311
         soak.train(folder / "undisturbed", disturbed=False)
         soak.starts = 0
+        end = time.monotonic() + 60 * minutes
+        soak.deadline = end + EXTRA_SECONDS
         while time.monotonic() < end:
             runs += 1
             soak.train(folder / f"run-{runs}", disturbed=True)
@@ -282,6 +317,9 @@ def main(*, minutes: float = 10.0, seed: int | None = None) -> int:
                 f"{soak.tracebacks} tracebacks",
                 flush=True,
             )
+    if not (runs and soak.faults):
+        print("no fault was injected: nothing was tested", file=sys.stderr)
+        return 1
     return int(same < runs or soak.tracebacks > 0)
 
 

@@ -4,7 +4,7 @@ Every file of a model or a run goes through this module. `atomic_write` is the o
 replaces a file, `open_regular` the only one that opens a file for reading.
 """
 
-# ruff: noqa: PTH105, PTH108, PTH110, PTH116
+# ruff: noqa: PTH102, PTH105, PTH108, PTH110, PTH112, PTH116
 # The functions of `os` by name: the tests replace `os` and `FileIO` in this module by ones that
 # fail at any call.
 
@@ -118,6 +118,18 @@ def atomic_write(path: Path, *, previous: Path | None = None) -> Iterator[IO[byt
         _flush_folder(path.parent)
 
 
+def make_folder(folder: Path) -> None:
+    """Create a folder, unless there is one, and those above it; their names are flushed to disk."""
+    missing = [each for each in (folder, *folder.parents) if not each.exists()]
+    for each in reversed(missing):
+        with contextlib.suppress(FileExistsError):  # another process may be faster
+            os.mkdir(each)
+        with contextlib.suppress(PermissionError):  # a folder that may be written, but not listed
+            _flush_folder(each.parent)
+    if not os.path.isdir(folder):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), os.fspath(folder))
+
+
 def append_line(path: Path, line: str) -> None:
     """Append a line to a regular file, which is created if it does not exist."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | NOFOLLOW | NONBLOCK | CLOEXEC | BINARY
@@ -132,15 +144,23 @@ def sweep(folder: Path) -> None:
 
     A file that a living process writes is locked, and stays.
     """
-    for file in (*folder.glob(".*.part"), *folder.glob("*/.*.part")):
-        is_linked = file.parent != folder and file.parent.is_symlink()
-        if TEMPORARY.fullmatch(file.name) and not is_linked:
-            with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
-                if fcntl is not None:  # Windows does not delete an open file anyway
-                    handle = os.open(file, os.O_RDWR | NOFOLLOW | NONBLOCK | CLOEXEC)
-                    stack.callback(os.close, handle)
-                    _lock_temporary(handle)
-                os.unlink(file)
+    for file in temporary_files(folder):
+        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+            if fcntl is not None:  # Windows does not delete an open file anyway
+                handle = os.open(file, os.O_RDWR | NOFOLLOW | NONBLOCK | CLOEXEC)
+                stack.callback(os.close, handle)
+                _lock_temporary(handle)
+            os.unlink(file)
+
+
+def temporary_files(folder: Path) -> list[Path]:
+    """Return the temporary files in a folder and its subfolders, of living and killed processes."""
+    return [
+        file
+        for file in (*folder.glob(".*.part"), *folder.glob("*/.*.part"))
+        if TEMPORARY.fullmatch(file.name)
+        and (file.parent == folder or not file.parent.is_symlink())
+    ]
 
 
 def _create_temporary(path: Path) -> tuple[Path, int]:

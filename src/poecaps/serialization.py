@@ -20,6 +20,7 @@ from poecaps._files import (
     ModelError,
     atomic_write,
     format_json,
+    make_folder,
     open_regular,
     parse_json,
     read_bytes,
@@ -68,7 +69,7 @@ def write_model(
     half
         Whether `tensors` come from `half_precision`.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     about = {"architecture": asdict(architecture)}
     write_tensors(folder / WEIGHTS, tensors, about | ({"half": True} if half else {}))
     write_json(folder / CONFIG, {"format": FORMAT, "version": VERSION} | about)

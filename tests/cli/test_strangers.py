@@ -17,12 +17,12 @@ from PIL import Image
 from poecaps.cli.main import main
 from poecaps.data import DataError
 from poecaps.serialization import read_tensors, write_tensors
-from poecaps.training import record
+from poecaps.training import origin, record, resume
 from poecaps.training.checkpoint import CHECKPOINT, PREVIOUS
 from poecaps.training.metrics import METRICS
 from poecaps.training.progress import TensorBoard
 from tests.cli.conftest import SMALL
-from tests.systems import needs_fifo, needs_links
+from tests.systems import needs_fifo, needs_links, needs_unix
 
 
 @pytest.fixture
@@ -265,6 +265,99 @@ def test_a_record_does_not_choose_what_is_downloaded(
     assert "not downloaded unless you ask for it; give --data hf:som" in error
 
 
+def pictures_of(folder: Path) -> Path:
+    """Private pictures of a user, of the size that the model expects."""
+    (folder / "Pictures").mkdir()
+    for number in range(12):
+        pixels = np.random.default_rng(number).integers(0, 256, (28, 28), np.uint8)
+        Image.fromarray(pixels).save(folder / "Pictures" / f"private-{number}.png")
+    return folder / "Pictures"
+
+
+@pytest.mark.parametrize("command", ["encode", "evaluate", "cluster", "reconstruct"])
+@pytest.mark.parametrize("mark", ["none", "of other data", "invalid"])
+def test_a_record_does_not_choose_which_files_are_read(
+    command: str,
+    mark: str,
+    model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Neither their contents nor their names end in the folder of the model."""
+    pictures, about = pictures_of(tmp_path), record.read(model)
+    about["config"]["data"] = str(pictures)
+    if mark == "none":
+        del about["origin"]
+    elif mark == "invalid":
+        about["origin"] = ["\ud800"]
+    record.write(model, about)
+    before = {file: file.stat().st_mtime_ns for file in model.rglob("*")}
+    with monkeypatch.context() as patch:
+        patch.setattr("poecaps.data.load", pytest.fail)
+        assert main([command, str(model)]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "are not read unless you ask for them" in error
+    assert f"give --data {pictures}" in error
+    assert {file: file.stat().st_mtime_ns for file in model.rglob("*")} == before
+    if command == "encode":
+        assert main([command, str(model), "--data", str(pictures)]) == 0
+
+
+def test_a_record_does_not_choose_the_folder_of_a_dataset(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    about = record.read(model)
+    about["config"] |= {"data": "mnist", "data_path": str(tmp_path)}
+    record.write(model, about)
+    assert main(["encode", str(model)]) == 2
+    assert f"give --data mnist --data-path {tmp_path}\n" in capsys.readouterr().err
+
+
+def test_the_images_of_a_run_of_this_user_are_read_also_after_it_was_moved(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["encode", str(model.rename(tmp_path / "moved"))]) == 0
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "of another user"))
+    assert main(["encode", str(tmp_path / "moved")]) == 2
+
+
+@needs_unix
+def test_a_key_that_others_can_read_is_not_used(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    config, key = record.options_of(model, record.read(model)), tmp_path / "poecaps" / "key"
+    mark = origin.mark(config)
+    assert mark is not None
+    assert mark == origin.mark(config)
+    assert [file.name for file in key.parent.iterdir()] == ["key"]
+    assert key.stat().st_mode & 0o777 == 0o600
+    assert origin.is_ours({"origin": mark}, config)
+    key.chmod(0o644)
+    assert origin.mark(config) is None
+    assert not origin.is_ours({"origin": mark}, config)
+
+
+def test_resuming_the_run_of_another_user_does_not_make_its_path_ours(
+    model: Path, source: Path
+) -> None:
+    """Also without run.json, which is then written anew."""
+    (model / record.RECORD).unlink()
+    assert main(["train", "--resume", str(model), "--no-figures", "--quiet"]) == 0
+    assert "origin" not in record.read(model)
+    assert main(["encode", str(model)]) == 2
+    (model / record.RECORD).unlink()
+    resume(model, data=str(source))
+    assert main(["encode", str(model)]) == 0
+
+
+def test_a_published_record_has_no_mark(model: Path) -> None:
+    assert "origin" in record.read(model)
+    assert "origin" not in record.without_machine(record.read(model))
+
+
 @pytest.mark.parametrize("finished", [True, False])
 def test_a_run_is_resumed_with_the_dataset_that_is_named(
     finished: bool,
@@ -312,7 +405,7 @@ def test_escape_sequences_of_a_record_are_shown_and_not_obeyed(
     about["starts"][0] |= {"command": ESCAPE, "device": ESCAPE}
     record.write(model, about)
     assert main(["info", str(model)]) == 0
-    assert main(["encode", str(model)]) == 1
+    assert main(["encode", str(model)]) == 2
     assert main(["info", str(model / ESCAPE)]) == 1
     shown = capsys.readouterr()
     for text in (shown.out, shown.err):

@@ -11,7 +11,7 @@ import pytest
 
 import poecaps
 from poecaps.cli.main import main
-from poecaps.training import PRESETS, record
+from poecaps.training import PRESETS, origin, record
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -38,7 +38,9 @@ def made(dense: Path, noise: Path, folder: Path, **epochs: int) -> Path:
     stages = {name: replace(getattr(config, name), epochs=count) for name, count in epochs.items()}
     shutil.copytree(dense, folder)
     about = record.describe_data(poecaps.data.load(str(noise)))
-    record.write(folder, record.new_record(replace(config, **stages), about))
+    options = replace(config, **stages)
+    mark = {origin.MARK: origin.mark(options)}
+    record.write(folder, record.new_record(options, about) | mark)
     return folder
 
 

@@ -17,6 +17,7 @@ import pytest
 
 from benchmarks.explorer_attack import (
     HALF_A_HEAD,
+    HalfSentBodies,
     HalfSentHeads,
     UnreadAnswers,
     move_sliders,
@@ -69,18 +70,21 @@ def says_hello(address: str) -> bool:
 
 
 @needs_unix
-def test_sliders_move_under_half_sent_heads(digits: ExplorerModel, tmp_path: Path) -> None:
+@pytest.mark.parametrize("attack", [HalfSentHeads, HalfSentBodies])
+def test_sliders_move_under_half_sent_requests(
+    attack: type[HalfSentHeads], digits: ExplorerModel, tmp_path: Path
+) -> None:
     """More connections than the explorer may open files; `make attack` has a thousand."""
     path = tmp_path / "log"
     with (
         path.open("w") as log,
         running_explorer(digits.source, log=log, open_files=128) as address,
-        HalfSentHeads(address, 300) as heads,
+        attack(address, 300) as requests,
     ):
         moves = move_sliders(address, seconds=WAIT, max_moves=5)
         assert moves.faults == []
         assert len(moves.seconds) == 5
-        assert heads.held <= 64
+        assert requests.held <= 64
     assert path.stat().st_size < 10_000
     assert "Traceback" not in path.read_text()
 

@@ -109,6 +109,46 @@ def test_a_finished_run_is_only_loaded(finished: Path) -> None:
     )
 
 
+@needs_flock
+def test_temporary_files_of_killed_processes_in_a_finished_run_are_deleted(
+    finished: Path, tmp_path: Path
+) -> None:
+    """Those of living ones stay, and so does all while another process owns the folder."""
+    folder = tmp_path / "run"
+    shutil.copytree(finished, folder)
+    names = {file.name for file in folder.iterdir()}
+    (folder / "figures").mkdir(exist_ok=True)
+    killed = [folder / f".{name}-0123456789abcdef.part" for name in ("model.safetensors", "a.npz")]
+    killed.append(folder / "figures" / ".joint.png-0123456789abcdef.part")
+    for file in killed:
+        file.touch()
+    with _files.lock(folder / ".lock"):
+        resume(folder)
+    assert all(file.exists() for file in killed)
+    with _files.atomic_write(folder / "codes.npz"):
+        resume(folder)
+        assert not any(file.exists() for file in killed)
+        assert len(list(folder.glob(".codes.npz-*.part"))) == 1
+    assert {file.name for file in folder.iterdir()} == names | {"codes.npz", "figures"}
+
+
+def test_a_finished_run_that_is_read_only_is_loaded(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Although a temporary file was left there."""
+    shutil.copytree(finished, tmp_path / "run")
+    (tmp_path / "run" / ".a.npz-0123456789abcdef.part").touch()
+    tried = []
+
+    def refuse(path: Path) -> None:
+        tried.append(path)
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(_files, "_acquire", refuse)
+    resume(tmp_path / "run")
+    assert tried == [tmp_path / "run" / ".lock"]
+
+
 def test_a_finished_run_whose_model_is_lost_writes_it_again(finished: Path, tmp_path: Path) -> None:
     shutil.copytree(finished, tmp_path / "run")
     (tmp_path / "run" / "model.safetensors").unlink()
@@ -386,6 +426,38 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(
     (folder / "model.safetensors").unlink()
     with pytest.raises(ModelError, match=f"{PREVIOUS} is damaged"):
         resume(folder)
+
+
+def damage(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 4
+    file.write_bytes(content)
+
+
+def test_a_second_fault_one_checkpoint_after_a_fallback_loses_nothing(
+    data: Path, finished: Path, tmp_path: Path
+) -> None:
+    """What was found damaged never takes the place of the checkpoint before it."""
+    folder, steps = tmp_path / "run", 0
+
+    def stop_after_a_checkpoint(_: Progress) -> None:
+        nonlocal steps
+        steps += 1
+        if steps == 3:  # the first report is that of the start
+            raise Stop
+
+    with pytest.raises(Stop):
+        train(config_for(data, checkpoint_every=0), folder, report=stop_at_10)
+    damage(folder / CHECKPOINT)
+    with pytest.warns(CheckpointWarning), pytest.raises(Stop):
+        resume(folder, report=stop_after_a_checkpoint)
+    found = [read_tensors(folder / name)[1]["step"] for name in (CHECKPOINT, PREVIOUS)]
+    assert found == [9, 8]
+    damage(folder / CHECKPOINT)
+    with pytest.warns(CheckpointWarning, match=rf"{CHECKPOINT} is damaged.*{PREVIOUS}$"):
+        resume(folder)
+    assert_same_weights(folder, finished)
+    assert metrics(folder) == metrics(finished)
 
 
 def break_reads(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:

@@ -22,7 +22,7 @@ from poecaps.data.idx import Split, find_images
 from poecaps.data.images import HELD_OUT_SHARE
 from poecaps.data.mapped import is_on_hub, require_asked_for
 from poecaps.network import CapsuleNetwork
-from poecaps.training import record
+from poecaps.training import origin, record
 from poecaps.training.checkpoint import newest_checkpoint
 
 if TYPE_CHECKING:
@@ -302,14 +302,24 @@ def training_source(run: str | Path, path: str | None) -> tuple[str, str | None]
     Raises
     ------
     ValueError
-        If the data are unknown, or those of the Hugging Face Hub.
+        If the data are unknown, those of the Hugging Face Hub, or a path that only the record
+        names: a model from elsewhere must not choose which files of this machine are read.
     """
     folder = models.find(run)
     if not (folder / record.RECORD).is_file():
         raise ValueError(f"the training data of {run} are unknown; give images with --data")
-    config = record.options_of(folder, record.read(folder))
+    about = record.read(folder)
+    config = record.options_of(folder, about)
+    require_asked_for(run, config.data)
+    reads_path = config.data not in datasets.NAMES or (path is None and config.data_path)
+    if reads_path and not origin.is_ours(about, config):
+        named = {"--data": config.data, "--data-path": config.data_path}
+        options = [f"{name} {shlex.quote(value)}" for name, value in named.items() if value]
+        raise ValueError(
+            f"the images of {run} are not read unless you ask for them, because this user has not "
+            f"started the run on this machine; give {' '.join(options)}"
+        )
     source, path = config.data, path or config.data_path
-    require_asked_for(run, source)
     if (
         models.is_shipped(run)
         and path is None

@@ -44,8 +44,21 @@ class Checkpoint:
     """State of the stage beside its weights, such as its chains; empty at the start of a stage."""
 
 
-def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
-    """Write the checkpoint of a run into its folder, atomically, and keep the one before."""
+def write_checkpoint(folder: Path, checkpoint: Checkpoint, *, is_ours: bool = False) -> None:
+    """Write the checkpoint of a run into its folder, atomically, and keep the one before.
+
+    If the newest one is damaged, it is replaced, and the one before it stays.
+
+    Parameters
+    ----------
+    folder
+        Folder of the run.
+    checkpoint
+        The state of the run.
+    is_ours
+        Whether this process has written the newest checkpoint, which is then not read again.
+    """
+    keeps_newest = is_ours or not _is_damaged(folder / CHECKPOINT)
     tensors = {f"model.{name}": value for name, value in checkpoint.model.items()}
     tensors |= {f"stage.{name}": value for name, value in checkpoint.stage_state.items()}
     about = {
@@ -58,8 +71,19 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
         folder / CHECKPOINT,
         {**tensors, **checkpoint.optimizer},
         about,
-        previous=folder / PREVIOUS,
+        previous=folder / PREVIOUS if keeps_newest else None,
     )
+
+
+def _is_damaged(file: Path) -> bool:
+    """Return whether a file of tensors is not what was written, or the disk cannot read it."""
+    try:
+        read_tensors(file)
+    except DamagedError:
+        return True
+    except FileNotFoundError:
+        pass
+    return False
 
 
 def newest_checkpoint(folder: Path) -> Path | None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from poecaps._devices import find_device
-from poecaps._files import lock, sweep
+from poecaps._files import lock, make_folder, sweep, temporary_files
 from poecaps.autoencoder import minimum_image_size
 from poecaps.data import DataError, ImageSet, MissingSplitError, from_dataset, hold_out, load
 from poecaps.data.datasets import NAMES
@@ -246,7 +246,8 @@ def run_training(
         asked = config.data if data is None else data
         return resume_training(folder, data=asked, report=report, found=found, reading=reading)
     with _owned(folder, create=True):
-        return _run(Checkpoint(config), folder, data, report, found, reading, is_new=True)
+        start = Checkpoint(config)
+        return _run(start, folder, data, report, found, reading, is_new=True, is_asked_for=True)
 
 
 def resume_training(
@@ -273,7 +274,9 @@ def resume_training(
             if images is None:
                 require_asked_for(folder, config.data, asked)
             checkpoint = replace(checkpoint, config=config)
-            return _run(checkpoint, folder, images, report, found, reading)
+            named = asked is not None
+            return _run(checkpoint, folder, images, report, found, reading, is_asked_for=named)
+    _sweep_finished(folder)
     record = run_record.read(folder)
     config = replace(run_record.options_of(folder, record), **changes)
     config.validate()
@@ -320,17 +323,25 @@ def _owned(folder: Path, *, create: bool = False) -> Iterator[None]:
             if create:
                 missing = [each for each in (folder, *folder.parents) if not each.exists()]
                 stack.callback(_remove_empty, missing)
-                folder.mkdir(parents=True, exist_ok=True)
+                make_folder(folder)
             stack.enter_context(lock(folder / LOCK))
             sweep(folder)
         yield
+
+
+def _sweep_finished(folder: Path) -> None:
+    """Delete what killed processes left in the folder of a finished run, if it can be written."""
+    if is_main_process() and temporary_files(folder):
+        with suppress(OSError), lock(folder / LOCK):
+            sweep(folder)
 
 
 def _remove_empty(folders: Iterable[Path]) -> None:
     """Remove folders, the innermost first, as far as they are empty."""
     with suppress(OSError):
         for folder in folders:
-            folder.rmdir()
+            with suppress(FileNotFoundError):
+                folder.rmdir()
 
 
 def is_finished(folder: Path) -> bool:
@@ -349,6 +360,7 @@ def _run(
     reading: Reading | None,
     *,
     is_new: bool = False,
+    is_asked_for: bool,
 ) -> TrainingResult:
     """Train from a checkpoint on."""
     started, config, interrupts = time.perf_counter(), checkpoint.config, Interrupts()
@@ -381,6 +393,7 @@ def _run(
             interrupts=interrupts,
             report=report,
             held_out=held_out,
+            is_asked_for=is_asked_for,
         )
         trainer.fit(checkpoint)
         return TrainingResult(

@@ -17,6 +17,7 @@ from poecaps.layer import CapsuleRouting
 from poecaps.network import CapsuleNetwork
 from poecaps.options import Architecture
 from poecaps.serialization import load_state
+from poecaps.training import origin
 from poecaps.training import record as run_record
 from poecaps.training.checkpoint import (
     CHECKPOINT,
@@ -95,6 +96,8 @@ class Trainer:
         Function that is called with the progress after every step.
     held_out
         Images on which nothing is learned, for the running metrics.
+    is_asked_for
+        Whether the user has named the data, and not only a file of the run.
     """
 
     def __init__(
@@ -108,6 +111,7 @@ class Trainer:
         interrupts: Interrupts,
         report: Report | None = None,
         held_out: ImageSet | None = None,
+        is_asked_for: bool = False,
     ) -> None:
         sizes = batch_sizes(config, len(data))
         for name, size in sizes.items():
@@ -133,6 +137,8 @@ class Trainer:
         self.metrics_log = MetricsLog(folder)
         self.record: dict[str, Any] = {}  # of the run; only the main process writes it
         self.checkpoint_timer = CheckpointTimer(config.checkpoint_every)
+        self.is_asked_for = is_asked_for
+        self.has_saved = False  # whether this process has written a checkpoint
         # Measured in the last stage with convolutions and in the last one without.
         self.seconds_per_work: dict[bool, float] = {}
 
@@ -399,7 +405,8 @@ class Trainer:
 
     def _write_checkpoint(self, checkpoint: Checkpoint) -> None:
         with write_errors(self.folder):
-            write_checkpoint(self.folder, checkpoint)
+            write_checkpoint(self.folder, checkpoint, is_ours=self.has_saved)
+        self.has_saved = True
         self.checkpoint_timer.reset()
 
     def _record_selection(self, stage: StageTrainer) -> None:
@@ -434,6 +441,8 @@ class Trainer:
                     f"the images of {data['source']} differ from those with which the run in "
                     f"{self.folder} was started"
                 )
+        if self.is_asked_for and (mark := origin.mark(self.config)) is not None:
+            record[origin.MARK] = mark
         if (checkpoint.stage, checkpoint.step) == (0, 0):
             # So that a run that is killed at any moment can be resumed.
             self._write_checkpoint(Checkpoint(self.config))
