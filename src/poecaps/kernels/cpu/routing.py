@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.functional import pad
 
+from poecaps import _checks as checks
 from poecaps import functional as F
 from poecaps.kernels import torch_routing
 from poecaps.kernels.cpu import build
@@ -75,12 +76,15 @@ def why_not(x: Tensor, weight: Tensor) -> str | None:
 def pays(x: Tensor, weight: Tensor) -> bool:
     """Return whether a call has enough work, B·I·J·D·K multiplications, to be worth compiling.
 
+    B counts the images of all elements over which `torch.func.vmap` maps.
+
     Parameters
     ----------
     x : (B, I, K)
     weight : (I, J, D, K)
     """
-    return len(x) * weight.numel() >= MIN_MULTIPLICATIONS
+    images: int = len(x) * checks.mapped_elements()
+    return images * weight.numel() >= MIN_MULTIPLICATIONS
 
 
 def _is_plain_memory(tensor: Tensor) -> bool:
@@ -262,6 +266,7 @@ def routing_backward(
     grad_weight = weight.new_empty(weight.shape) if needs_grad_weight else None
     if grad_weight is not None and not len(x):
         grad_weight.zero_()  # no block writes to it
+    z = z.contiguous()
     grad_z = torch.zeros_like(z[-1]) if grad_z is None else grad_z.contiguous()
     batch = _Batch(x, weight, routing, grad_weight, is_backward=True)
     for block in batch.blocks():
