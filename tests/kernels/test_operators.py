@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -298,14 +299,26 @@ def test_functional_transforms_are_left_to_the_reference(
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_an_exported_program_has_operators_only_if_asked_for(
-    strict: bool, generator: torch.Generator
+    strict: bool, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By default it does not need poecaps; with a backend it is as fast as that."""
+    """By default it does not need poecaps, as one warning says; a backend has its speed."""
+    monkeypatch.setattr(operators, "_has_warned_of_export", [])
     layer, x = make(generator)
-    program = torch.export.export(layer.requires_grad_(False), (x,), strict=strict)
+    layer.requires_grad_(False)
+    dynamic = {"dynamic_shapes": ({0: torch.export.Dim("batch")},), "strict": strict}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            program = torch.export.export(layer, (x,), **dynamic)
+        layer.backend = "reference"
+        torch.export.export(layer, (x,), **dynamic)
+    (message,) = (str(each.message) for each in caught if "poecaps" in str(each.message))
+    assert "set layer.backend = 'simd'" in message
     assert "poecaps" not in str(program.graph)
+    torch.testing.assert_close(program.module()(x[:7]), layer(x[:7]), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(program.module()(x), layer(x), rtol=1e-4, atol=1e-5)
     layer.backend = "simd"
-    program = torch.export.export(layer, (x,), strict=strict)
+    program = torch.export.export(layer, (x,), **dynamic)
     assert "poecaps.route" in str(program.graph)
-    torch.testing.assert_close(program.module()(x), layer(x))
+    for count in (18, 7):
+        torch.testing.assert_close(program.module()(x[:count]), layer(x[:count]))

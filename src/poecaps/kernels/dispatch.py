@@ -28,6 +28,8 @@ from poecaps.kernels import cpu, float32, torch_routing
 from poecaps.kernels.triton import support as triton_support
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch import Tensor
 
     from poecaps.functional import Agreement, Axis, RoutingOptions
@@ -126,6 +128,7 @@ def choose(
     if backend is not None:
         checks.require_choice("backend", backend, BACKENDS)
     elif _may_be_exported():
+        _warn_if_exported(x, weight, asked)
         return "reference"  # so that an exported program does not need poecaps
     else:
         for name in PREFERRED.get(x.device.type, ()):
@@ -230,6 +233,17 @@ def describe(device: torch.device | str) -> str:
 def _pays(name: Backend, x: Tensor, weight: Tensor) -> bool:
     """Return whether an automatic choice should take this backend."""
     return name != "simd" or cpu.pays(x, weight)
+
+
+def _warn_if_exported(x: Tensor, weight: Tensor, asked: Mapping[str, Any]) -> None:
+    """Warn if an exported program is slower than one with operators would be."""
+    if any(
+        why_not(name, x, weight, **asked) is None and (name != "simd" or cpu.may_pay(weight))
+        for name in PREFERRED.get(x.device.type, ())
+    ):
+        from poecaps.kernels import operators
+
+        operators.warn_of_export()
 
 
 def _warn_if_transformed(x: Tensor, weight: Tensor) -> None:

@@ -280,6 +280,23 @@ def warn_of_transforms() -> None:
         )
 
 
+_has_warned_of_export: list[bool] = []
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def warn_of_export() -> None:
+    """Warn once that an exported program does not have the operators."""
+    if not _has_warned_of_export:
+        _has_warned_of_export.append(True)
+        warnings.warn(
+            "the exported program (in PyTorch 2.6 also that of torch.compile) has the equations of "
+            "poecaps.functional, so that it does not need poecaps, and is slower than the layer; "
+            "set layer.backend = 'simd' on a CPU or 'triton' on a GPU before the export for a "
+            "program with the operators of poecaps, or 'reference' to silence this warning",
+            stacklevel=2,
+        )
+
+
 def why_not(name: str, x: Tensor, weight: Tensor, *, is_learning: bool) -> str | None:
     """Return why the operators cannot serve a call that `torch.compile` traces, None if they can.
 

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 BLOCK = 128  # images in a block, a multiple of all lanes; J×I×BLOCK coefficients stay in the cache
 MAX_DIM = 64  # largest D and K: a vote and its direction are arrays on the stack
 MIN_MULTIPLICATIONS = 2**20  # B·I·J·D·K of one pass below which compiling does not pay
+USUAL_BATCH = 64  # images of a call whose size is not known
 MIN_CHUNK, MAX_CHUNKS = 48, 16  # inputs mixed by one task, at least; number of such tasks, at most
 MIN_TILES = 16  # tasks of the backward pass, at least, if there are as many inputs
 TILE_VECTORS = 2**13  # vectors of one such task, at most: half a MiB stays in the cache
@@ -85,6 +86,14 @@ def pays(x: Tensor, weight: Tensor) -> bool:
     """
     images: int = len(x) * checks.mapped_elements()
     return images * weight.numel() >= MIN_MULTIPLICATIONS
+
+
+def may_pay(weight: Tensor) -> bool:
+    """Return whether a batch of usual size has enough work; weight : (I, J, D, K).
+
+    For programs that are exported for batches of any size.
+    """
+    return USUAL_BATCH * weight.numel() >= MIN_MULTIPLICATIONS
 
 
 def _is_plain_memory(tensor: Tensor) -> bool:
