@@ -305,7 +305,10 @@ def test_an_exported_program_has_operators_only_if_asked_for(
     monkeypatch.setattr(operators, "_has_warned_of_export", [])
     layer, x = make(generator)
     layer.requires_grad_(False)
-    dynamic: dict[str, Any] = {"dynamic_shapes": ({0: torch.export.Dim("batch")},), "strict": strict}
+    dynamic: dict[str, Any] = {
+        "dynamic_shapes": ({0: torch.export.Dim("batch")},),
+        "strict": strict,
+    }
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
