@@ -104,8 +104,7 @@ bench: install
 report: install
 	@for each in docs/results/routing-*.json; do name=$$(basename $$each .json); \
 	  $(BIN)/python -m benchmarks --read $$each --plot docs/images/$$name.png || exit 1; done
-	$(BIN)/python -m benchmarks.report README.md docs/results*.md docs/benchmarks.md docs/classes.md \
-	  docs/contrastive-divergence.md docs/density.md docs/how-to/scikit-learn.md
+	$(BIN)/python -m benchmarks.report
 
 # The wheel is built from the sdist, as an installer would do.
 build: install

@@ -987,6 +987,61 @@ def _tables_report() -> Any:
     return json.loads((NUMBERS / "tables.json").read_text(encoding="utf-8"))
 
 
+NOVELTY_SCORES = {  # heading: name in `benchmarks.applications`, after "poecaps: "
+    "−log P of the density": "−log P",
+    "−log P of the base measure, without experts": "−log P of the base measure",
+    "free energy of the density, without base measure": "free energy of the density",
+    "norm of the whitened features": "norm of the features",
+    "free energy of the encoder": "free energy",
+    "reconstruction error": "reconstruction error",
+}
+NOVELTY_SETS = (("MNIST", "Fashion-MNIST"), ("Fashion-MNIST", "MNIST"))
+
+
+def novelty() -> str:
+    """List how well scores of small densities tell other images from test images."""
+    found = [numbers(data, "novelty")["novelty"] for data in ("mnist", "fashion-mnist")]
+    rows = []
+    for heading, name in NOVELTY_SCORES.items():
+        centred = f"poecaps: distance from the median {name}"
+        cells = [
+            f"{each[f'poecaps: {name}']:.3f}"
+            + (f" ({each[centred]:.3f})" if centred in each else "")
+            for each in found
+        ]
+        rows.append([heading, *cells])
+    head = ["score (in brackets: distance from its median)"]
+    return markdown_table([*head, *(f"{a}, others from {b}" for a, b in NOVELTY_SETS)], rows)
+
+
+ONE_EXPERT = {  # heading: path in an evaluation, format
+    "recognisable, all experts of the density": ("domains.model.recognisability.share", ".1%"),
+    "effective classes, all experts of the density": (
+        "domains.model.diversity.effective_classes",
+        ".1f",
+    ),
+    "recognisable, one expert of the density": ("density_experts.recognisability.share", ".1%"),
+    "effective classes, one expert of the density": (
+        "density_experts.diversity.effective_classes",
+        ".1f",
+    ),
+    "purity, one expert of the density": ("density_experts.purity.mean", ".1%"),
+    "recognisable, one expert of the encoder": ("experts.recognisability.share", ".1%"),
+    "effective classes, one expert of the encoder": ("experts.diversity.effective_classes", ".1f"),
+    "purity, one expert of the encoder": ("experts.purity.mean", ".1%"),
+}
+
+
+def one_expert() -> str:
+    """Compare draws of one expert of small densities with those of one expert of the encoder."""
+    found = [numbers(data, "one-expert") for data in ("mnist", "fashion-mnist")]
+    rows = [
+        [heading, *(cell([lookup(each, path)], form) for each in found)]
+        for heading, (path, form) in ONE_EXPERT.items()
+    ]
+    return markdown_table(["", "MNIST", "Fashion-MNIST"], rows)
+
+
 def few_labels(data: str) -> str:
     """List the accuracy of linear classifiers that learned from few labels."""
     return few_label_table(numbers(data, "few-labels"))
@@ -1083,6 +1138,8 @@ TABLES: dict[str, Callable[..., str]] = {  # name in the comment of a page: tabl
     "class-many": class_many,
     "clusterings": clusterings,
     "bundled-classes": bundled_classes,
+    "novelty": novelty,
+    "one-expert": one_expert,
     "claims": paper_claims,
     "zoo-routed": routed_zoo,
     "pace": speed_target_table,

@@ -676,3 +676,59 @@ def test_invalid_states_are_an_error(generator: torch.Generator) -> None:
         density.energy(x, torch.full((5, J), 0.5))
     with pytest.raises(TypeError, match=r"on must be a torch.Tensor"):
         density.energy(x, [[1] * J] * 5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"strength": -torch.ones(J)}, ValueError, "strength must hold .* above 0, but holds -1.0"),
+        ({"strength": torch.zeros(5, J)}, ValueError, "strength must hold .* above 0, but holds 0"),
+        ({"strength": torch.ones(J - 1)}, ValueError, r"strength must have shape \(J=4\)"),
+        ({"strength": torch.ones(4, J)}, ValueError, r"strength must have shape \(B=5, J=4\)"),
+        ({"strength": torch.tensor(1.0)}, ValueError, r"strength must have shape \(J=4\)"),
+        ({"strength": 1.0}, TypeError, "strength must be a torch.Tensor"),
+        ({"on": torch.ones(5, J - 1)}, ValueError, r"on must have shape \(B=5, J=4\)"),
+        ({"on": torch.full((5, J), 0.5)}, ValueError, r"on must be 0 \(off\) or 1 \(on\)"),
+    ],
+)
+def test_invalid_arguments_of_the_gradient_are_an_error(
+    options: dict[str, Any], error: type[Exception], message: str, generator: torch.Generator
+) -> None:
+    density, x = density_of(generator), normal(generator, 5, I, K)
+    with pytest.raises(error, match=message):
+        density.free_energy_and_gradient(x, **options)
+
+
+def test_invalid_components_are_an_error(generator: torch.Generator) -> None:
+    density, x = density_of(generator, base_components=2), normal(generator, 5, I, K)
+    with pytest.raises(ValueError, match=r"x must have shape \(B, I=3, K=2\), but has"):
+        density.components(x[:, :2])
+    with pytest.raises(ValueError, match="x must be finite"):
+        density.components(x * math.nan)
+    y = density.components(x)
+    for wrong in (y[..., :1], y[:, 0], y.repeat(1, 2, 1)):
+        with pytest.raises(ValueError, match=r"y must have shape \(B, I=1, K=2\), but has"):
+            density.from_components(wrong)
+    with pytest.raises(TypeError, match=r"y is torch.float32 but weight is"):
+        density.from_components(y.float())
+
+
+@pytest.mark.parametrize(
+    ("batches", "error", "message"),
+    [
+        ([], ValueError, "batches must hold at least one vector of capsules, but are empty"),
+        ([torch.zeros(0, I, K)], ValueError, "batches must hold at least one vector"),
+        ([torch.zeros(5, I, K + 1)], ValueError, r"batches must have shape \(B, I=3, K=2\)"),
+        ([torch.zeros(5, I * K)], ValueError, r"batches must have shape \(B, I=3, K=2\)"),
+        ([torch.ones(5, I, K), torch.full((1, I, K), math.nan)], ValueError, "norm is nan; look"),
+        ([torch.full((1, I, K), math.inf)], ValueError, "must hold finite capsules, but"),
+        ([torch.zeros(5, I, K).long()], TypeError, "batches must be a floating-point tensor"),
+    ],
+)
+def test_invalid_data_of_a_base_measure_are_an_error(
+    batches: list[Tensor], error: type[Exception], message: str
+) -> None:
+    base = GaussianBase(I, K, 2)
+    with pytest.raises(error, match=message):
+        base.fit(batches)
+    assert torch.equal(base.std, torch.ones(2))

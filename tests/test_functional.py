@@ -361,6 +361,47 @@ def test_reconstruction_is_the_transpose_of_preactivation(x: Tensor, weight: Ten
 # What a caller can get wrong
 
 
+@pytest.mark.parametrize(
+    ("strength", "error", "message"),
+    [
+        (torch.tensor([1.0, 0.0]), ValueError, "must hold finite numbers above 0, but holds 0.0"),
+        (torch.tensor([-1.0, 2.0]), ValueError, "must hold finite numbers above 0, but holds -1.0"),
+        (torch.tensor([1.0, math.nan]), ValueError, "must hold .* above 0, but holds nan"),
+        (torch.ones(3), ValueError, r"must have shape \(J=2\), but has shape \(3,\); give"),
+        (torch.ones(5, 2), ValueError, r"must have shape \(J=2\), but has shape \(5, 2\)"),
+        (2.0, TypeError, "must be a torch.Tensor, but is float"),
+    ],
+)
+def test_invalid_strengths_are_an_error(
+    strength: Any, error: type[Exception], message: str
+) -> None:
+    z = torch.ones(5, 2, 3)
+    with pytest.raises(error, match=f"strength {message}"):
+        F.free_energy(z, strength=strength)
+    with pytest.raises(error, match=f"strength {message}"):
+        F.energy(z, torch.ones(5, 2), strength)
+    with pytest.raises(error, match=f"strength {message}"):
+        F.firing_probability(z, strength)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((-1,), ValueError, "linear_dims must be a whole number from 0 to 3, but is -1"),
+        ((4,), ValueError, "linear_dims must be a whole number from 0 to 3, but is 4"),
+        ((1.5,), TypeError, "linear_dims must be a whole number from 0 to 3, but is 1.5"),
+        ((1, torch.zeros(3)), ValueError, r"origin must have shape \(J=2\), but has shape \(3,\)"),
+        ((0, torch.zeros(2, 3)), ValueError, r"origin must have shape \(J=2\), but has"),
+        ((1, 0.5), TypeError, "origin must be a torch.Tensor, but is float"),
+    ],
+)
+def test_invalid_linear_coordinates_are_an_error(
+    arguments: tuple[Any, ...], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        F.forward_side(torch.ones(5, 2, 3), *arguments)
+
+
 def test_errors_name_the_argument_the_value_and_the_remedy(x: Tensor, weight: Tensor) -> None:
     def fails(error: type[Exception], pattern: str, *tensors: Tensor, **options: object) -> None:
         with pytest.raises(error, match=pattern):

@@ -10,18 +10,22 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from poecaps.energy import CapsuleDensity, GaussianBase
+from poecaps.energy import CapsuleDensity
 from poecaps.likelihood import (
     LogPartition,
+    bennett_ratio,
     bracket_log_partition,
     estimate_log_partition,
     exact_log_partition,
     fit_log_partition,
+    thermodynamic_integral,
 )
 from tests.densities import ZOO, Known, base_quadrature, from_zoo, make_density, two_modes
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from poecaps.options import Base
 
 
 def one_expert(generator: torch.Generator, strength: float, components: int) -> CapsuleDensity:
@@ -96,8 +100,33 @@ def test_any_energy_over_a_base_measure_can_be_measured(
     assert ticks == [(done, 120) for done in range(1, 121)]
 
 
-@pytest.mark.parametrize("name", [name for name in ZOO if "ball" not in name])
+@pytest.mark.parametrize("precision", [0.5, 3.0])
+def test_draws_at_several_temperatures_tell_the_partition_function(
+    precision: float, generator: torch.Generator
+) -> None:
+    """Bennett's estimate from both ends, and the thermodynamic integral from one draw at each t."""
+    target, exact = Quadratic(precision), -5 / 2 * math.log(precision)
+    u = target.sample_base(3000, generator)
+    (lower, _), (upper, _) = target.energy(u[:1500]), target.energy(u[1500:] / math.sqrt(precision))
+    assert bennett_ratio(lower, upper).item() == pytest.approx(exact, abs=0.1)
+    many = bennett_ratio(lower.view(-1, 3), upper.view(-1, 3))
+    assert many.shape == (3,)
+    assert many.mean().item() == pytest.approx(exact, abs=0.1)
+    t = torch.rand(3000, generator=generator, dtype=torch.float64).mul(1.5).clamp(max=1)
+    energy, _ = target.energy(u / (1 + t.unsqueeze(1) * (precision - 1)).sqrt())
+    assert thermodynamic_integral(t, energy) == pytest.approx(exact, abs=0.15)
+
+
+def test_bennetts_estimate_of_constant_energies_is_exact() -> None:
+    """Z changes by the factor e^(−W), also where the W are so far apart that all terms are 0."""
+    same = torch.full((4, 2), -800.0)
+    assert bennett_ratio(same, same).tolist() == pytest.approx([800.0, 800.0])
+    assert -900 < bennett_ratio(torch.tensor([900.0]), torch.tensor([-900.0])).item() < 900
+
+
+@pytest.mark.parametrize("name", ZOO)
 def test_two_rules_of_quadrature_agree(name: str, generator: torch.Generator) -> None:
+    """That of the library, and midpoints."""
     density = from_zoo(name, generator)
     points, log_weight = base_quadrature(density)
     with torch.no_grad():
@@ -309,6 +338,9 @@ def test_weights_that_are_not_numbers_are_an_error(generator: torch.Generator) -
     density.weight.data[0] = math.nan
     with pytest.raises(ValueError, match=r"the energy of the chains is not a number \(NaN\)"):
         estimate_log_partition(density, chains=4, steps=1)
+    density.weight.data[0] = math.inf
+    with pytest.raises(ValueError, match="the energy of the chains is −∞ where they start"):
+        estimate_log_partition(density, chains=4, steps=1)
 
 
 def test_reverse_chains_start_inside_the_ball(generator: torch.Generator) -> None:
@@ -317,11 +349,34 @@ def test_reverse_chains_start_inside_the_ball(generator: torch.Generator) -> Non
         estimate_log_partition(from_zoo("ball", generator), chains=4, steps=1, start=outside)
 
 
-def test_quadrature_needs_a_small_gaussian_measure(generator: torch.Generator) -> None:
-    large = CapsuleDensity(5, 1, 2, 2)
-    assert isinstance(large.base, GaussianBase)
-    for density in (large, from_zoo("ball", generator)):
-        with pytest.raises(
-            ValueError, match=r"quadrature needs base='gaussian' and I·K of at most 4.*; use"
-        ):
-            exact_log_partition(density)
+@pytest.mark.parametrize(("capsules", "dim"), [(1, 1), (4, 1), (1, 2), (2, 2)])
+def test_one_expert_on_the_ball_has_a_closed_form(
+    capsules: int, dim: int, generator: torch.Generator
+) -> None:
+    """E (1 + ‖Wx‖²) = 1 + Σ_i tr W_iᵀW_i/(K + 2), as E x² is 1/(K + 2) for each number."""
+    density = make_density(generator, capsules, dim, 1, 2, base="ball")
+    density.log_strength.data.zero_()
+    expected = math.log(1 + density.even_matrix().square().sum().item() / (dim + 2))
+    assert exact_log_partition(density, 6) == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", ["even", "routed over inputs", "ball"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_quadrature_of_weights_that_are_not_finite_is_an_error(
+    bad: float, name: str, generator: torch.Generator
+) -> None:
+    density = from_zoo(name, generator)
+    density.log_strength.data[0] = bad
+    with pytest.raises(ValueError, match=f"log Z must be finite, but is {bad}; look for weights"):
+        exact_log_partition(density, 8)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "base"), [((5, 1), "gaussian"), ((5, 1), "ball"), ((1, 3), "ball")]
+)
+def test_quadrature_needs_few_numbers(sizes: tuple[int, int], base: Base) -> None:
+    capsules, dim = sizes
+    density = CapsuleDensity(capsules, dim, 2, 2, base=base)
+    message = rf"I·K of at most 4, .* but I·K is {capsules * dim} and K is {dim}; use estimate"
+    with pytest.raises(ValueError, match=message):
+        exact_log_partition(density)

@@ -175,6 +175,9 @@ def test_the_workflows_test_every_promised_python_and_publish_nothing_by_themsel
     commands = [step["run"] for step in tests["jobs"]["change"]["steps"] if "run" in step]
     assert [(ROOT / command).is_file() for command in commands] == [True]
     assert "make test-neon" in [step.get("run") for step in tests["jobs"]["neon"]["steps"]]
+    jobs = release["jobs"]
+    assert (jobs["publish"]["needs"], jobs["build"]["needs"]) == ("build", "change")
+    assert commands[0] in [step.get("run") for step in jobs["change"]["steps"]]
     publish = release["jobs"]["publish"]
     assert publish["if"] == "vars.PUBLISH == 'true'"
     assert publish["permissions"] == {"id-token": "write"}
@@ -209,6 +212,11 @@ def test_the_guide_to_own_images_runs_from_end_to_end(
     text = (ROOT / "docs" / "own-images.md").read_text(encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("poecaps.evaluation.judge.MAX_EPOCHS", 1)
+    opened: list[str] = []
+    monkeypatch.setattr("webbrowser.open", opened.append)
+    monkeypatch.setattr(
+        "poecaps.explorer.server.serve", lambda *_, ready, **__: ready("http://page", "http://page")
+    )
     names: dict[str, object] = {}
     for program in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
         exec(program, names)
@@ -222,13 +230,14 @@ def test_the_guide_to_own_images_runs_from_end_to_end(
     ]
     assert [line.split()[1] for line in lines] == [
         "train", "train", "train", "train", "generate", "generate", "reconstruct",
-        "traverse", "traverse", "encode", "encode", "evaluate", "info",
+        "traverse", "traverse", "explore", "encode", "encode", "evaluate", "info",
     ]  # fmt: skip
     for line in lines:
         words = shlex.split(line, comments=True)[1:]
         if words[0] == "train":
             words += few.split() + ["--no-figures"] * ("--out" not in words)
         assert main(words) == 0
+    assert opened == ["http://page"]
     (claimed,) = re.findall(r"```text\n(found .*)\n```", text)
     assert claimed.replace("/home/me", str(tmp_path)) in capsys.readouterr().err.splitlines()
     for name in ("joint", "learned", "reconstructions", "expert-2"):

@@ -21,6 +21,7 @@ from poecaps.sampling import (
     ImportanceWeights,
     Sampler,
     StepSize,
+    Target,
     autocorrelation,
     autocorrelation_time,
     draw,
@@ -37,6 +38,7 @@ from tests.densities import ZOO, Known, from_zoo, make_density, two_modes
 # Densities for which routing is differentiated need the most time.
 COUNT, FEW = 2000, 500
 LADDER = (1.0, 0.6, 0.25, 0.0)
+LARGE_STEPS: dict[Sampler, float] = {"hmc": 1.1, "langevin": 1.5, "gibbs": 1.0}
 SOME = ["even, linear", "routed over outputs", "ball, routed"]
 
 
@@ -72,8 +74,7 @@ def test_chains_leave_exact_draws_exact(
     known, count = Known(density), chains_for(density)
     start = known.draws(count, generator)
     known.assert_are_draws(start)
-    size = {"hmc": 1.1, "langevin": 1.5, "gibbs": 0.8}[sampler]
-    options = settings(sampler, generator, anneal=0, steps=8, step_size=size)
+    options = settings(sampler, generator, anneal=0, steps=8, step_size=LARGE_STEPS[sampler])
     samples = sample(density, count, start=start, **options)
     known.assert_are_draws(samples.capsules)
     assert 0.2 < samples.acceptance < 0.97
@@ -84,28 +85,27 @@ def test_chains_leave_exact_draws_exact(
     )
 
 
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize("sampler", SAMPLERS)
 def test_without_the_metropolis_test_the_draws_are_wrong(
-    name: str, generator: torch.Generator
+    sampler: Sampler, name: str, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """With the steps that leave them exact with it."""
+
+    def always(
+        target: Target, chains: Chains, momentum: Tensor, uniform: Tensor, **options: Any
+    ) -> tuple[Chains, Tensor]:
+        return hmc_step(target, chains, momentum, 0 * uniform, **options)
+
     density = from_zoo(name, generator)
     known, count = Known(density), chains_for(density)
-    start = density.base.to_white(known.draws(count, generator))
-    target = DensityTarget(density)
-
-    def moved(tested: bool) -> Tensor:
-        chains = start_chains(target, start, torch.ones(count, dtype=torch.float64))
-        for _ in range(8):
-            momentum = torch.randn(start.shape, dtype=torch.float64, generator=generator)
-            uniform = torch.rand(count, dtype=torch.float64, generator=generator)
-            chains, _ = hmc_step(
-                target, chains, momentum, uniform * tested, step_size=1.1, leapfrog_steps=3
-            )
-        return density.base.from_white(chains.position)
-
-    known.assert_are_draws(moved(tested=True))
+    start = known.draws(count, generator)
+    options = settings(sampler, generator, anneal=0, steps=8, step_size=LARGE_STEPS[sampler])
+    monkeypatch.setattr("poecaps.sampling.hmc_step", always)
+    samples = sample(density, count, start=start, **options)
+    assert samples.acceptance > 0.99
     with pytest.raises(AssertionError):
-        known.assert_are_draws(moved(tested=False))
+        known.assert_are_draws(samples.capsules)
 
 
 @pytest.mark.parametrize("name", ["even", "even, linear", "even, three capsules", "ball"])
@@ -236,6 +236,18 @@ def test_given_states_chains_draw_from_the_conditional_density(
     assert bool((samples.capsules != start).any((1, 2)).double().mean() > 0.9)
     with pytest.raises(AssertionError):
         Known(density, on=1 - on).assert_are_draws(samples.capsules)
+
+
+@pytest.mark.parametrize("ladder", [None, LADDER])
+def test_chains_leave_states_in_which_an_expert_that_is_on_is_silent(
+    ladder: tuple[float, ...] | None, generator: torch.Generator
+) -> None:
+    """Half of the draws of the base measure are such states, if all coordinates are linear."""
+    density, on = two_modes((3.0, 3.0)), torch.tensor([0.0, 1.0])
+    options = settings("hmc", generator, anneal=80, ladder=ladder, on=on)
+    samples = sample(density, COUNT, **options)
+    assert samples.free_energy[-1].isfinite().all()
+    Known(density, on=on).assert_are_draws(samples.capsules)
 
 
 @pytest.mark.parametrize("ladder", [None, LADDER])
@@ -584,6 +596,15 @@ def test_resampled_chains_have_the_probabilities_of_the_modes(generator: torch.G
     assert abs(resampled - expected) < 0.06
 
 
+def test_resampled_chains_with_the_same_evidence_are_draws_of_the_posterior(
+    generator: torch.Generator,
+) -> None:
+    density = from_zoo("even, linear", generator)
+    options = settings("hmc", generator, anneal=30, on=torch.tensor([1.0, 0.0]), resample=True)
+    samples = sample(density, COUNT, evidence=one_in_all, **options)
+    Known(density, on=options["on"], evidence=one_in_all).assert_are_draws(samples.capsules)
+
+
 def test_weights_choose_the_chains_that_go_on(generator: torch.Generator) -> None:
     numbers = torch.arange(8, dtype=torch.float64)
     chains = Chains(numbers.unsqueeze(1), numbers, numbers.unsqueeze(1), torch.ones(8))
@@ -701,6 +722,16 @@ def test_leading_coordinates_are_those_of_the_principal_directions(
         ({"resample": True, "ladder": (1.0, 0.5)}, ValueError, "resample=True needs several"),
         ({"resample": True, "count": 1}, ValueError, "resample=True needs several chains"),
         ({"resample": True, "start": torch.zeros(4, 2, 1).double()}, ValueError, "resample=True"),
+        (
+            {"resample": True, "anneal": 3, "on": torch.ones(4, 2)},
+            ValueError,
+            r"resample=True .* on must have shape \(J=2,\), but has shape \(4, 2\)",
+        ),
+        (
+            {"resample": True, "anneal": 3, "evidence": lambda x: x.sum((1, 2)) * torch.arange(4)},
+            ValueError,
+            "resample=True .* all need the same observation, but evidence gives other numbers",
+        ),
         ({"ladder": (1.0,)}, ValueError, "ladder must be two or more inverse temperatures"),
         ({"ladder": (0.9, 0.5)}, ValueError, r"from 1 down to at least 0, but is \(0.9, 0.5\)"),
         ({"ladder": (1.0, -0.1)}, ValueError, "ladder must be two or more inverse temperatures"),
@@ -722,6 +753,7 @@ def test_leading_coordinates_are_those_of_the_principal_directions(
         ({"evidence": lambda _: torch.zeros(4)}, ValueError, "evidence must be a differentiable"),
         ({"evidence": lambda _: 0.0}, TypeError, "result of evidence must be a torch.Tensor"),
         ({"evidence": lambda x: x.sum((1, 2)) * math.nan}, ValueError, "energy of the chains is"),
+        ({"evidence": lambda x: x.exp().sum((1, 2)) * math.inf}, ValueError, "evidence is infini"),
         ({"clamped": torch.ones(2) > 0}, ValueError, "clamped needs start"),
         (
             {"clamped": torch.ones(2), "start": torch.zeros(4, 2, 1).double()},
@@ -758,6 +790,24 @@ def test_weights_that_are_not_numbers_are_an_error(generator: torch.Generator) -
     density.weight.data[0] = math.nan
     with pytest.raises(ValueError, match=r"the energy of the chains is not a number \(NaN\)"):
         sample(density, 4, steps=1)
+    density.weight.data[0] = math.inf
+    with pytest.raises(ValueError, match="the energy of the chains is −∞ where they start; look"):
+        sample(density, 4, steps=1)
+    density = from_zoo("even", generator)
+    density.log_strength.data[1] = math.inf
+    with pytest.raises(ValueError, match="the energy of the chains is −∞ where they start; look"):
+        sample(density, 4, steps=1)
+
+
+def test_chains_cannot_be_given_a_start_of_no_probability(generator: torch.Generator) -> None:
+    """There, an expert that is on is silent. Draws of the base measure may be such states, too."""
+    density = two_modes((3.0, 3.0))
+    start, on = torch.ones(4, 1, 1, dtype=torch.float64), torch.tensor([0.0, 1.0])
+    start[:2] *= -1
+    with pytest.raises(ValueError, match="start must have a finite log-density, but that of chain"):
+        sample(density, 4, on=on, start=start, steps=1)
+    samples = sample(density, 50, on=on, steps=1, anneal=1, generator=generator)
+    assert samples.free_energy.isinf().any()
 
 
 def test_chains_of_other_sizes_are_an_error(generator: torch.Generator) -> None:
@@ -775,6 +825,48 @@ def test_chains_of_other_sizes_are_an_error(generator: torch.Generator) -> None:
     for levels, shape in ((3, (2, 1)), (2, (1, 4)), (2, (2, 2))):
         with pytest.raises(ValueError, match="needs as many chains at each of them"):
             swap_replicas(chains, one[:levels], torch.rand(shape), odd=False)
+
+
+def test_temperatures_positions_and_ladders_of_chains_are_checked(
+    generator: torch.Generator,
+) -> None:
+    target = DensityTarget(from_zoo("even", generator))
+    position, one = torch.zeros(4, 2, dtype=torch.float64), torch.ones(4, dtype=torch.float64)
+    for bad in (math.nan, -0.5, math.inf):
+        with pytest.raises(ValueError, match=f"inverse_temperature must hold .* but holds {bad}"):
+            start_chains(target, position, bad * one)
+    for bad in (math.nan, -math.inf):
+        with pytest.raises(ValueError, match=f"position must hold finite numbers, but holds {bad}"):
+            start_chains(target, position + bad, one)
+    chains = start_chains(target, position, one)
+    options: dict[str, Any] = {"step_size": 0.1, "leapfrog_steps": 1}
+    with pytest.raises(ValueError, match=r"chains.inverse_temperature must hold .* shape \(3,\)"):
+        hmc_step(target, chains.at(one[:3]), position, one, **options)
+    with pytest.raises(ValueError, match="step_size must be one number or one for each of 4"):
+        hmc_step(target, chains, position, one, **options | {"step_size": one[:3]})
+    for ladder in ([0.0, 1.0], [1.0, 1.0], [1.0, math.nan]):
+        with pytest.raises(ValueError, match="ladder must fall from number to number, but is"):
+            swap_replicas(chains, torch.tensor(ladder), torch.rand(1, 2), odd=False)
+
+
+def test_a_target_needs_states_and_temperatures_for_each_chain(generator: torch.Generator) -> None:
+    density = from_zoo("even", generator)
+    position, one = torch.zeros(4, 2, dtype=torch.float64), torch.ones(4, dtype=torch.float64)
+    for shape in ((4, 3), (2,), (4, 2, 1)):
+        with pytest.raises(ValueError, match=r"on must have shape \(B, J=2\), but has"):
+            DensityTarget(density, torch.ones(shape))
+    with pytest.raises(ValueError, match=r"inverse_temperature must have shape \(B\), but has"):
+        DensityTarget(density).at(torch.ones(()))
+    with pytest.raises(ValueError, match=r"on must have shape \(B=4, J=2\), but has"):
+        DensityTarget(density).at(one, torch.ones(3, 2))
+    for target, name in (
+        (DensityTarget(density).at(one[:3]), "inverse_temperature"),
+        (DensityTarget(density, torch.ones(3, 2)), "on"),
+    ):
+        with pytest.raises(ValueError, match=f"there are 4 chains, but {name} of .* given for 3"):
+            target.energy(position)
+    with pytest.raises(ValueError, match="there are 4 chains, but inverse_temperature of"):
+        DensityTarget(density).at(one[:1]).on_probability(position)
 
 
 def test_reduced_chains_start_in_the_coordinates_in_which_they_move(

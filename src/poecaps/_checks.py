@@ -267,6 +267,26 @@ def check_positive_on_cpu(value: Tensor, name: str) -> None:
         raise ValueError(f"{name} must hold finite numbers above 0, but holds {bad}")
 
 
+def check_nonnegative_on_cpu(value: Tensor, name: str) -> None:
+    """Raise ValueError if numbers are not finite and at least 0; on the CPU only."""
+    if _is_readable(value) and not bool(((value >= 0) & value.isfinite()).all()):
+        bad = value[~((value >= 0) & value.isfinite())][0].item()
+        raise ValueError(f"{name} must hold finite numbers of at least 0, but holds {bad}")
+
+
+def check_finite_on_cpu(value: Tensor, name: str) -> None:
+    """Raise ValueError if numbers are infinite or NaN; on the CPU only."""
+    if _is_readable(value) and not bool(value.isfinite().all()):
+        bad = value[~value.isfinite()][0].item()
+        raise ValueError(f"{name} must hold finite numbers, but holds {bad}")
+
+
+def check_falling_on_cpu(value: Tensor, name: str) -> None:
+    """Raise ValueError unless each number is below the one before it; on the CPU only."""
+    if _is_readable(value) and not bool((value[1:] < value[:-1]).all()):
+        raise ValueError(f"{name} must fall from number to number, but is {value.tolist()}")
+
+
 def require_apart(name: str, value: Tensor, other_name: str, other: Tensor) -> None:
     """Raise ValueError if an overwritten tensor shares its memory with another."""
     if torch.compiler.is_compiling() or not _is_plain(value) or not _is_plain(other):

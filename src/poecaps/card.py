@@ -95,6 +95,10 @@ MEASURES = {  # rows of the card: path of the number in evaluation.json, and its
     for measure, path, form in (
         ("recognisable", ("recognisability", "share"), ".1%"),
         ("Fréchet distance of", ("frechet", "distance"), ".1f"),
+        # without labels
+        ("Fréchet distance in random features of", ("random_frechet", "distance"), ".4f"),
+        ("precision of", ("neighbourhoods", "precision"), ".1%"),
+        ("recall of", ("neighbourhoods", "recall"), ".1%"),
     )
 }
 HUB_METRICS = {  # rows that the head of the card repeats, by the Hub's name for such a number

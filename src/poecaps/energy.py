@@ -106,10 +106,17 @@ class GaussianBase(nn.Module):
         size, components = self.directions.shape
         if components == 0:
             return
-        flat = MappedBatches(lambda batch: batch.flatten(1), batches)
-        variance, directions = leading_directions(flat, size, components)
+        flat = MappedBatches(self._flat, batches)
         count = sum(len(batch) for batch in flat)
+        if count == 0:
+            raise ValueError("batches must hold at least one vector of capsules, but are empty")
         total = sum(batch.double().square().sum().item() for batch in flat) / count
+        if not math.isfinite(total):
+            raise ValueError(
+                f"batches must hold finite capsules, but their mean square norm is {total}; look "
+                "for a division by zero or a diverged training step before this call"
+            )
+        variance, directions = leading_directions(flat, size, components)
         rest = (total - variance.sum().item()) / max(1, size - components)
         least = SMALLEST_VARIANCE * total / size
         self.directions.copy_(directions)
@@ -152,6 +159,13 @@ class GaussianBase(nn.Module):
         rest = self.rest_std.log().expand(size - components)
         log_det = self.std.log().sum() + rest.sum()
         return x.flatten(1).square().sum(-1) / 2 - self.potential(self.to_white(x))[0] - log_det
+
+    def _flat(self, batch: Tensor) -> Tensor:
+        """Return a batch as rows: (B, I, K) → (B, I·K)."""
+        checks.require_floating("batches", batch)
+        remedy = "I and K must be those of the base measure"
+        checks.require_shape("batches", batch, "BIK", (None, self.capsules, self.dim), remedy)
+        return batch.flatten(1)
 
     def _multiply(self, points: Tensor, leading: Tensor, rest: Tensor) -> Tensor:
         """Multiply by V diag(leading) Vᵀ + rest (1 − V Vᵀ): (B, I·K) → (B, I·K)."""
@@ -390,6 +404,10 @@ class CapsuleDensity(CapsuleRouting):
             )
         return float(lower + upper) / 2
 
+    def forget_log_partition(self) -> None:
+        """Forget log Z, which belongs to other weights or another base measure, if it was known."""
+        nn.init.zeros_(self.partition)
+
     @property
     def is_even(self) -> bool:
         """Whether the votes are mixed evenly, so that z is a matrix product."""
@@ -412,7 +430,7 @@ class CapsuleDensity(CapsuleRouting):
     def _reset_strength(self) -> None:
         nn.init.constant_(self.log_strength, math.log(self.initial_strength))
         nn.init.zeros_(self.origin)
-        nn.init.zeros_(self.partition)
+        self.forget_log_partition()
 
     def preactivation(self, x: Tensor) -> Tensor:
         """Compute the experts (s_j, max(t_j + o_j, 0)): (B, I, K) → (B, J, D)."""
@@ -421,7 +439,7 @@ class CapsuleDensity(CapsuleRouting):
 
     def free_energy(self, x: Tensor) -> Tensor:
         """Compute F(x) = −Σ_j α_j log(1 + ‖z_j‖²): (B, I, K) → (B,)."""
-        return F.free_energy(self.preactivation(x), strength=self.strength)
+        return F._free_energy(self.preactivation(x), strength=self.strength)
 
     def energy(self, x: Tensor, on: Tensor) -> Tensor:
         """Compute E(x, a) = −Σ_j a_j log((1 + ‖z_j‖²)^α_j − 1), with Σ_a e^(−E) = e^(−F).
@@ -436,9 +454,9 @@ class CapsuleDensity(CapsuleRouting):
         -------
         (B,)
         """
-        energy = F.energy(self.preactivation(x), on, self.strength)
-        checks.check_states_on_cpu(on, "on")
-        return energy
+        z = self.preactivation(x)
+        self._check_states(on, len(x))
+        return F._energy(z, on, self.strength)
 
     def firing_probability(self, x: Tensor) -> Tensor:
         """Compute ‖z_j‖²/(1+‖z_j‖²), for each of the α_j experts: (B, I, K) → (B, J)."""
@@ -446,7 +464,7 @@ class CapsuleDensity(CapsuleRouting):
 
     def on_probability(self, x: Tensor) -> Tensor:
         """Compute P(a_j = 1 | x) = 1 − (1 + ‖z_j‖²)^(−α_j): (B, I, K) → (B, J)."""
-        return F.firing_probability(self.preactivation(x), self.strength)
+        return F._firing_probability(self.preactivation(x), self.strength)
 
     def forward(self, x: Tensor) -> Tensor:
         """Encode: the squashed experts squash(z_j), (B, I, K) → (B, J, D)."""
@@ -455,7 +473,7 @@ class CapsuleDensity(CapsuleRouting):
     def score(self, x: Tensor) -> Tensor:
         """Compute ∇ log P(x), through the routing: (B, I, K) → (B, I, K)."""
         self._check(x, ball=isinstance(self.base, BallBase))
-        gradient = self.free_energy_and_gradient(x)[1]
+        gradient = self._free_energy_and_gradient(x)[1]
         if isinstance(self.base, BallBase):  # a uniform density, which has no gradient
             return -gradient
         with torch.enable_grad():
@@ -477,7 +495,6 @@ class CapsuleDensity(CapsuleRouting):
         """Compute log P(x), with respect to Lebesgue measure: (B, I, K) → (B,)."""
         return self.log_ratio(x) + self.base.log_prob(x)
 
-    @torch.no_grad()
     def free_energy_and_gradient(
         self, x: Tensor, on: Tensor | None = None, strength: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
@@ -490,12 +507,27 @@ class CapsuleDensity(CapsuleRouting):
         on : (B, J), optional
             Which experts are on; the results are then E(x, a) and its gradient.
         strength : (J,) or (B, J), optional
-            In place of α_j.
+            In place of α_j, above 0.
 
         Returns
         -------
         (B,), (B, I, K)
         """
+        if on is not None:
+            self._check_states(on, len(x))
+        if strength is not None:
+            checks.require_tensor("strength", strength)
+            sizes = (len(x), self.out_capsules)[-max(1, strength.ndim) :]
+            remedy = "give a number above 0 for each expert"
+            checks.require_shape("strength", strength, "BJ"[-len(sizes) :], sizes, remedy)
+            checks.check_positive_on_cpu(strength, "strength")
+        return self._free_energy_and_gradient(x, on, strength)
+
+    @torch.no_grad()
+    def _free_energy_and_gradient(
+        self, x: Tensor, on: Tensor | None = None, strength: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Compute the same without checks, for the steps of chains: a strength is 0 at t = 0."""
         weight, strength = self.weight.detach(), self.strength if strength is None else strength
         with torch.enable_grad():
             points = x.detach().requires_grad_()
@@ -563,24 +595,41 @@ class CapsuleDensity(CapsuleRouting):
 
     def components(self, x: Tensor) -> Tensor:
         """Compute the principal components Vᵀx as one capsule: (B, I, K) → (B, 1, r)."""
-        return (x.flatten(1) @ self._base_with_components().directions).unsqueeze(1)
+        directions = self._base_with_components().directions
+        self._check(x, ball=False)
+        return (x.flatten(1) @ directions).unsqueeze(1)
 
     def from_components(self, y: Tensor) -> Tensor:
         """Compute V y, the capsules with these principal components: (B, 1, r) → (B, I, K).
 
         All other directions are 0, their mean; the inverse of `components` on such capsules.
         """
-        x = y.flatten(1) @ self._base_with_components().directions.T
+        directions = self._base_with_components().directions
+        checks.require_floating("y", y)
+        sizes = (None, 1, self.base_components)
+        checks.require_shape("y", y, "BIK", sizes, "give the result of components")
+        checks.require_same_dtype("y", y, "weight", self.weight)
+        x = y.flatten(1) @ directions.T
         return x.view(-1, self.in_capsules, self.in_dim)
 
     @torch.no_grad()
     def extend(self, restricted: CapsuleDensity) -> None:
-        """Take the experts of a density of the principal components, the inverse of `restrict`."""
+        """Take the experts of a density of the principal components, the inverse of `restrict`.
+
+        With them, log Z is that of `restricted`, or not known if that one does not know it.
+        """
         matrix = self._base_with_components().directions @ restricted.even_matrix()
         shape = (self.in_capsules, self.in_dim, self.out_capsules, self.out_dim)
         self.weight.copy_(matrix.view(shape).permute(0, 2, 3, 1))
         for name in ("log_strength", "origin", "partition"):
             getattr(self, name).copy_(getattr(restricted, name))
+
+    def _check_states(self, on: Tensor, count: int) -> None:
+        """Raise an error unless states of experts are (count, J) and, on the CPU, 0 or 1."""
+        checks.require_tensor("on", on)
+        sizes = (count, self.out_capsules)
+        checks.require_shape("on", on, "BJ", sizes, "say for each image which experts are on")
+        checks.check_states_on_cpu(on, "on")
 
     def _base_with_components(self) -> GaussianBase:
         if not self.has_components or not isinstance(self.base, GaussianBase):
@@ -634,5 +683,6 @@ def energy_and_gradient(
     slope = -2 * strength / (1 + square)
     if on is None:
         return -log_factor.sum(-1), slope.unsqueeze(-1) * z
-    share = on / -torch.expm1(-log_factor).clamp(max=-torch.finfo(z.dtype).tiny)
-    return F.energy(z, on, strength), (share * slope).unsqueeze(-1) * z
+    # The root keeps the gradient finite, and 0 at z = 0, where an expert that is on is silent.
+    share = on / -torch.expm1(-log_factor).clamp(max=-(torch.finfo(z.dtype).tiny ** 0.5))
+    return F._energy(z, on, strength), (share * slope).unsqueeze(-1) * z

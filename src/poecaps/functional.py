@@ -340,6 +340,12 @@ def energy(z: Tensor, on: Tensor, strength: Tensor | None = None) -> Tensor:
     _check_preactivation(z)
     checks.require_tensor("on", on)
     checks.require_shape("on", on, "BJ", z.shape[:2], "say for each image which experts are on")
+    _check_strength(strength, z)
+    return _energy(z, on, strength)
+
+
+def _energy(z: Tensor, on: Tensor, strength: Tensor | None) -> Tensor:
+    """Compute E(x, a) without checks, also of strengths (B, J), which are 0 at t = 0."""
     active = on != 0
     if strength is None:
         norm = _polar(z, -1)[0].squeeze(-1)
@@ -366,14 +372,25 @@ def free_energy(z: Tensor, on: Tensor | None = None, strength: Tensor | None = N
         At least float32.
     """
     _check_preactivation(z)
-    log_partition = _log_partition(z)
-    if strength is not None:
-        log_partition = strength * log_partition
+    _check_strength(strength, z)
     if on is not None:
         checks.require_tensor("on", on)
         checks.require_shape(
             "on", on, "BJ", z.shape[:2], "say for each image which experts may fire"
         )
+    return _free_energy(z, on, strength)
+
+
+def _free_energy(z: Tensor, on: Tensor | None = None, strength: Tensor | None = None) -> Tensor:
+    """Compute F(x) without checks.
+
+    The strengths of a density are above 0 by construction, unless a training diverged, which is for
+    the training to report.
+    """
+    log_partition = _log_partition(z)
+    if strength is not None:
+        log_partition = strength * log_partition
+    if on is not None:
         log_partition = log_partition * on
     return -log_partition.sum(-1)
 
@@ -385,6 +402,12 @@ def firing_probability(z: Tensor, strength: Tensor | None = None) -> Tensor:
     expert j fires, 1 − (1 + ‖z_j‖²)^(−α_j).
     """
     _check_preactivation(z)
+    _check_strength(strength, z)
+    return _firing_probability(z, strength)
+
+
+def _firing_probability(z: Tensor, strength: Tensor | None) -> Tensor:
+    """Compute P(a_j = 1 | x) without checks, also of strengths (B, J), which are 0 at t = 0."""
     if strength is not None:
         return -torch.expm1(-strength * _log_partition(z)).to(z.dtype)
     return _firing(_polar(z, -1)[0]).squeeze(-1).to(z.dtype)
@@ -428,6 +451,10 @@ def forward_side(z: Tensor, linear_dims: int, origin: Tensor | None = None) -> T
     -------
     (B, J, D)
     """
+    checks.require_int("linear_dims", linear_dims, 0, z.shape[-1])
+    if origin is not None:
+        checks.require_tensor("origin", origin)
+        checks.require_shape("origin", origin, "J", z.shape[-2:-1], "give a number for each expert")
     if linear_dims == 0:
         return z
     sphere, line = z.split((z.shape[-1] - linear_dims, linear_dims), dim=-1)
@@ -795,6 +822,16 @@ def _check_preactivation(z: Tensor) -> None:
     checks.require_shape(
         "z", z, "BJD", (None,) * 3, "give the preactivation of routing_by_agreement"
     )
+
+
+def _check_strength(strength: Tensor | None, z: Tensor) -> None:
+    """Raise an error unless strengths are (J,) and, where reading them costs nothing, above 0."""
+    if strength is not None:
+        checks.require_tensor("strength", strength)
+        checks.require_shape(
+            "strength", strength, "J", z.shape[1:2], "give a number above 0 for each expert"
+        )
+        checks.check_positive_on_cpu(strength, "strength")
 
 
 def _mix_votes(coefficients: Tensor, u: Tensor) -> Tensor:

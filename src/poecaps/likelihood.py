@@ -5,11 +5,13 @@ References
 R. Neal, "Annealed importance sampling", 2001.
 R. Grosse, Z. Ghahramani, R. Adams, "Sandwiching the marginal likelihood using bidirectional Monte
 Carlo", 2015.
+C. Bennett, "Efficient estimation of free energy differences from Monte Carlo data", 1976.
+A. Gelman, X.-L. Meng, "Simulating normalizing constants: from importance sampling to bridge
+sampling to path sampling", 1998.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 import warnings
 from dataclasses import dataclass
@@ -19,7 +21,7 @@ import numpy as np
 import torch
 
 from poecaps import _checks as checks
-from poecaps.energy import BallBase, CapsuleDensity, GaussianBase
+from poecaps.energy import BallBase, CapsuleDensity
 from poecaps.sampling import (
     INITIAL_STEP_SIZE,
     Chains,
@@ -51,6 +53,7 @@ WIDE_BRACKET = 10.0  # nats between the two estimates above which a warning is g
 FEW_CHAINS = 16.0  # effective ones below which `poecaps likelihood` prints a warning
 MAX_QUADRATURE_DIMS = 4
 PILOT_CHAINS = 32  # chains that find the step size at each temperature
+BISECTIONS = 60  # of an interval, until it is as short as the precision of float64
 
 
 class AnnealedTarget(Target, Protocol):
@@ -232,25 +235,137 @@ def fit_log_partition(density: CapsuleDensity, result: LogPartition) -> None:
 
 @torch.no_grad()
 def exact_log_partition(density: CapsuleDensity, points: int = 64) -> float:
-    """Compute log Z by Gauss–Hermite quadrature, for a Gaussian base of at most 4 numbers.
+    """Compute log Z by quadrature, for at most 4 numbers.
+
+    With nodes and weights of the base measure::
+
+        Z = ∫ base(x) e^(−F(x)) dx ≈ Σ_q w_q e^(−F(x_q))
+
+    The nodes are those of Gauss–Hermite quadrature for each number u of a Gaussian base, and of
+    Gauss–Legendre quadrature for each capsule of one dimension in the ball. For a capsule of two::
+
+        ∫ f(x) dx/π = ∫_0^1 ds ∫_0^(2π) dφ/2π f(√s (cos φ, sin φ))
+
+    with Gauss–Legendre nodes s and evenly spaced angles φ.
 
     With one routing iteration, no linear coordinates and whole strengths, e^(−F) is a polynomial
-    and the result is exact once 2·points exceeds its degree. Otherwise, increase `points` until it
+    and the result is exact once `points` exceeds its degree. Otherwise, increase `points` until it
     no longer changes.
+
+    Parameters
+    ----------
+    density
+        The density, with I·K of at most 4, and K of at most 2 for base="ball".
+    points
+        Number of nodes for each number.
+
+    Raises
+    ------
+    ValueError
+        If there are too many numbers, or the result is not finite.
     """
     checks.require_int("points", points, 1)
-    size = density.in_capsules * density.in_dim
-    if not isinstance(density.base, GaussianBase) or size > MAX_QUADRATURE_DIMS:
+    size, dim = density.in_capsules * density.in_dim, density.in_dim
+    is_ball = isinstance(density.base, BallBase)
+    if size > MAX_QUADRATURE_DIMS or (is_ball and dim > 2):
         raise ValueError(
-            f"quadrature needs base='gaussian' and I·K of at most {MAX_QUADRATURE_DIMS}, "
-            f"but I·K is {size}; use estimate_log_partition"
+            f"quadrature needs I·K of at most {MAX_QUADRATURE_DIMS}, and K of at most 2 with "
+            f"base='ball', but I·K is {size} and K is {dim}; use estimate_log_partition"
         )
+    nodes, log_weight = ball_nodes(dim, points) if is_ball else hermite_nodes(points)
+    nodes, factors = nodes.to(density.weight), size // nodes.shape[1]
+    base = torch.tensor([len(nodes) ** factor for factor in range(factors)])
+    parts = []
+    for numbers in torch.arange(len(nodes) ** factors).split(65536):
+        digits = numbers.unsqueeze(1) // base % len(nodes)  # the node of each factor
+        u = nodes[digits.to(nodes.device)].flatten(1)
+        x = u.view(-1, density.in_capsules, dim) if is_ball else density.base.from_white(u)
+        value = -density.free_energy(x).double().cpu() + log_weight[digits].sum(1)
+        parts.append(torch.logsumexp(value, 0))
+    result = torch.logsumexp(torch.stack(parts), 0).item()
+    if not math.isfinite(result):
+        raise ValueError(
+            f"log Z must be finite, but is {result}; look for weights and strengths of the "
+            "density that are not finite, as after a training that diverged"
+        )
+    return result
+
+
+def hermite_nodes(points: int) -> tuple[Tensor, Tensor]:
+    """Return nodes (Q, 1) and log-weights (Q,), float64, of the mean over N(0, 1)."""
     nodes, weights = np.polynomial.hermite_e.hermegauss(points)
-    grid = torch.tensor(list(itertools.product(nodes, repeat=size))).to(density.weight)
-    log_weights = np.log(weights / math.sqrt(2 * math.pi))
-    log_weight = torch.tensor([sum(each) for each in itertools.product(log_weights, repeat=size)])
-    values = [-density.free_energy(density.base.from_white(part)) for part in grid.split(65536)]
-    return torch.logsumexp(torch.cat(values).double().cpu() + log_weight, 0).item()
+    log_weight = np.log(weights / math.sqrt(2 * math.pi))
+    return torch.tensor(nodes).unsqueeze(1), torch.tensor(log_weight)
+
+
+def ball_nodes(dim: int, points: int) -> tuple[Tensor, Tensor]:
+    """Return nodes (Q, K) and log-weights (Q,), float64, of the mean over the unit ball, K ≤ 2."""
+    nodes, weights = map(torch.tensor, np.polynomial.legendre.leggauss(points))
+    log_weight = (weights / 2).log()
+    if dim == 1:
+        return nodes.unsqueeze(1), log_weight
+    radius = ((1 + nodes) / 2).sqrt()
+    angle = 2 * math.pi * (torch.arange(points, dtype=torch.float64) + 0.5) / points
+    circle = torch.stack((angle.cos(), angle.sin()), dim=1)
+    disc = radius.view(-1, 1, 1) * circle
+    return disc.view(-1, 2), (log_weight - math.log(points)).repeat_interleave(points)
+
+
+def thermodynamic_integral(t: Tensor, energy: Tensor) -> float:
+    """Estimate log Z from chains at many inverse temperatures, by the trapezoidal rule.
+
+    ::
+
+        d log Z_t / dt = E_t[−F],       log Z = ∫_0^1 E_t[−F] dt
+
+    with E_t the mean over P_t. One chain at each t suffices, because the integral is a mean over
+    all of them. As F ≤ 0, the estimate is never negative.
+
+    Parameters
+    ----------
+    t : (B,)
+        Inverse temperatures of the chains, some of them 1. The least one stands for those below.
+    energy : (B,)
+        F of the chains.
+    """
+    order = t.argsort()
+    t, slope = t[order].double(), -energy[order].double()
+    below = t < 1
+    zero, one = t.new_zeros(1), t.new_ones(1)
+    nodes = torch.cat((zero, t[below], one))
+    values = torch.cat((slope[:1], slope[below], slope[~below].mean().view(1)))
+    return torch.trapezoid(values, nodes).item()
+
+
+def bennett_ratio(lower: Tensor, upper: Tensor) -> Tensor:
+    """Estimate c = log Z_u/Z_l of two densities from as many draws of both (Bennett 1976).
+
+    With W = −log of the unnormalized density u relative to l, here Δt F, and σ(a) = 1/(1 + e^(−a)),
+    c solves::
+
+        Σ_lower σ(−W − c) = Σ_upper σ(W + c)
+
+    An average of e^(−W) over draws of one density rests on those few that are typical of the other
+    as well, and errs in one direction. The root, which is found by bisection, uses both equally.
+
+    Parameters
+    ----------
+    lower, upper : (C, …)
+        W of the draws of l, and of those of u.
+
+    Returns
+    -------
+    (…)
+        c, between the least and the largest −W.
+    """
+    lower, upper = lower.double(), upper.double()
+    both = torch.cat((lower, upper))
+    low, high = -both.amax(0), -both.amin(0)
+    for _ in range(BISECTIONS):
+        c = (low + high) / 2
+        too_high = torch.sigmoid(upper + c).sum(0) > torch.sigmoid(-lower - c).sum(0)
+        low, high = torch.where(too_high, low, c), torch.where(too_high, c, high)
+    return (low + high) / 2
 
 
 def _anneal(
@@ -280,7 +395,7 @@ def _anneal(
     found = u.new_empty(steps) if step_sizes is None else step_sizes
     order = range(steps, 0, -1) if reverse else range(1, steps + 1)
     chains = start_chains(target, u, t[-1 if reverse else 0].expand(len(u)))
-    check_start(chains)
+    check_start(chains, given=reverse)
     weights = ImportanceWeights(chains, generator)
 
     def step(*state: Tensor) -> tuple[Chains, Tensor]:

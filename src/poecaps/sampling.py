@@ -68,6 +68,7 @@ ADAPTATION_RATE = 0.1  # of the logarithm of the step size, for each step
 # Draws by parallel tempering: steps of a chain and levels of the ladder, the most states that one
 # chain gives, and as many chains at least.
 DRAW_STEPS, LEVELS, MAX_STATES, MIN_CHAINS = 1500, 32, 16, 16
+SAME = 1e-4  # difference of two energies that may be due to rounding
 LEADING = 10  # coordinates that are recorded for diagnostics
 
 
@@ -115,6 +116,8 @@ class DensityTarget:
         *,
         reduced: bool = False,
     ) -> None:
+        if on is not None:
+            _check_states(on, None, density.out_capsules)
         self.density, self.on, self.evidence = density, on, evidence
         self.strength = density.strength.detach()
         self._matrix: Tensor | None = None
@@ -195,6 +198,11 @@ class DensityTarget:
         on : (B, J), optional
             a, the experts that are on.
         """
+        checks.require_tensor("inverse_temperature", inverse_temperature)
+        remedy = "give a number for each chain"
+        checks.require_shape("inverse_temperature", inverse_temperature, "B", (None,), remedy)
+        if on is not None:
+            _check_states(on, len(inverse_temperature), self.density.out_capsules)
         target: DensityTarget = copy.copy(self)
         target.on, evidence = on, self.evidence
         target.strength = inverse_temperature.unsqueeze(-1) * self.strength
@@ -209,9 +217,10 @@ class DensityTarget:
     def energy(self, u: Tensor) -> tuple[Tensor, Tensor]:
         """Compute F, or E for given states, and its gradient in u: (B,), (B, N)."""
         density, base = self.density, self.density.base
+        self._check_count(len(u))
         if self._matrix is None:
             x = base.from_white(u)
-            value, gradient = density.free_energy_and_gradient(x, self.on, self.strength)
+            value, gradient = density._free_energy_and_gradient(x, self.on, self.strength)
             gradient = base.pull_back(u, gradient)
         else:
             value, gradient = energy_and_gradient(self._experts(u), self.strength, self.on)
@@ -226,7 +235,8 @@ class DensityTarget:
 
     def on_probability(self, u: Tensor) -> Tensor:
         """Compute P(a_j = 1 | u): (B, N) → (B, J)."""
-        return F.firing_probability(self._experts(u), self.strength)
+        self._check_count(len(u))
+        return F._firing_probability(self._experts(u), self.strength)
 
     def sample_base(self, count: int, generator: torch.Generator | None = None) -> Tensor:
         """Draw from the base measure, in the coordinates of `energy`: (count, N)."""
@@ -238,6 +248,17 @@ class DensityTarget:
         shape = (count, self.density.in_capsules * self.density.in_dim)
         noise = torch.randn(shape, generator=generator, device=weight.device, dtype=weight.dtype)
         return self.density.base.from_noise(noise)
+
+    def _check_count(self, count: int) -> None:
+        """Raise ValueError if states or temperatures are those of another number of chains."""
+        given = [("on", self.on)] if self.on is not None else []
+        given += [("inverse_temperature", self.strength)] if self.strength.ndim > 1 else []
+        for name, tensor in given:
+            if len(tensor) != count:
+                raise ValueError(
+                    f"there are {count} chains, but {name} of their target was given for "
+                    f"{len(tensor)}; give it for each chain"
+                )
 
     def _experts(self, u: Tensor) -> Tensor:
         density = self.density
@@ -296,20 +317,34 @@ def start_chains(target: Target, position: Tensor, inverse_temperature: Tensor) 
             f"inverse_temperature must hold a number for each of {len(position)} chains, "
             f"but has shape {tuple(inverse_temperature.shape)}"
         )
+    # These tests read values, which is cheap on the CPU; elsewhere, they are left out.
+    checks.check_nonnegative_on_cpu(inverse_temperature, "inverse_temperature")
+    checks.check_finite_on_cpu(position, "position")
     energy, gradient = target.energy(position)
     return Chains(position, energy, gradient, inverse_temperature)
 
 
-def check_start(chains: Chains) -> None:
-    """Raise ValueError if the energy of new chains is not a number; it may be infinite.
+def check_start(chains: Chains, *, given: bool = False) -> None:
+    """Raise ValueError if new chains have no log-density, an infinite one, or one of −∞.
 
-    This reads values, and therefore waits for the device. A step of a sampler rejects such states
-    and stays where it is, so that chains on weights that are not numbers would look valid.
+    The last is an error only if the states were `given`: there, an expert that is on is silent,
+    which can happen to draws of the base measure as well. The test reads values, and therefore
+    waits for the device. A step of a sampler rejects states without a log-density and stays where
+    it is, so that chains on weights that are not numbers would look valid.
     """
-    if bool(chains.energy.isnan().any()):
+    energy = chains.energy
+    bad = energy.isnan() | (energy == -math.inf)
+    if bool(bad.any()):
+        kind = "not a number (NaN)" if bool(energy.isnan().any()) else "−∞"
         raise ValueError(
-            "the energy of the chains is not a number (NaN) where they start; look for NaN in the "
+            f"the energy of the chains is {kind} where they start; look for NaN or infinity in the "
             "weights, as after a training that diverged, and in the evidence if there is any"
+        )
+    if given and bool((energy == math.inf).any()):
+        number = int((energy == math.inf).nonzero()[0])
+        raise ValueError(
+            f"start must have a finite log-density, but that of chain {number} is −∞: there, an "
+            "expert that is on is silent, or the evidence is infinite; start at other states"
         )
 
 
@@ -326,7 +361,8 @@ def hmc_step(
 
     A leapfrog trajectory of H(u, p) = U(u) + ½‖p‖², with U = −log P_t, is reversible and keeps
     volumes. It is accepted with probability min(1, e^(H before − H after)). One leapfrog step is
-    Langevin dynamics with a Metropolis test (MALA).
+    Langevin dynamics with a Metropolis test (MALA). Chains that start where P_t is 0 follow the
+    base measure until they leave that region, to which they never return.
 
     Parameters
     ----------
@@ -354,6 +390,17 @@ def hmc_step(
     step_size = torch.as_tensor(step_size, dtype=t.dtype)
     checks.check_positive_on_cpu(step_size, "step_size")
     shape = tuple(chains.position.shape)
+    for name, tensor in (("energy", chains.energy), ("inverse_temperature", t)):
+        if tuple(tensor.shape) != shape[:1]:
+            raise ValueError(
+                f"chains.{name} must hold a number for each of {shape[0]} chains, but has shape "
+                f"{tuple(tensor.shape)}"
+            )
+    if step_size.numel() not in (1, shape[0]):
+        raise ValueError(
+            f"step_size must be one number or one for each of {shape[0]} chains, but has shape "
+            f"{tuple(step_size.shape)}"
+        )
     if tuple(momentum.shape) != shape or tuple(uniform.shape) != shape[:1]:
         raise ValueError(
             f"momentum must have shape {shape} and uniform {shape[:1]}, as the chains have, but "
@@ -363,6 +410,7 @@ def hmc_step(
     u, energy, gradient = chains.position, chains.energy, chains.gradient
     base, base_gradient = target.base(u)
     before = base + t * energy + momentum.square().sum(-1) / 2
+    before_base = base + momentum.square().sum(-1) / 2
     p = momentum - step / 2 * (base_gradient + scale * gradient)
     for i in range(leapfrog_steps):
         u = u + step * p
@@ -371,7 +419,12 @@ def hmc_step(
         last = i == leapfrog_steps - 1
         p = p - (step / 2 if last else step) * (base_gradient + scale * gradient)
     after = base + t * energy + p.square().sum(-1) / 2
-    accepted = uniform.log() < before - after  # false for NaN
+    after_base = base + p.square().sum(-1) / 2
+    difference = before - after
+    silent = chains.energy == math.inf  # P_t is 0, as where an expert that is on is silent
+    difference = torch.where(silent & (energy == math.inf), before_base - after_base, difference)
+    difference = torch.where(silent & (energy < math.inf), math.inf, difference)  # also at t = 0
+    accepted = uniform.log() < difference  # false for NaN
     moved = accepted.unsqueeze(-1)
     return (
         Chains(
@@ -549,6 +602,7 @@ def swap_replicas(
             f"shape (L − 1, C) = ({levels - 1}, {count}), but there are {len(chains.energy)} "
             f"chains, and uniform has shape {tuple(uniform.shape)}"
         )
+    checks.check_falling_on_cpu(ladder, "ladder")
     energy = chains.energy.view(levels, count)
     ratio = (ladder[:-1] - ladder[1:]).unsqueeze(-1) * (energy[:-1] - energy[1:])
     in_turn = (torch.arange(levels - 1, device=ladder.device) % 2 == int(odd)).unsqueeze(-1)
@@ -731,7 +785,8 @@ def sample(
     resample
         Weight the chains while they are annealed, and resample them (`ImportanceWeights`). The
         modes of P are then drawn as often as they are probable, up to the noise of `count` chains;
-        otherwise as often as the annealing finds them.
+        otherwise as often as the annealing finds them. All chains must have the same target, so
+        that `on` must be (J,), and `evidence` the same function of x for every chain.
     keep_every
         Keep the states of every so many steps in `Samples.strip`.
     generator
@@ -754,6 +809,12 @@ def sample(
         raise ValueError(
             "resample=True needs several chains that are annealed from the base measure: "
             "leave start and ladder out, with anneal of at least 1 and count of at least 2"
+        )
+    if resample and on is not None and getattr(on, "ndim", 1) > 1:
+        raise ValueError(
+            f"resample=True copies a chain in place of another, so that all need the same states: "
+            f"on must have shape (J={density.out_capsules},), but has shape {tuple(on.shape)}; "
+            "call sample for each row of it, or use resample=False"
         )
     if sampler == "langevin":
         leapfrog_steps = 1
@@ -782,7 +843,14 @@ def sample(
     held: Target = target if project is None else _Held(target, project)
     position = target.coordinates(u).repeat(len(levels), 1)
     chains = start_chains(held, position, ladder_t.repeat_interleave(count))
-    check_start(chains)
+    check_start(chains, given=start is not None and clamped is None)
+    if evidence is not None and states is None and bool((chains.energy == math.inf).all()):
+        raise ValueError(
+            "evidence is infinite wherever the chains start, so that none of them has a "
+            "log-density; return finite numbers, or start at states that the observation allows"
+        )
+    if resample and evidence is not None:
+        _check_shared(evidence, density.base.from_white(u))
     size = StepSize(torch.tensor(INITIAL_STEP_SIZE if step_size is None else step_size, **like))
     accepted_count, trace, leading = torch.zeros((), **like), [], []
     swaps, tries = torch.zeros(2, len(levels) - 1, **like)
@@ -971,6 +1039,13 @@ def _projection(
     return lambda u: u - (u @ rows) @ rows.T
 
 
+def _check_states(on: Tensor, count: int | None, experts: int) -> None:
+    """Raise an error unless states of experts are (count, J)."""
+    checks.require_tensor("on", on)
+    remedy = "say for each chain which experts are on"
+    checks.require_shape("on", on, "BJ", (count, experts), remedy)
+
+
 def _for_levels(evidence: Callable[[Tensor], Tensor], count: int) -> Callable[[Tensor], Tensor]:
     """Apply the evidence of `count` chains to each level of a ladder: (L·count, I, K) → (L·count,).
 
@@ -995,6 +1070,17 @@ def _checked(evidence: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]
         return value
 
     return checked
+
+
+def _check_shared(evidence: Callable[[Tensor], Tensor], x: Tensor) -> None:
+    """Raise ValueError if the evidence of a state (B, I, K) depends on which chain it is of."""
+    value, moved = evidence(x), evidence(x.roll(1, 0)).roll(-1, 0)
+    if not torch.allclose(value, moved, rtol=SAME, atol=SAME, equal_nan=True):
+        raise ValueError(
+            "resample=True copies a chain in place of another, so that all need the same "
+            "observation, but evidence gives other numbers for the same states in another order; "
+            "call sample for each observation, or use resample=False"
+        )
 
 
 def _check_ladder(ladder: Sequence[float] | None) -> tuple[float, ...]:

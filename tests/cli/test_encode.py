@@ -31,6 +31,20 @@ def test_codes_and_firing_probabilities_are_written(run: Path, tmp_path: Path) -
     np.testing.assert_array_equal(written["labels"], images.labels[:48])
 
 
+def test_a_file_of_codes_is_named_after_the_data_without_colons(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are the part of a dataset of the Hub, and some systems allow none in the name."""
+    folder = tmp_path / "run"
+    shutil.copytree(run, folder)
+    images = poecaps.data.load("mnist-sample").subset(range(4))
+    monkeypatch.setattr("poecaps.data.read_hub_dataset", lambda *_, **__: images)
+    assert main(["encode", str(folder), "--data", "hf:somebody/pictures:small"]) == 0
+    assert len(arrays(folder / "codes-pictures-small-train.npz")["codes"]) == 4
+    assert main(["encode", str(folder), "--data", "hf:pictures"]) == 0
+    assert [path.name for path in folder.glob("*:*")] == []
+
+
 def test_a_run_may_be_resumed_meanwhile(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -82,13 +82,14 @@ def test_help_is_wrapped_at_80_columns(
     assert "show this help message" in text
 
 
+@pytest.mark.parametrize("width", [50, 60, 80])
 def test_the_overview_has_a_line_about_each_command_and_every_option(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("COLUMNS", str(width))
     assert main(["--help"]) == 0
     text = capsys.readouterr().out
-    assert max(map(len, text.splitlines())) <= 80
+    assert max(map(len, text.splitlines())) <= width
     for name in (*COMMANDS, "-h, --help", "--version"):
         assert f"\n  {name:13} " in text
     assert main([]) == 0

@@ -188,10 +188,28 @@ def test_a_single_test_picture_is_refused_before_any_work(
     assert not any("classifier" in line or "warning" in line for line in progress)
 
 
+def test_training_codes_and_test_codes_are_of_different_pictures(
+    trained: Path, pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Otherwise a classifier would be scored on codes that it was fitted on."""
+    train, test = hold_out(poecaps.data.load(pictures))
+    assert test is not None
+    for data in ([], ["--data", str(pictures)]):
+        files = {}
+        for split in ("train", "test"):
+            out = tmp_path / f"{split}.npz"
+            options = ["--split", split, "--out", str(out), *data]
+            assert main(["encode", str(trained), *options]) == 0
+            files[split] = tuple(arrays(out)["files"])
+        assert files == {"train": train.files, "test": test.files}
+        assert not set(train.files) & set(test.files)
+        assert f"without the {len(test)} that training has held" in capsys.readouterr().err
+
+
 def test_codes_say_whose_they_are(trained: Path, pictures: Path, tmp_path: Path) -> None:
     assert main(["encode", str(trained), "--out", str(tmp_path / "c.npz")]) == 0
     written = arrays(tmp_path / "c.npz")
-    assert len(written["codes"]) == COUNT
+    assert len(written["codes"]) == COUNT - 6  # a tenth is held out
     assert written["label_names"].tolist() == list(NAMES)
     for file, label in zip(written["files"], written["labels"], strict=True):
         assert (pictures / file).is_file()
@@ -228,8 +246,38 @@ def test_reconstructions_are_spread_over_the_pictures(
     out = tmp_path / "r.png"
     options = ["--split", "train", "--count", "4", "--out", str(out)]
     assert main(["reconstruct", str(trained), *options]) == 0
-    images = poecaps.data.load(pictures).batch([0, 20, 39, 59]).numpy()
+    train, _ = hold_out(poecaps.data.load(pictures))
+    images = train.batch([0, 18, 35, 53]).numpy()
     np.testing.assert_allclose(arrays(out.with_suffix(".npz"))["originals"], images, atol=1e-6)
+
+
+def test_the_measures_without_labels_are_on_the_card_and_in_info(
+    pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain, run = tmp_path / "plain", tmp_path / "run"
+    plain.mkdir()
+    for file in pictures.glob("*/*.png"):
+        shutil.copy(file, plain)
+    options = ["--data", str(plain), "--out", str(run), "--no-figures", "--quiet"]
+    assert main(["train", *options, *SMALL]) == 0
+    measured: Any = measure(run, run / "evaluation.json")
+    draws, tests = measured["domains"]["joint"], measured["test_images"]
+    assert draws["frechet"] is None
+    capsys.readouterr()
+    assert main(["info", str(run)]) == 0
+    about, text = capsys.readouterr().out, (run / "README.md").read_text(encoding="utf-8")
+    distance = f"{draws['random_frechet']['distance']:.4f}"
+    name = "Fréchet distance in random features of draws from all experts together"
+    assert f"{name} {distance}" in about
+    assert f"| {name} | {distance} |" in text
+    assert "precision" not in about  # they are undefined for few images
+    draws["neighbourhoods"] = {"precision": 0.5, "recall": 0.25}
+    (run / "evaluation.json").write_text(json.dumps(measured))
+    assert main(["info", str(run)]) == 0
+    about = capsys.readouterr().out
+    assert tests < 10
+    assert "precision of draws from all experts together 50.0%" in about
+    assert "recall of draws from all experts together 25.0%" in about
 
 
 def test_a_part_of_the_pictures_is_enough(pictures: Path, tmp_path: Path) -> None:

@@ -293,8 +293,8 @@ def top_of(page: Page, selector: str) -> float:
     return float(page.locator(selector).evaluate("e => e.getBoundingClientRect().top"))
 
 
-@on_a_phone
-def test_watching_a_training(page: Page) -> None:
+def answer_trainings(page: Page) -> tuple[dict[str, Any], list[Any]]:
+    """Let the page see trainings that a test invents: their state, and what was asked for."""
     black = base64.b64encode(bytes(28 * 28)).decode()
     state: dict[str, Any] = {
         "run": 0,
@@ -317,7 +317,7 @@ def test_watching_a_training(page: Page) -> None:
             asked.append(request.post_data_json)
             picture = {"shape": [1, 28, 28], "count": 1, "pixels": black}
             state.update(
-                run=1,
+                run=state["run"] + 1,
                 status="running",
                 stages=["autoencoder", "encoder 1"],
                 stage="autoencoder",
@@ -338,6 +338,12 @@ def test_watching_a_training(page: Page) -> None:
         route.fulfill(json=state)
 
     page.route(re.compile("/api/training([?]|/start|/stop|$)"), answer)
+    return state, asked
+
+
+@on_a_phone
+def test_watching_a_training(page: Page) -> None:
+    state, asked = answer_trainings(page)
     page.get_by_role("tab", name="Train").click()
     state.update(run=7, status="finished")  # started by another page
     expect(page.locator("#training-status")).to_have_text("finished", timeout=10_000)
@@ -362,6 +368,43 @@ def test_watching_a_training(page: Page) -> None:
     page.get_by_role("button", name="Stop").click()
     expect(status).to_have_text("stopped")
     expect(page.get_by_role("button", name="Train", exact=True)).to_be_enabled()
+
+
+def test_a_training_by_keyboard(opened: Callable[..., Page]) -> None:
+    """A button that is disabled does not take the focus with it."""
+    page = opened()
+    state, _ = answer_trainings(page)
+    start, stop = page.locator("#training-start"), page.locator("#training-stop")
+    page.locator("#encode-tab").focus()
+    page.keyboard.press("End")
+    expect(start).to_be_enabled()
+    start.focus()
+    page.keyboard.press("Enter")
+    expect(stop).to_be_focused()
+    page.keyboard.press("Enter")
+    expect(start).to_be_focused()
+    page.keyboard.press("Enter")
+    expect(stop).to_be_focused()
+    state.update(status="finished", model="colours")
+    expect(start).to_be_focused()
+    page.keyboard.press("Tab")
+    expect(page.get_by_role("button", name="Explore this model")).to_be_focused()
+    page.keyboard.press("Enter")
+    expect(page.locator("#stage")).to_be_focused()
+    expect(page.locator("#shelf button")).to_have_count(3)
+    expect(page.locator("#image")).to_be_in_viewport()
+
+
+def test_undo_and_redo_keep_the_focus(opened: Callable[..., Page]) -> None:
+    page = opened()
+    undo, redo = page.locator("#undo"), page.locator("#redo")
+    page.locator("#flip").click()
+    expect(undo).to_be_enabled()
+    undo.focus()
+    page.keyboard.press("Enter")
+    expect(redo).to_be_focused()
+    page.keyboard.press("Enter")
+    expect(undo).to_be_focused()
 
 
 def test_the_page_says_what_an_expert_is(page: Page) -> None:
@@ -421,6 +464,28 @@ def test_the_words_of_a_slider_stay_on_one_line(opened: Callable[..., Page], wid
     expect(words).to_be_visible()
     assert words.evaluate("""e => e.scrollWidth <= e.clientWidth
         && e.clientHeight < 1.8 * parseFloat(getComputedStyle(e).fontSize)""")
+
+
+# Which boxes to tick are too small, or not inside their panel.
+BAD_BOXES = """() => [...document.querySelectorAll('.check input')].filter((box) => {
+    const panel = box.closest('.panel').getBoundingClientRect();
+    const { left, right, width } = box.getBoundingClientRect();
+    const isShown = box.checkVisibility();
+    return isShown && (width < 16 || left < panel.left || right > panel.right);
+}).map((box) => box.id)"""
+
+
+@pytest.mark.parametrize("width", [320, 360, 390, 768, 1024])
+def test_all_fits_the_width_of_a_screen(opened: Callable[..., Page], width: int) -> None:
+    page = opened()
+    page.set_viewport_size({"width": width, "height": 800})
+    for tab in page.get_by_role("tab").all():
+        if not tab.is_visible():  # of a model without chains
+            continue
+        tab.click()
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), tab
+        assert page.evaluate(BAD_BOXES) == []
+    expect(page.get_by_label("Strongest first")).to_be_visible()
 
 
 @pytest.mark.parametrize("key", ["End", "ArrowLeft"])

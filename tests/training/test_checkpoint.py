@@ -8,6 +8,7 @@ import pickle
 import shutil
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -16,13 +17,19 @@ import pytest
 import torch
 
 from poecaps import ModelError
+from poecaps.likelihood import LogPartition, estimate_log_partition
 from poecaps.serialization import read_tensors, write_tensors
-from poecaps.training import Progress, TrainingError, resume, train
-from poecaps.training.checkpoint import CHECKPOINT
+from poecaps.training import PRESETS, Config, Progress, TrainingError, resume, train
+from poecaps.training.checkpoint import CHECKPOINT, read_checkpoint
+from poecaps.training.config import stage_options
 from poecaps.training.metrics import METRICS
+from tests.faults import status_of_child
+from tests.systems import needs_fork
 from tests.training.runs import OPTIONS, Stop, assert_same_weights, config_for, metrics
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from tests.processes import Commands, Process
 
 
@@ -85,6 +92,80 @@ def test_a_run_killed_twice_has_bit_identical_weights(
     assert len(starts) == 3
     assert starts[0] == ("autoencoder", 0)
     assert starts[2][0].startswith(("encoder", "decoder"))
+
+
+def small_energy(data: Path, **chains: int) -> Config:
+    """The preset `energy` with few experts, chains and epochs."""
+    usual, energy = config_for(data), PRESETS["energy"]()
+    density = replace(
+        energy.model.density, experts=(4, 3), linear_dims=1, base_components=6, strength=2.0
+    )
+    sizes: dict[str, Any] = {
+        "features": 8,
+        "capsule_dim": 4,
+        "joint_components": 4,
+        "equalized_components": 4,
+    }
+    options: dict[str, Any] = {"chains": 16, "partition_chains": 8, "partition_steps": 20}
+    return replace(
+        energy,
+        data=usual.data,
+        model=replace(energy.model, **sizes, experts=((3, 5),), margin=0, density=density),
+        autoencoder=replace(energy.autoencoder, epochs=1),
+        density=replace(energy.density, epochs=2, **options | chains),
+        encoder=replace(energy.encoder, epochs=1),
+        decoder=replace(energy.decoder, epochs=0),
+        pixel_decoder=replace(energy.pixel_decoder, epochs=0),
+        batch_size=16,
+        device="cpu",
+        checkpoint_every=0,
+    )
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@needs_fork
+@pytest.mark.parametrize(
+    "chains", [{"levels": 4, "lifetime": 0}, {"levels": 0, "lifetime": 6}], ids=str
+)
+def test_a_density_killed_three_times_has_bit_identical_weights(
+    chains: dict[str, int], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While it learns, while its partition function is estimated, and in the stage after it.
+
+    Each time in a process of its own, which has the checkpoint of the step before.
+    """
+    config, folder = small_energy(data, **chains), tmp_path / "run"
+    train(config, tmp_path / "whole")
+
+    def kill_at(stage: str, step: int) -> Callable[[Progress], None]:
+        return lambda progress: kill() if (progress.stage, progress.step) == (stage, step) else None
+
+    def estimate_and_die(*arguments: Any, **options: Any) -> LogPartition:
+        def die(done: int, total: int) -> None:
+            if done == total // 2:
+                kill()
+
+        return estimate_log_partition(*arguments, **options, report=die)
+
+    def die_of_the_estimate() -> None:
+        monkeypatch.setattr("poecaps.training.density.estimate_log_partition", estimate_and_die)
+        resume(folder)
+
+    for die, expected in (
+        (lambda: train(config, folder, report=kill_at("density", 7)), ("density", 6)),
+        (die_of_the_estimate, ("density", 11)),
+        (lambda: resume(folder, report=kill_at("encoder 1", 4)), ("encoder 1", 3)),
+    ):
+        assert status_of_child(die) == -signal.SIGKILL
+        stopped = read_checkpoint(folder)
+        assert (list(stage_options(config))[stopped.stage], stopped.step) == expected
+    network = resume(folder)
+    assert network.require_density().log_partition > 0
+    assert_same_weights(folder, tmp_path / "whole")
+    assert metrics(folder) == metrics(tmp_path / "whole")
 
 
 def test_a_run_killed_before_its_first_step_can_be_resumed(

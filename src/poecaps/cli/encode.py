@@ -39,9 +39,11 @@ def encode(
     Parameters
     ----------
     split
-        Which part of the data.
+        Part of the data; without a test part, test is what training has held out, train the rest.
     """
-    name = "-".join(["codes", *([Path(data).stem] if data else []), f"{split}.npz"])
+    # The colons of hf:NAME are not allowed in all names of files.
+    source = [Path(data.replace(":", "-")).stem or "images"] if data else []
+    name = "-".join(["codes", *source, f"{split}.npz"])
     out = out or default_output(run, name)
     if out.suffix.lower() != ".npz":
         raise ValueError(f"--out must name an .npz file, but is {out}")

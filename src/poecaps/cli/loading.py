@@ -110,7 +110,8 @@ def load_images(
         The data as in `poecaps.data.load`; by default the training data of the model.
     split
         By default the test images, or all images if there is no test split. The test images of
-        training data without a test split are those that were held out.
+        training data without a test split are those that were held out, and the training images
+        are the others.
 
     Raises
     ------
@@ -120,7 +121,15 @@ def load_images(
     if source is None:
         source, path = training_source(run, path)
     if split == "train":
-        return _load_split(network, source, path, "train")
+        images = _load_split(network, source, path, "train")
+        learned, unseen = _divide_as_trained(images, run, source)
+        if unseen is not None:
+            say(
+                f"note: {len(learned):,} images, without the {len(unseen):,} that training has "
+                "held out; --split test has those",
+                file=sys.stderr,
+            )
+        return learned
     try:
         return _load_split(network, source, path, "test")
     except MissingSplitError:
@@ -233,12 +242,21 @@ def _held_out(images: ImageSet, run: str, source: str) -> tuple[ImageSet, Part]:
     folder = models.find(run)
     if not (folder / record.RECORD).is_file() or not _is_training_data(source, folder):
         return images, "other"
-    about = record.read(folder)
-    if about["data"].get("held_out"):
-        unseen = data.hold_out(images, record.options_of(folder, about).held_out)[1]
-        if unseen is not None:
-            return unseen, "held-out"
-    return images, "training"
+    unseen = _divide_as_trained(images, run, source)[1]
+    return (images, "training") if unseen is None else (unseen, "held-out")
+
+
+def _divide_as_trained(images: ImageSet, run: str, source: str) -> tuple[ImageSet, ImageSet | None]:
+    """Divide a source without a test part into the images to learn from and those held out.
+
+    The second is None if training has held out none of them.
+    """
+    folder = models.find(run)
+    if (folder / record.RECORD).is_file() and _is_training_data(source, folder):
+        about = record.read(folder)
+        if about["data"].get("held_out"):
+            return data.hold_out(images, record.options_of(folder, about).held_out)
+    return images, None
 
 
 def _is_training_data(source: str, folder: Path) -> bool:

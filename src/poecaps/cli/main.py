@@ -184,8 +184,10 @@ def _overview() -> str:
         [
             "usage: poecaps [-h] [--version] COMMAND ...",
             "",
-            "Products of expert capsules: learn from images without labels, and draw new",
-            "ones. Start with: poecaps train",
+            _fill(
+                "Products of expert capsules: learn from images without labels, and draw new "
+                "ones. Start with: poecaps train"
+            ),
             "",
             "commands:",
             *(_entry(name, " ".join(text.split())) for name, text in about.items()),
@@ -193,7 +195,7 @@ def _overview() -> str:
             "options:",
             *(_entry(name, text) for name, text in options.items()),
             "",
-            "poecaps COMMAND --help describes a command and its options.",
+            _fill("poecaps COMMAND --help describes a command and its options."),
         ]
     )
 

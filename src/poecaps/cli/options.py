@@ -51,7 +51,8 @@ OptionalSplit = Annotated[
     Split | None,
     arg(
         metavar="{train,test}",
-        help="Which part of the data; without a test part, test is what training has held out.",
+        help="Which part of the data; without a test part, test is what training has held out, and "
+        "train the rest.",
         help_behavior_hint="(default: test if there is one)",
     ),
 ]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from poecaps._files import ModelError
+from poecaps.likelihood import bennett_ratio, thermodynamic_integral
 from poecaps.sampling import (
     ANNEALED_SHARE,
     INITIAL_STEP_SIZE,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from poecaps.training.distributed import Distributed, RandomNumbers
 
 GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
+SETTLING_STEPS = 10  # after which an estimate of log Z is within a few percent while weights grow
 
 
 def make_chains(
@@ -52,15 +54,8 @@ class LearningChains:
     draws in modes between which they do not cross, and cannot teach the density how probable the
     modes are.
 
-    A chain has a weight w, as in annealed importance sampling. Between two steps of the sampler,
-    its inverse temperature and the energy change from t F to t′ F′, because the chain is annealed
-    and because the density learns::
-
-        log w ← log w − (t′ F′(x) − t F(x))
-
-    So the mean of w over the chains at t = 1 estimates Z of the density as it is now (Jarzynski's
-    equality). The draws themselves are not weighted: the density learns how often annealing finds a
-    mode, and not how probable the mode is. `TemperedChains` are draws of P itself.
+    The draws are not weighted: the density learns how often annealing finds a mode, and not how
+    probable the mode is. `TemperedChains` are draws of P itself.
 
     Parameters
     ----------
@@ -90,8 +85,6 @@ class LearningChains:
         self.all_offsets = offsets.to(device)
         self.offsets = distributed.shard(self.all_offsets)
         self.position = torch.zeros(count, size, device=device)
-        self.log_weight = torch.zeros(count, device=device)
-        self.energy = torch.zeros(count, device=device)  # F after the last step
         self.step_size = StepSize(
             torch.full((), INITIAL_STEP_SIZE, device=device), options.target_acceptance
         )
@@ -116,23 +109,20 @@ class LearningChains:
             Of each chain in the mean over the draws of the model: 0 while it is annealed. The mean
             over the processes of the sum of their weights is 1.
         """
-        t, before, is_new = self._inverse_temperature(self.offsets, self.step)
+        t, is_new = self._inverse_temperature(self.offsets, self.step)
         noise = random.normal(*self.position.shape)
         fresh = self.density.base.from_noise(noise)
         position = torch.where(is_new.unsqueeze(-1), fresh, self.position)
         target = DensityTarget(self.density)
-        chains = start_chains(target, position, t)
-        self._add_weights(chains.energy, t, before, is_new)
         chains, accepted = hmc_step(
             target,
-            chains,
+            start_chains(target, position, t),
             random.normal(*self.position.shape),
             random.uniform(len(position)),
             step_size=self.step_size.value,
             leapfrog_steps=self.options.leapfrog_steps,
         )
         self.position.copy_(chains.position)
-        self.energy.copy_(chains.energy)
         weight = self._weights(t)
         self._adapt((accepted * weight).sum())
         self.step += 1
@@ -142,14 +132,24 @@ class LearningChains:
         """Return which chains of this process were at t = 1 in the last step: (C,) of bool."""
         return self._inverse_temperature(self.offsets, self.step - 1)[0] >= 1
 
+    @torch.no_grad()
     def log_partition(self) -> float:
-        """Estimate log Z from the chains of this process at t = 1; NaN for persistent chains."""
-        if self.options.lifetime == 0:
+        """Estimate log Z from the chains of this process, by `thermodynamic_integral`.
+
+        The ages of the chains are spread evenly, and so are the inverse temperatures of those that
+        are annealed.
+
+        Returns
+        -------
+        float
+            NaN for persistent chains, all of which are at t = 1: draws of the model alone give no
+            useful estimate. NaN also if no chain, or every chain, is at t = 1.
+        """
+        at_model = self.at_model()
+        if self.options.lifetime == 0 or not at_model.any() or at_model.all():
             return math.nan
-        weights = self.log_weight[self.at_model()].double()
-        if not len(weights):
-            return math.nan
-        return (torch.logsumexp(weights, 0) - math.log(len(weights))).item()
+        t = self._inverse_temperature(self.offsets, self.step - 1)[0]
+        return thermodynamic_integral(t, self._settled_energy(t))
 
     def state(self) -> dict[str, Tensor]:
         """Return the state of the chains of all processes, by name."""
@@ -170,8 +170,6 @@ class LearningChains:
     def _names(self) -> dict[str, Tensor]:
         return {
             "position": self.position,
-            "log_weight": self.log_weight,
-            "energy": self.energy,
             "step_size": self.step_size.value,
             "acceptance": self.acceptance,
             "chain_step": self.step,
@@ -181,23 +179,38 @@ class LearningChains:
         tensor = self._names()[name]
         return self.distributed.all_gather(tensor) if tensor.ndim else tensor
 
-    def _inverse_temperature(self, offsets: Tensor, step: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return t of chains at a step and the step before, and whether they start anew."""
+    def _inverse_temperature(self, offsets: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
+        """Return t of chains at a step, and whether they start anew."""
         if self.options.lifetime == 0:
             one = torch.ones_like(offsets, dtype=self.position.dtype)
-            return one, one, torch.zeros_like(offsets, dtype=torch.bool)
+            return one, torch.zeros_like(offsets, dtype=torch.bool)
         rate = 1 / self.options.lifetime
         age = offsets + step * rate
         is_new = (age % 1) < rate
         t = (age % 1 / ANNEALED_SHARE).clamp(max=1).to(self.position.dtype)
-        earlier = ((age % 1 - rate) / ANNEALED_SHARE).clamp(min=0, max=1)
-        earlier = earlier * (step > 0)  # at first, all chains are draws of the base measure
-        return t, earlier.to(self.position.dtype), is_new
+        return t, is_new
 
-    def _add_weights(self, energy: Tensor, t: Tensor, before: Tensor, is_new: Tensor) -> None:
-        """Add −(t′ F′ − t F) to the weights; those of new chains start at 0."""
-        known = torch.where(is_new, torch.zeros_like(energy), self.log_weight)
-        self.log_weight.copy_(known + before * self.energy - t * energy)
+    def _settled_energy(self, t: Tensor) -> Tensor:
+        """Compute F of copies of the chains after more steps at their t: (C,) → (C,).
+
+        Chains are a little behind a density that learns, and behind their t while they are
+        annealed. For that, log Z would be too low. The random numbers depend on the number of the
+        learning step alone, so that this changes nothing in the training.
+        """
+        device, shape = self.position.device, self.position.shape
+        generator = torch.Generator(device).manual_seed(int(self.step.item()))
+        target = DensityTarget(self.density)
+        chains = start_chains(target, self.position, t)
+        for _ in range(SETTLING_STEPS):
+            chains, _ = hmc_step(
+                target,
+                chains,
+                torch.randn(shape, generator=generator, device=device),
+                torch.rand(shape[0], generator=generator, device=device),
+                step_size=self.step_size.value,
+                leapfrog_steps=self.options.leapfrog_steps,
+            )
+        return chains.energy
 
     def _weights(self, t: Tensor) -> Tensor:
         """Return the weights of chains at t in the mean over the draws of the model: (C,)."""
@@ -262,7 +275,6 @@ class TemperedChains(LearningChains):
         for odd in (False, True):
             chains = self._exchange(chains, random, odd=odd)
         self.position.copy_(chains.position)
-        self.energy.copy_(chains.energy)
         at_model = (t >= 1).to(t)
         weight = at_model / at_model.sum()
         self._adapt((accepted * weight).sum())
@@ -273,14 +285,12 @@ class TemperedChains(LearningChains):
         """Return which chains of this process are at t = 1: (C,) of bool."""
         return self._levels().flatten() >= 1
 
+    @torch.no_grad()
     def log_partition(self) -> float:
-        """Estimate log Z from the chains of this process: a product of ratios of neighbours."""
-        energy = self.energy.view(-1, self.options.levels).double()
-        change = -(self.ladder[:-1] - self.ladder[1:]).double() * energy[:, 1:]
-        return (torch.logsumexp(change, 0) - math.log(len(change))).sum().item()
-
-    def _names(self) -> dict[str, Tensor]:
-        return {name: each for name, each in super()._names().items() if name != "log_weight"}
+        """Estimate log Z from the chains of this process, by `bennett_ratio` between neighbours."""
+        energy = self._settled_energy(self._levels().flatten()).view(-1, self.options.levels)
+        step = self.ladder[:-1] - self.ladder[1:]
+        return bennett_ratio(step * energy[:, 1:], step * energy[:, :-1]).sum().item()
 
     def _levels(self) -> Tensor:
         """Return t of all chains, of which those that exchange states are neighbours: (·, L)."""

@@ -34,7 +34,8 @@ class DensityLearner:
     The gradient of log P(x) is −∂F(x)/∂W on data minus the same on draws of the density, which
     Markov chains provide (`poecaps.training.chains`). The result is a running average of the
     weights: how probable the density makes its modes oscillates while it learns, because the
-    chains follow it with a delay, and the average does not.
+    chains follow it with a delay, and the average does not. log Z, which belongs to other weights,
+    is forgotten at the start; `finish` estimates that of the result.
 
     Parameters
     ----------
@@ -50,6 +51,7 @@ class DensityLearner:
         self, density: CapsuleDensity, options: DensityStage, distributed: Distributed
     ) -> None:
         self.density, self.options, self.distributed = density, options, distributed
+        density.forget_log_partition()
         self.chains = make_chains(density, options, distributed)
         self.average = [each.detach().clone() for each in density.parameters()]
 
@@ -72,7 +74,7 @@ class DensityLearner:
 
     @torch.no_grad()
     def finish(self, seed: int) -> None:
-        """Replace the weights by their average, and estimate the partition function."""
+        """Replace the weights by their average, and estimate the partition function if asked to."""
         self._update_average()
         for parameter, average in zip(self.density.parameters(), self.average, strict=True):
             parameter.copy_(average)
@@ -176,6 +178,7 @@ def fit_density(
             "the parameters of density must require gradients, but those of a loaded network do "
             "not; call density.requires_grad_() first"
         )
+    density.forget_log_partition()  # also if the training ends with an error
     density.base.fit(x.split(FIT_BATCH))
     distributed, device = Distributed(), density.weight.device
     learned = density

@@ -191,6 +191,7 @@ class FeatureCache:
         assert whitening is not None and density is not None  # noqa: S101, PT018
         batches = indices.split(self.batch_size)
         whitening.fit(MappedBatches(lambda batch: _take(activations, batch, self.device), batches))
+        density.forget_log_partition()
         density.base.fit(MappedBatches(self.whitened, batches))
         buffers = [*whitening.buffers(), *density.base.buffers()]
         self.distributed.broadcast_from_main(buffers)

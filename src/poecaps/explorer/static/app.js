@@ -374,6 +374,7 @@ async function refreshModels(name) {
   page.model = null;
   await open(name, null);
   scrollTo(0, 0);
+  byId("stage").focus({ preventScroll: true }); // the button that was pressed is far below
 }
 
 /** Open the page at a state, at first that of the link. */

@@ -20,6 +20,15 @@ export function createSvg(tag, attributes = {}) {
   return element;
 }
 
+/** Enable each of two buttons or not; the focus of one that is disabled goes to the other. */
+export function enable(first, isFirst, second, isSecond) {
+  const focused = document.activeElement; // lost once the button is disabled
+  first.disabled = !isFirst;
+  second.disabled = !isSecond;
+  if (focused === first && !isFirst) second.focus({ preventScroll: true });
+  if (focused === second && !isSecond) first.focus({ preventScroll: true });
+}
+
 /** Return a function that calls `action` once it was not called again for a while. */
 export function debounce(milliseconds, action) {
   let timer = 0;

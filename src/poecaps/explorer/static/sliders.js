@@ -13,7 +13,7 @@ const KEY_STEPS = {
 const ENDS = {
   thickness: ["thin", "thick"],
   width: ["narrow", "wide"],
-  height: ["low", "tall"],
+  height: ["short", "tall"],
   size: ["small", "large"],
   slant: ["leans left", "leans right"],
   brightness: ["faint", "bright"],

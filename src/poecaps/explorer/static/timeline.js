@@ -1,6 +1,6 @@
 // Undo, redo, and the browser's Back and Forward: one entry of the browser's history per change.
 
-import { byId } from "./dom.js";
+import { byId, enable } from "./dom.js";
 import { copyState, fitsInLink, fromFragment, toFragment } from "./state.js";
 
 const IDLE = 400; // milliseconds without a change after which a change is complete
@@ -87,7 +87,6 @@ export class Timeline {
   }
 
   #show() {
-    byId("undo").disabled = this.#number === 0;
-    byId("redo").disabled = this.#number >= this.#last;
+    enable(byId("undo"), this.#number > 0, byId("redo"), this.#number < this.#last);
   }
 }

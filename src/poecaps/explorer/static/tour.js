@@ -40,8 +40,8 @@ const STEPS = [
     at: "map-panel",
     view: "map",
     title: "A map to walk in",
-    text: "Every point of this map is an image that an expert can generate. Drag over it, and watch "
-      + "the sliders follow.",
+    text: "Every point of this map is an image that the model can generate, by the selected expert "
+      + "or by all experts. Drag over it, and watch the sliders follow.",
   },
   {
     at: "tabs",

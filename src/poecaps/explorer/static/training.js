@@ -2,7 +2,7 @@
 
 import * as api from "./api.js";
 import { drawPixels } from "./canvas.js";
-import { byId, clearError, create, createSvg, showError } from "./dom.js";
+import { byId, clearError, create, createSvg, enable, showError } from "./dom.js";
 import { LatestRequest } from "./requests.js";
 import { fromBase64 } from "./state.js";
 
@@ -92,8 +92,7 @@ export class Training {
     }
     this.#points.splice(state.first, Infinity, ...state.points);
     const isRunning = state.status === "starting" || state.status === "running";
-    byId("training-start").disabled = isRunning;
-    byId("training-stop").disabled = !isRunning;
+    enable(byId("training-start"), !isRunning, byId("training-stop"), isRunning);
     byId("training-live").hidden = state.status === "idle";
     byId("training-open").hidden = !state.model;
     byId("training-open").onclick = () => this.onOpen(state.model);
