@@ -39,14 +39,12 @@ def is_forward_mode(tensor: Tensor) -> bool:
     return forward_ad._current_level >= 0 or not set(transforms()) <= {"Vmap", "Grad"}
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def transforms() -> tuple[str, ...]:
     """Return the names of the transforms of torch.func that are applied, such as "Vmap"."""
     levels = torch._C._functorch.get_interpreter_stack() or ()
     return tuple(each.key().name for each in levels)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def mapped_elements() -> int:
     """Return the number of elements over which `torch.func.vmap` maps; 1 without it."""
     functorch = torch._C._functorch

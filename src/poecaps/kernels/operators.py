@@ -254,6 +254,17 @@ def _why_not_triton(
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def mapped_elements() -> int:
+    """Return the number of elements over which a traced `torch.func.vmap` maps."""
+    return checks.mapped_elements()
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _transforms() -> tuple[str, ...]:
+    return checks.transforms()
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def warn_if_transforming() -> None:
     """Warn if a transform of torch.func is being traced."""
     if checks.transforms():
@@ -309,7 +320,7 @@ def why_not(name: str, x: Tensor, weight: Tensor, *, is_learning: bool) -> str |
     is_learning
         Whether the call is a learning rule, or holds the coefficients fixed.
     """
-    if not set(checks.transforms()) <= (set() if is_learning else {"Vmap"}):
+    if not set(_transforms()) <= (set() if is_learning else {"Vmap"}):
         return (
             "in torch.compile it supports of torch.func only vmap of layers; "
             "use backend='reference'"

@@ -84,7 +84,14 @@ def pays(x: Tensor, weight: Tensor) -> bool:
     x : (B, I, K)
     weight : (I, J, D, K)
     """
-    images: int = len(x) * checks.mapped_elements()
+    if torch.compiler.is_compiling():
+        # Imported on first use: it imports parts of torch.compile, which takes a second.
+        from poecaps.kernels import operators
+
+        elements: int = operators.mapped_elements()
+    else:
+        elements = checks.mapped_elements()
+    images: int = len(x) * elements
     return images * weight.numel() >= MIN_MULTIPLICATIONS
 
 
