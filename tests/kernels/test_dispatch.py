@@ -124,6 +124,7 @@ def test_all_mapped_images_count(monkeypatch: pytest.MonkeyPatch) -> None:
     assert chosen == ["simd", "torch"]
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script.:DeprecationWarning")
 def test_slow_transforms_are_announced_once(
     generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -135,7 +135,7 @@ def choose(
             reason = why_not(name, x, weight, **asked)
             if reason is None and _pays(name, x, weight):
                 return name
-        if x.device.type in PREFERRED and cpu.pays(x, weight):
+        if x.device.type in PREFERRED and _pays("simd", x, weight):
             _warn_if_transformed(x, weight)
         return "reference"
     reason = why_not(backend, x, weight, **asked)
@@ -232,7 +232,13 @@ def describe(device: torch.device | str) -> str:
 
 def _pays(name: Backend, x: Tensor, weight: Tensor) -> bool:
     """Return whether an automatic choice should take this backend."""
-    return name != "simd" or cpu.pays(x, weight)
+    if name != "simd":
+        return True
+    if not torch.compiler.is_compiling():
+        return cpu.pays(x, weight, checks.mapped_elements())
+    from poecaps.kernels import operators
+
+    return cpu.pays(x, weight, operators.mapped_elements())
 
 
 def _warn_if_exported(x: Tensor, weight: Tensor, asked: Mapping[str, Any]) -> None:

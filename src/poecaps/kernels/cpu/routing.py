@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.functional import pad
 
-from poecaps import _checks as checks
 from poecaps import functional as F
 from poecaps.kernels import torch_routing
 from poecaps.kernels.cpu import build
@@ -74,25 +73,17 @@ def why_not(x: Tensor, weight: Tensor) -> str | None:
     return None if reason is None else f"{reason}; {remedy}"
 
 
-def pays(x: Tensor, weight: Tensor) -> bool:
+def pays(x: Tensor, weight: Tensor, elements: int = 1) -> bool:
     """Return whether a call has enough work, B·I·J·D·K multiplications, to be worth compiling.
 
-    B counts the images of all elements over which `torch.func.vmap` maps.
+    B counts the images of all elements, over which `torch.func.vmap` maps.
 
     Parameters
     ----------
     x : (B, I, K)
     weight : (I, J, D, K)
     """
-    if torch.compiler.is_compiling():
-        # Imported on first use: it imports parts of torch.compile, which takes a second.
-        from poecaps.kernels import operators
-
-        elements: int = operators.mapped_elements()
-    else:
-        elements = checks.mapped_elements()
-    images: int = len(x) * elements
-    return images * weight.numel() >= MIN_MULTIPLICATIONS
+    return elements * len(x) * weight.numel() >= MIN_MULTIPLICATIONS
 
 
 def may_pay(weight: Tensor) -> bool:
