@@ -4,7 +4,7 @@
 2,000 others. The layer is an ordinary `nn.Module` from (B, I, K) to (B, J, D), trained by
 `backward` and Adam. There is one expert for each digit, and its norm is the probability that the
 digit is present (Sabour, Frosst and Hinton 2017). The final test accuracy was 98.9 %, and 98.6 %
-with --seed 1.
+with --seed 1. `--device cuda` trains on a GPU.
 """
 
 from __future__ import annotations
@@ -81,21 +81,25 @@ def main() -> None:
     )
     parser.add_argument("--test", type=int, default=2000, help="test images (default: 2000)")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cpu", help="such as cuda or mps (default: cpu)")
     options = parser.parse_args()
 
     torch.manual_seed(options.seed)
     train, test = (poecaps.data.load("mnist-sample", split=split) for split in ("train", "test"))
-    labels, test_labels = (torch.from_numpy(data.labels) for data in (train, test))
-    test_images, test_labels = test.batch(range(options.test)), test_labels[: options.test]
-    model = classifier()
+    device = torch.device(options.device)
+    labels, test_labels = (torch.from_numpy(data.labels).to(device) for data in (train, test))
+    images = train.batch(range(options.images)).to(device)
+    test_images = test.batch(range(options.test)).to(device)
+    test_labels = test_labels[: options.test]
+    model = classifier().to(device)
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
     steps = options.epochs * (options.images // 100)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=4e-3, total_steps=steps)
     started = time.perf_counter()
     for epoch in range(options.epochs):
         model.train()
-        for chosen in torch.randperm(options.images).split(100):
-            loss = margin_loss(model(shifted(train.batch(chosen))).norm(dim=-1), labels[chosen])
+        for chosen in torch.randperm(options.images).to(device).split(100):
+            loss = margin_loss(model(shifted(images[chosen])).norm(dim=-1), labels[chosen])
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

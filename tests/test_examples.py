@@ -30,7 +30,8 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_experts_are_a_layer_of_a_supervised_network(run: Run) -> None:
-    accuracy = run("supervised.py", "--images", "1000", "--test", "300", "--epochs", "2")
+    options = ["--images", "1000", "--test", "300", "--epochs", "2", "--device", "cpu"]
+    accuracy = run("supervised.py", *options)
     assert len(accuracy) == 2
     assert accuracy[-1] > 30  # ten digits, twenty steps
 

@@ -174,6 +174,7 @@ def test_the_workflows_test_every_promised_python_and_publish_nothing_by_themsel
     assert {each.partition("-")[0] for each in matrix["system"]} == {"ubuntu", "macos", "windows"}
     commands = [step["run"] for step in tests["jobs"]["change"]["steps"] if "run" in step]
     assert [(ROOT / command).is_file() for command in commands] == [True]
+    assert "make test-neon" in [step.get("run") for step in tests["jobs"]["neon"]["steps"]]
     jobs = release["jobs"]
     assert (jobs["publish"]["needs"], jobs["build"]["needs"]) == ("build", "change")
     assert commands[0] in [step.get("run") for step in jobs["change"]["steps"]]

@@ -31,6 +31,30 @@ def is_transformed(tensor: Tensor) -> bool:
     return is_wrapped(tensor) or forward_ad.unpack_dual(tensor).tangent is not None
 
 
+def is_forward_mode(tensor: Tensor) -> bool:
+    """Return whether forward-mode differentiation follows a tensor, or may follow it."""
+    if not is_wrapped(tensor):
+        return forward_ad.unpack_dual(tensor).tangent is not None
+    # A transform may hide a dual tensor, and the levels inside.
+    return forward_ad._current_level >= 0 or not set(transforms()) <= {"Vmap", "Grad"}
+
+
+def transforms() -> tuple[str, ...]:
+    """Return the names of the transforms of torch.func that are applied, such as "Vmap"."""
+    levels = torch._C._functorch.get_interpreter_stack() or ()
+    return tuple(each.key().name for each in levels)
+
+
+def mapped_elements() -> int:
+    """Return the number of elements over which `torch.func.vmap` maps; 1 without it."""
+    functorch = torch._C._functorch
+    return math.prod(
+        int(functorch.CVmapInterpreterPtr(each).batchSize())
+        for each in functorch.get_interpreter_stack() or ()
+        if each.key() == functorch.TransformType.Vmap
+    )
+
+
 def require_tensor(name: str, value: Any) -> None:
     """Raise TypeError unless `value` is a tensor."""
     if not isinstance(value, torch.Tensor):

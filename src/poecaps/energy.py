@@ -646,7 +646,12 @@ class CapsuleDensity(CapsuleRouting):
             routing = self.routing
             needs_grad = dispatch.needs_grad(x, weight)
             backend = dispatch.select(
-                x, weight, self.backend, routing=routing, needs_grad=needs_grad
+                x,
+                weight,
+                self.backend,
+                routing=routing,
+                needs_grad=needs_grad,
+                is_learning=False,
             )
             routed = backend.routing_by_agreement(x, weight, **asdict(routing))
             count = self.in_capsules if self.normalize == "inputs" else self.out_capsules

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import tempfile
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,9 +16,11 @@ import torch
 from torch import nn
 
 from poecaps._modules import device_of
+from poecaps.layer import CapsuleRouting
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Iterator
 
     from torch import Tensor
     from torch.export import ExportedProgram
@@ -57,7 +60,9 @@ def export_encoder(network: CapsuleNetwork) -> ExportedProgram:
     -------
     torch.export.ExportedProgram
         Call it as ``program.module()(images)``, save it with `torch.export.save`, compile it, or
-        convert it to ONNX.
+        convert it to ONNX. It does not need poecaps. Layers that name a backend, as in
+        ``network.encoders[0].backend = "simd"``, are operators of poecaps in it: faster, but it
+        needs poecaps, and cannot become ONNX.
     """
     return _export(_Encoder(network), network.architecture.image_shape)
 
@@ -81,8 +86,25 @@ def _export(program: nn.Module, shape: tuple[int, ...]) -> ExportedProgram:
     example = torch.rand(2, *shape, device=device_of(program))
     # Strict mode keeps len(tensor) symbolic; non-strict mode would fix the batch size there.
     batch = {0: torch.export.Dim("batch")}
-    with torch.no_grad():
+    with torch.no_grad(), _portable(program):
         return torch.export.export(program, (example,), dynamic_shapes=(batch,), strict=True)
+
+
+@contextmanager
+def _portable(program: nn.Module) -> Iterator[None]:
+    """Let layers that name no backend be exported as the reference, for programs and for ONNX."""
+    layers = [
+        each
+        for each in program.modules()
+        if isinstance(each, CapsuleRouting) and each.backend is None
+    ]
+    for layer in layers:
+        layer.backend = "reference"
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.backend = None
 
 
 def write_onnx(network: CapsuleNetwork, folder: str | os.PathLike[str]) -> tuple[Path, Path]:

@@ -156,6 +156,7 @@ class CapsuleRouting(nn.Module):
             self.backend,
             routing=routing,
             needs_grad=dispatch.needs_grad(x, self.weight),
+            is_learning=False,
         )
 
     def _check(self, x: Tensor, *, ball: bool, name: str = "x") -> None:

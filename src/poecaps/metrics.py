@@ -148,7 +148,7 @@ def energy(free_energy: Tensor) -> float:
     """Compute −mean F(x) = mean log(Z P(x)).
 
     The partition functions Z of two encoders differ, and are not known: encoders with larger
-    weights have lower energies everywhere.
+    weights have lower energies everywhere. Training measures it on training images.
 
     Parameters
     ----------

@@ -17,7 +17,7 @@ from poecaps import _checks as checks
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["NUMBERS", "ViewOptions", "make_views", "transform"]
+__all__ = ["NUMBERS", "ViewOptions", "make_copies", "make_views", "transform"]
 
 MAX_VIEWS = 1000
 NUMBERS = 7  # random numbers that determine a transformation
@@ -84,10 +84,28 @@ def make_views(images: Tensor, uniform: Tensor, options: ViewOptions) -> Tensor:
     (B·count, C, H, W)
         Every image, followed by its transformed copies.
     """
-    others = options.count - 1
-    copies = transform(images.repeat_interleave(others, dim=0), uniform.flatten(0, 1), options)
-    views = torch.cat((images.unsqueeze(1), copies.unflatten(0, (-1, others))), dim=1)
-    return views.flatten(0, 1)
+    copies = make_copies(images, uniform, options).unflatten(0, (len(images), -1))
+    return torch.cat((images.unsqueeze(1), copies), dim=1).flatten(0, 1)
+
+
+def make_copies(images: Tensor, uniform: Tensor, options: ViewOptions) -> Tensor:
+    """Return the views of every image without the image itself.
+
+    Parameters
+    ----------
+    images : (B, C, H, W)
+    uniform : (B, count − 1, NUMBERS)
+        Random numbers from 0 to 1.
+    options
+        Number and range of the transformations.
+
+    Returns
+    -------
+    (B·(count − 1), C, H, W)
+        The transformed copies of every image.
+    """
+    copied = images.repeat_interleave(options.count - 1, dim=0)
+    return transform(copied, uniform.flatten(0, 1), options)
 
 
 def transform(images: Tensor, uniform: Tensor, options: ViewOptions) -> Tensor:

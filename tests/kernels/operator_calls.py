@@ -38,7 +38,16 @@ def operator_calls(
     leaf_x, leaf = x.clone().requires_grad_(), weight.clone().requires_grad_()
     mixed = (2, "bernoulli", uniform, chain, 2, balance, 1)
     plain = (1, "deterministic", None, None, None, None, 1)
+    z, c, h, lse = operators.route(x, weight, *options, True)
+    grad_z, grad_c, grad_x = (
+        torch.randn(each.shape, generator=generator).to(device) for each in (z[-1], c, x)
+    )
     return [
+        (operators.route_backward, (x, weight, z, h, lse, grad_z, grad_c, *options, True, True)),
+        (operators.route_backward, (x, weight, z, h, lse, grad_z, None, *options, True, False)),
+        (operators.reconstruct, (leaf_x, leaf, *options, 2, balance)),
+        (operators.reconstruct_backward, (x, weight, grad_x, *options, 2, balance, True, True)),
+        (operators.reconstruct_backward, (x, weight, grad_x, *options, None, None, False, True)),
         (operators.route, (leaf_x, leaf, *options, True)),
         (operators.route, (leaf_x, weight, *once, False)),
         (operators.reconstruct, (x, weight, *options, 2, balance)),

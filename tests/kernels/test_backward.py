@@ -64,6 +64,51 @@ def test_the_derivative_of_the_plain_version(
         assert torch.autograd.gradgradcheck(outputs, given, fast_mode=True)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "small"), [((3, 5, 3, 2, 4), (2, 3, 2, 2, 2)), ((2, 3, 2, 6, 3), (2, 2, 2, 3, 2))]
+)
+@pytest.mark.parametrize("winners", [None, 1])
+def test_the_derivative_of_a_reconstruction(
+    sizes: tuple[int, ...], small: tuple[int, ...], winners: int | None, generator: torch.Generator
+) -> None:
+    """Of first and second order, by differences of values in float64."""
+    routing = F.RoutingOptions(3, 2.0, "inputs", "cosine")
+
+    def down(x: Tensor, weight: Tensor) -> Tensor:
+        return torch_routing.reconstruct(x, weight, routing, winners=winners, balance=None)
+
+    given = [each.double().requires_grad_() for each in problem(sizes, generator)]
+    assert torch.autograd.gradcheck(down, given)
+    given = [each.double().requires_grad_() for each in problem(small, generator)]
+    assert torch.autograd.gradgradcheck(down, given, fast_mode=True)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize(("normalize", "agreement"), OPTIONS)
+def test_gradients_of_reconstructions(
+    backend: RoutingBackend,
+    sizes: tuple[int, ...],
+    normalize: F.Axis,
+    agreement: F.Agreement,
+    generator: torch.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those of the reference in float64, by other means."""
+    x, weight = problem(sizes, generator)
+    routing = F.RoutingOptions(3, 1.0, normalize, agreement)
+    grad = torch.randn(x.shape, generator=generator)
+    winners, balance = max(1, sizes[3] // 2), torch.randn(sizes[3], generator=generator)
+    found: list[tuple[Tensor, ...]] = []
+    for each, dtype in ((F, torch.float64), (backend, torch.float32)):
+        leaf, maps = (given.detach().to(dtype).requires_grad_() for given in (x, weight))
+        value = each.reconstruct(leaf, maps, routing, winners=winners, balance=balance)
+        found.append(torch.autograd.grad((value * grad).sum(), (leaf, maps)))
+        monkeypatch.setattr(F, "reconstruction", None)  # the backend does without it
+    for ours, exact in zip(found[1], found[0], strict=True):
+        assert relative_error(ours, exact) < 5e-5 or ours.norm() < 1e-6
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("iterations", [1, 2, 3, 4])

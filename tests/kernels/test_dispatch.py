@@ -79,7 +79,9 @@ def test_a_forced_backend_raises_for_other_dtypes() -> None:
 # The first dual level of a process makes torch script its decompositions.
 @pytest.mark.filterwarnings("ignore:.torch.jit.script.:DeprecationWarning")
 @pytest.mark.parametrize("backend", ["torch", "simd", "triton"])
-def test_transformed_tensors_are_left_to_the_reference(backend: Backend) -> None:
+def test_forward_mode_and_transformed_learning_are_left_to_the_reference(
+    backend: Backend,
+) -> None:
     x, weight = torch.zeros(2, 4, 3), torch.zeros(4, 2, 2, 3)
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(x, torch.ones_like(x))
@@ -93,8 +95,36 @@ def test_transformed_tensors_are_left_to_the_reference(backend: Backend) -> None
 
     torch.func.vmap(note)(x)
     assert chosen == ["reference"]
+    chosen.clear()
+
+    def note_routing(each: Tensor) -> Tensor:
+        chosen.append(dispatch.choose(each.unsqueeze(0), weight, is_learning=False))
+        return each
+
+    torch.func.vmap(note_routing)(x)
+    torch.func.jvp(note_routing, (x[0],), (x[0],))
+    with forward_ad.dual_level():
+        torch.func.vmap(note_routing)(x)
+    assert chosen == ["torch", "reference", "reference"]
 
 
+@needs_simd
+def test_all_mapped_images_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether compiled C pays depends on the images of all elements."""
+    x, weight = torch.zeros(4, 2, 4, 3), torch.zeros(4, 2, 2, 3)
+    monkeypatch.setattr(cpu.routing, "MIN_MULTIPLICATIONS", 8 * weight.numel())
+    chosen: list[str] = []
+
+    def note(each: Tensor) -> Tensor:
+        chosen.append(dispatch.choose(each, weight, is_learning=False))
+        return each
+
+    torch.func.vmap(note)(x)
+    torch.func.vmap(note)(x[:3])
+    assert chosen == ["simd", "torch"]
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script.:DeprecationWarning")
 def test_slow_transforms_are_announced_once(
     generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -104,7 +134,7 @@ def test_slow_transforms_are_announced_once(
     x, _ = problem((2, 7, 3, 5, 4), generator)
 
     def slopes() -> Tensor:
-        slope = torch.func.grad(lambda image: layer.free_energy(image[None]).sum())
+        slope = torch.func.jacfwd(lambda image: layer.free_energy(image[None]).sum())
         found: Tensor = torch.func.vmap(slope)(x)
         return found
 

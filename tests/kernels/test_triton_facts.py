@@ -15,6 +15,7 @@ from tests.kernels.problems import needs_triton
 ROOT = Path(__file__).parents[2]
 FILES = (
     "tests/kernels/triton_routing_facts.py",
+    "tests/kernels/triton_agreement_facts.py",
     "tests/kernels/triton_operator_facts.py",
     "tests/kernels/triton_plan_facts.py",
     "tests/kernels/triton_pixel_facts.py",

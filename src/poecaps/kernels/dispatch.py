@@ -18,7 +18,7 @@ rounding. On a CPU, half precision is converted to float32 (`float32`). In `torc
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 
@@ -28,6 +28,8 @@ from poecaps.kernels import cpu, float32, torch_routing
 from poecaps.kernels.triton import support as triton_support
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch import Tensor
 
     from poecaps.functional import Agreement, Axis, RoutingOptions
@@ -43,6 +45,9 @@ PREFERRED: dict[str, tuple[Backend, ...]] = {"cuda": ("triton", "torch"), "cpu":
 # reference until they implement it, too.
 IMPLEMENTED_AGREEMENTS: tuple[Agreement, ...] = ("cosine", "inner")
 IMPLEMENTED_AXES: tuple[Axis, ...] = ("inputs", "outputs")
+
+# Backends whose routing torch.func can transform, by reverse-mode gradients and vmap.
+TRANSFORMABLE: tuple[Backend, ...] = ("simd", "torch")
 
 
 def _may_be_exported() -> bool:
@@ -62,9 +67,18 @@ def select(
     routing: RoutingOptions | None = None,
     chain: Tensor | None = None,
     needs_grad: bool = False,
+    is_learning: bool = True,
 ) -> RoutingBackend:
     """Return the backend that computes a call; see `choose`."""
-    name = choose(x, weight, backend, routing=routing, chain=chain, needs_grad=needs_grad)
+    name = choose(
+        x,
+        weight,
+        backend,
+        routing=routing,
+        chain=chain,
+        needs_grad=needs_grad,
+        is_learning=is_learning,
+    )
     found = implementation(name)
     if name != "reference" and float32.is_needed(x, weight):
         return float32.InFloat32(found)
@@ -79,6 +93,7 @@ def choose(
     routing: RoutingOptions | None = None,
     chain: Tensor | None = None,
     needs_grad: bool = False,
+    is_learning: bool = True,
 ) -> Backend:
     """Return the name of the backend that computes a call.
 
@@ -95,25 +110,35 @@ def choose(
     needs_grad
         Whether a gradient through the routing is required. The learning rules compute their own
         gradient and do not need it.
+    is_learning
+        Whether the call is a learning rule or holds the coefficients fixed. Other calls can be
+        transformed by torch.func.
 
     Raises
     ------
     ValueError
         If the forced backend does not support the call; the message says why.
     """
+    asked: dict[str, Any] = {
+        "routing": routing,
+        "chain": chain,
+        "needs_grad": needs_grad,
+        "is_learning": is_learning,
+    }
     if backend is not None:
         checks.require_choice("backend", backend, BACKENDS)
     elif _may_be_exported():
+        _warn_if_exported(x, weight, asked)
         return "reference"  # so that an exported program does not need poecaps
     else:
         for name in PREFERRED.get(x.device.type, ()):
-            reason = why_not(name, x, weight, routing=routing, chain=chain, needs_grad=needs_grad)
+            reason = why_not(name, x, weight, **asked)
             if reason is None and _pays(name, x, weight):
                 return name
-        if x.device.type in PREFERRED and cpu.pays(x, weight):
+        if x.device.type in PREFERRED and _pays("simd", x, weight):
             _warn_if_transformed(x, weight)
         return "reference"
-    reason = why_not(backend, x, weight, routing=routing, chain=chain, needs_grad=needs_grad)
+    reason = why_not(backend, x, weight, **asked)
     if reason is not None:
         remedy = "or leave backend=None, which chooses the fastest backend that supports the call"
         raise ValueError(f"backend={backend!r} does not support this call: {reason}; {remedy}")
@@ -128,6 +153,7 @@ def why_not(
     routing: RoutingOptions | None = None,
     chain: Tensor | None = None,
     needs_grad: bool = False,
+    is_learning: bool = True,
 ) -> str | None:
     """Return why a backend does not support a call, with a remedy; None if it does."""
     if name == "reference":
@@ -151,9 +177,12 @@ def why_not(
         # Imported on first use: it imports parts of torch.compile, which takes a second.
         from poecaps.kernels import operators
 
-        return operators.why_not(name, x, weight)
+        return operators.why_not(name, x, weight, is_learning=is_learning)
     if checks.is_transformed(x) or checks.is_transformed(weight):
-        return "it does not support torch.func and forward-mode gradients; use backend='reference'"
+        if checks.is_forward_mode(x) or checks.is_forward_mode(weight):
+            return "it does not support forward-mode gradients; use backend='reference'"
+        if is_learning or name not in TRANSFORMABLE:
+            return "it does not support torch.func in this call; use backend='reference'"
     if x.device != weight.device or (x.dtype != weight.dtype and not float32.is_needed(x, weight)):
         return (
             f"the capsules are {x.dtype} on {x.device} and the weight is {weight.dtype} on "
@@ -203,7 +232,24 @@ def describe(device: torch.device | str) -> str:
 
 def _pays(name: Backend, x: Tensor, weight: Tensor) -> bool:
     """Return whether an automatic choice should take this backend."""
-    return name != "simd" or cpu.pays(x, weight)
+    if name != "simd":
+        return True
+    if not torch.compiler.is_compiling():
+        return cpu.pays(x, weight, checks.mapped_elements())
+    from poecaps.kernels import operators
+
+    return cpu.pays(x, weight, operators.mapped_elements())
+
+
+def _warn_if_exported(x: Tensor, weight: Tensor, asked: Mapping[str, Any]) -> None:
+    """Warn if an exported program is slower than one with operators would be."""
+    if any(
+        why_not(name, x, weight, **asked) is None and (name != "simd" or cpu.may_pay(weight))
+        for name in PREFERRED.get(x.device.type, ())
+    ):
+        from poecaps.kernels import operators
+
+        operators.warn_of_export()
 
 
 def _warn_if_transformed(x: Tensor, weight: Tensor) -> None:

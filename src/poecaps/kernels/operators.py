@@ -5,8 +5,8 @@ of the results, and calls the operators when the compiled code runs. The operato
 
 ``route``, ``route_backward``
     Routing by agreement, and its gradient.
-``reconstruct``
-    Up and down once.
+``reconstruct``, ``reconstruct_backward``
+    Up and down once, and its gradient.
 ``contrastive_divergence``, ``decoder_contrastive_divergence``
     Both learning rules, each with the gradient in the weight.
 
@@ -26,12 +26,16 @@ from torch import Tensor
 from poecaps import _checks as checks
 from poecaps import functional as F
 from poecaps.kernels import cpu
+from poecaps.kernels.torch_routing import mixed
+from poecaps.kernels.torch_routing.backward import back_through_squash
+from poecaps.kernels.torch_routing.closed_form import map_over
 from poecaps.kernels.triton import support
 from poecaps.kernels.triton.tiling import padded_batch_size
 
 if TYPE_CHECKING:
     from poecaps.functional import Agreement, Axis, Mixing
     from poecaps.kernels.protocol import RoutingBackend
+    from poecaps.kernels.torch_routing.closed_form import Axes
 
 __all__ = [
     "contrastive_divergence",
@@ -250,15 +254,20 @@ def _why_not_triton(
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _is_transforming() -> bool:
-    """Return whether a transform of torch.func is being traced."""
-    return torch._C._functorch.maybe_current_level() is not None
+def mapped_elements() -> int:
+    """Return the number of elements over which a traced `torch.func.vmap` maps."""
+    return checks.mapped_elements()
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _transforms() -> tuple[str, ...]:
+    return checks.transforms()
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def warn_if_transforming() -> None:
     """Warn if a transform of torch.func is being traced."""
-    if _is_transforming():
+    if checks.transforms():
         warn_of_transforms()
 
 
@@ -268,20 +277,38 @@ _has_warned: list[bool] = []
 def warn_of_transforms() -> None:
     """Warn once that a large call is slow.
 
-    PyTorch has no torch.func for operators with a gradient of their own, and none of the backends
-    has forward-mode gradients.
+    PyTorch has no gradients by torch.func for operators with a gradient of their own, learning
+    rules have one that is known in advance, and no backend has forward-mode gradients.
     """
     if not _has_warned:
         _has_warned.append(True)
         warnings.warn(
-            "torch.func and forward-mode gradients are computed by poecaps.functional, which is "
-            "slower than a backend and stores the votes; torch.autograd is faster, and "
-            "backend='reference' silences this warning",
+            "this transform of torch.func is computed by poecaps.functional, which is slower than "
+            "a backend and stores the votes; the fast backends have grad, vjp, jacrev and vmap of "
+            "layers outside of torch.compile, but no forward-mode gradients and none of learning "
+            "rules; backend='reference' silences this warning",
             stacklevel=2,
         )
 
 
-def why_not(name: str, x: Tensor, weight: Tensor) -> str | None:
+_has_warned_of_export: list[bool] = []
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def warn_of_export() -> None:
+    """Warn once that an exported program does not have the operators."""
+    if not _has_warned_of_export:
+        _has_warned_of_export.append(True)
+        warnings.warn(
+            "the exported program (in PyTorch 2.6 also that of torch.compile) has the equations of "
+            "poecaps.functional, so that it does not need poecaps, and is slower than the layer; "
+            "set layer.backend = 'simd' on a CPU or 'triton' on a GPU before the export for a "
+            "program with the operators of poecaps, or 'reference' to silence this warning",
+            stacklevel=2,
+        )
+
+
+def why_not(name: str, x: Tensor, weight: Tensor, *, is_learning: bool) -> str | None:
     """Return why the operators cannot serve a call that `torch.compile` traces, None if they can.
 
     Parameters
@@ -290,9 +317,14 @@ def why_not(name: str, x: Tensor, weight: Tensor) -> str | None:
         The backend that the operators are to run, ``"simd"`` or ``"triton"``.
     x : (B, I, K)
     weight : (I, J, D, K)
+    is_learning
+        Whether the call is a learning rule, or holds the coefficients fixed.
     """
-    if _is_transforming():
-        return "it does not support torch.func in torch.compile; use backend='reference'"
+    if not set(_transforms()) <= (set() if is_learning else {"Vmap"}):
+        return (
+            "in torch.compile it supports of torch.func only vmap of layers; "
+            "use backend='reference'"
+        )
     kernels = KERNELS.get(x.device.type)
     if kernels is None or kernels.name != name:
         return f"in torch.compile it does not run on {x.device.type!r}; use backend='reference'"
@@ -449,7 +481,7 @@ def _reconstruct(
     winners: int | None,
     balance: Tensor | None,
 ) -> Tensor:
-    """Go up and down once, without a gradient: (B, I, K), (I, J, D, K), (J,) → (B, I, K)."""
+    """Go up and down once: (B, I, K), (I, J, D, K), (J,) → (B, I, K)."""
     routing = _options(iterations, sharpness, normalize, agreement)
     backend = _supported(x, weight).backend
     with torch.no_grad():
@@ -462,6 +494,112 @@ def _reconstruct(
 def _(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
     _checked(x, weight)
     return x.new_empty(x.shape)
+
+
+@torch.library.custom_op("poecaps::reconstruct_backward", mutates_args=(), device_types=DEVICES)
+def _reconstruct_backward(
+    x: Tensor,
+    weight: Tensor,
+    grad: Tensor,
+    iterations: int,
+    sharpness: float,
+    normalize: str,
+    agreement: str,
+    winners: int | None,
+    balance: Tensor | None,
+    needs_grad_x: bool,
+    needs_grad_weight: bool,
+) -> tuple[Tensor, Tensor]:
+    """Compute the gradient of `reconstruct` in x and in the weight; it is empty if not needed.
+
+    It routes anew, so that no coefficients have to be kept in memory.
+    """
+    routing = _options(iterations, sharpness, normalize, agreement)
+    kernels = _supported(x, weight)
+    checks.require_shape("grad", grad, "BIK", x.shape, "give the gradient of poecaps::reconstruct")
+    record = kernels.route(x, weight, routing, needs_c=True)
+    z, maps = record.z[-1], weight.to(record.z.dtype)
+    on = F.winning_experts(z, winners, balance)
+    down = (F.expert_states(z, on), maps, record.c)
+    grad = back_through_squash(mixed.mixed_back(*down), grad.to(z.dtype))
+    grad_y, grad_down, grad_c = mixed.gradients(down, grad, (True, needs_grad_weight, True))
+    assert grad_y is not None  # noqa: S101 (it was asked for)
+    grad_z = back_through_squash(z, grad_y if on is None else grad_y * on.unsqueeze(-1))
+    grad_x, grad_up = kernels.route_backward(
+        x,
+        weight,
+        record,
+        grad_z,
+        grad_c,
+        routing,
+        needs_grad_x=needs_grad_x,
+        needs_grad_weight=needs_grad_weight,
+    )
+    if grad_up is not None and grad_down is not None:
+        grad_up = (grad_up + grad_down).to(weight.dtype)
+    return _or_empty(grad_x, x, x.dtype), _or_empty(grad_up, weight, weight.dtype)
+
+
+@_reconstruct_backward.register_fake
+def _(x: Tensor, weight: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    *_, needs_grad_x, needs_grad_weight = others
+    return (
+        x.new_empty(x.shape if needs_grad_x else 0),
+        weight.new_empty(weight.shape if needs_grad_weight else 0),
+    )
+
+
+def _setup_reconstruct(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001
+    x, weight, *ctx.options, balance = inputs
+    ctx.save_for_backward(x, weight, balance)
+
+
+def _backward_of_reconstruct(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight, balance = ctx.saved_tensors
+    needs = ctx.needs_input_grad[:2]
+    gradients = _reconstruct_backward(x, weight, grad, *ctx.options, balance, *needs)
+    return (
+        *(each if is_needed else None for each, is_needed in zip(gradients, needs, strict=True)),
+        *(None for _ in ctx.options),
+        None,
+    )
+
+
+_reconstruct.register_autograd(_backward_of_reconstruct, setup_context=_setup_reconstruct)
+
+
+# --------------------------------------------------------------------------------------------------
+# torch.func.vmap, of operators that compute each image by itself
+
+
+def _register_vmap(operator: Any, axes: Axes, result_axes: Axes) -> None:
+    """Let an operator be mapped.
+
+    Parameters
+    ----------
+    operator
+        An operator of which the first arguments are tensors.
+    axes, result_axes
+        Axis of the images in its first arguments and in its results; see `closed_form.map_over`.
+    """
+
+    def rule(info: Any, mapped: tuple[int | None, ...], *arguments: Any) -> tuple[Any, Any]:
+        def results(*given: Tensor | None) -> tuple[Tensor | None, ...]:
+            found = operator(*given)
+            return found if isinstance(found, tuple) else (found,)
+
+        rest = (None,) * (len(arguments) - len(axes))
+        found, places = map_over(
+            results, info.batch_size, mapped, arguments, (*axes, *rest), result_axes
+        )
+        return (found, places) if len(found) > 1 else (found[0], places[0])
+
+    torch.library.register_vmap(operator, rule)
+
+
+# The recorded lse has room for more images than there are, and is left as it is.
+_register_vmap(route, (0, None), (1, 0, 1, None))
+_register_vmap(_reconstruct, (0, None), (0,))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -600,7 +738,9 @@ _decoder_contrastive_divergence.register_autograd(_learning_backward, setup_cont
 if hasattr(torch.library, "register_autocast"):
     for _operator in (
         route,
+        route_backward,
         _reconstruct,
+        _reconstruct_backward,
         _contrastive_divergence,
         _decoder_contrastive_divergence,
     ):
@@ -670,17 +810,9 @@ def reconstruct(
     winners: int | None,
     balance: Tensor | None,
 ) -> Tensor:
-    """Compute `functional.reconstruct`: (B, I, K), (I, J, D, K) → (B, I, K).
-
-    With a gradient, the way down is that of the reference.
-    """
-    if not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)):
-        x_model: Tensor = _reconstruct(x, weight, *_values(routing), winners, balance)
-        return x_model
-    routed = routing_by_agreement(x, weight, **asdict(routing))
-    z = routed.preactivation
-    y = F.expert_states(z, F.winning_experts(z, winners, balance))
-    return F.reconstruction(y, weight, routed.coefficients)
+    """Compute `functional.reconstruct`: (B, I, K), (I, J, D, K) → (B, I, K)."""
+    x_model: Tensor = _reconstruct(x, weight, *_values(routing), winners, balance)
+    return x_model
 
 
 def contrastive_divergence(

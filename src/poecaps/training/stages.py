@@ -19,7 +19,7 @@ from poecaps.training.config import CRITERIA
 from poecaps.training.density import DensityLearner, load_weights
 from poecaps.training.recombination import Recombination, choose_experts, recombined
 from poecaps.training.seeds import Stream, make_generator
-from poecaps.views import NUMBERS, make_views
+from poecaps.views import NUMBERS, make_copies, make_views
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -565,11 +565,19 @@ class EncoderTrainer(StageTrainer):
         return self._views(indices, uniform)
 
     def _views(self, indices: Tensor, uniform: Tensor) -> Tensor:
-        """Return the input capsules of the views that numbers determine; see `make_views`."""
-        if self.options.views.count == 1:
-            return self.cache.inputs(self.layer, indices)
-        views = make_views(self.cache.images(indices), uniform, self.options.views)
-        return self.cache.inputs_of(self.layer, views)
+        """Return the input capsules of the views that numbers determine; see `make_views`.
+
+        The features of the first view, the image itself, are in the cache.
+        """
+        options, cache = self.options.views, self.cache
+        if options.count == 1:
+            return cache.inputs(self.layer, indices)
+        images = cache.images(indices)
+        if not cache.has_inputs_on_device(self.layer):  # computed faster than copied
+            return cache.inputs_of(self.layer, make_views(images, uniform, options))
+        others = cache.inputs_of(self.layer, make_copies(images, uniform, options))
+        first = cache.inputs(self.layer, indices).unsqueeze(1)
+        return torch.cat((first, others.unflatten(0, (len(images), -1))), dim=1).flatten(0, 1)
 
     def metrics(self) -> dict[str, float]:
         """Compute the metrics of the experts, the mean over all starts.

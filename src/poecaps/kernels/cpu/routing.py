@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 BLOCK = 128  # images in a block, a multiple of all lanes; J×I×BLOCK coefficients stay in the cache
 MAX_DIM = 64  # largest D and K: a vote and its direction are arrays on the stack
 MIN_MULTIPLICATIONS = 2**20  # B·I·J·D·K of one pass below which compiling does not pay
+USUAL_BATCH = 64  # images of a call whose size is not known
 MIN_CHUNK, MAX_CHUNKS = 48, 16  # inputs mixed by one task, at least; number of such tasks, at most
 MIN_TILES = 16  # tasks of the backward pass, at least, if there are as many inputs
 TILE_VECTORS = 2**13  # vectors of one such task, at most: half a MiB stays in the cache
@@ -72,15 +73,25 @@ def why_not(x: Tensor, weight: Tensor) -> str | None:
     return None if reason is None else f"{reason}; {remedy}"
 
 
-def pays(x: Tensor, weight: Tensor) -> bool:
+def pays(x: Tensor, weight: Tensor, elements: int = 1) -> bool:
     """Return whether a call has enough work, B·I·J·D·K multiplications, to be worth compiling.
+
+    B counts the images of all elements, over which `torch.func.vmap` maps.
 
     Parameters
     ----------
     x : (B, I, K)
     weight : (I, J, D, K)
     """
-    return len(x) * weight.numel() >= MIN_MULTIPLICATIONS
+    return elements * len(x) * weight.numel() >= MIN_MULTIPLICATIONS
+
+
+def may_pay(weight: Tensor) -> bool:
+    """Return whether a batch of usual size has enough work; weight : (I, J, D, K).
+
+    For programs that are exported for batches of any size.
+    """
+    return USUAL_BATCH * weight.numel() >= MIN_MULTIPLICATIONS
 
 
 def _is_plain_memory(tensor: Tensor) -> bool:
@@ -262,6 +273,7 @@ def routing_backward(
     grad_weight = weight.new_empty(weight.shape) if needs_grad_weight else None
     if grad_weight is not None and not len(x):
         grad_weight.zero_()  # no block writes to it
+    z = z.contiguous()
     grad_z = torch.zeros_like(z[-1]) if grad_z is None else grad_z.contiguous()
     batch = _Batch(x, weight, routing, grad_weight, is_backward=True)
     for block in batch.blocks():

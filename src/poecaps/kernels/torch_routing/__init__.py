@@ -14,7 +14,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from poecaps import functional as F
-from poecaps.kernels.torch_routing import few_to_many, many_to_few
+from poecaps.kernels.torch_routing import closed_form, few_to_many, many_to_few, mixed
 from poecaps.kernels.torch_routing.backward import routing_backward
 from poecaps.kernels.torch_routing.gradient import GradientTerm
 from poecaps.kernels.torch_routing.recorded import RecordedRouting, differentiable
@@ -226,14 +226,11 @@ def reconstruction(y: Tensor, weight: Tensor, coefficients: Tensor) -> Tensor:
 def reconstruct_from(
     routed: F.Routing, weight: Tensor, *, winners: int | None, balance: Tensor | None
 ) -> Tensor:
-    """Compute `reconstruct` of capsules whose routing is given: (I, J, D, K) → (B, I, K).
-
-    With a gradient, the way down is that of the reference.
-    """
+    """Compute `reconstruct` of capsules whose routing is given: (I, J, D, K) → (B, I, K)."""
     z = routed.preactivation
     y = F.expert_states(z, F.winning_experts(z, winners, balance))
-    if z.requires_grad:
-        return F.reconstruction(y, weight, routed.coefficients)
+    if closed_form.is_needed(z, weight):
+        return mixed.reconstruction(y, weight, routed.coefficients)
     return reconstruction(y, weight, routed.coefficients)
 
 

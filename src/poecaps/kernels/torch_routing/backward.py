@@ -153,11 +153,19 @@ def _back_through_iterations(
 
 def _back_through_agreement_vector(z: Tensor, grad: Tensor, *, cosine: bool) -> Tensor:
     """Compute a'(z)ᵀ grad of a direction (cosine) or a squashed vector: (J, D, B) → (J, D, B)."""
+    if not cosine:
+        return back_through_squash(z, grad, 1)
     n = torch.linalg.vector_norm(z, dim=1, keepdim=True)
     unit = F.direction(z, 1)
     along = (unit * grad).sum(1, keepdim=True) * unit
-    if cosine:
-        return (grad - along) / torch.where(n > 0, n, 1)
+    return (grad - along) / torch.where(n > 0, n, 1)
+
+
+def back_through_squash(z: Tensor, grad: Tensor, dim: int = -1) -> Tensor:
+    """Compute the gradient in vectors z (…, D, …) from that in squash(z)."""
+    n = torch.linalg.vector_norm(z, dim=dim, keepdim=True)
+    unit = F.direction(z, dim)
+    along = (unit * grad).sum(dim, keepdim=True) * unit
     # Written in 1/n where n² could overflow.
     small, inverse = n.clamp(max=1), 1 / n.clamp(min=1)
     low, high = 1 / (1 + small.square()), 1 / (1 + inverse.square())

@@ -46,10 +46,22 @@ def preactivation(x: Tensor, weight: Tensor, coefficients: Tensor) -> Tensor:
 
 def reconstruction(y: Tensor, weight: Tensor, coefficients: Tensor) -> Tensor:
     """Compute x̃_i = squash(Σ_j c_ij W_ijᵀ y_j): (B, J, D), (I, J, D, K), (B, I, J) → (B, I, K)."""
+    return F.squash(mixed_back(y, weight, coefficients))
+
+
+def mixed_back(y: Tensor, weight: Tensor, coefficients: Tensor) -> Tensor:
+    """Compute Σ_j c_ij W_ijᵀ y_j: (B, J, D), (I, J, D, K), (B, I, J) → (B, I, K)."""
     y = y.transpose(1, 2).contiguous()  # (B, D, J)
     c = coefficients.transpose(0, 1)
     z = [(y * c[i].unsqueeze(1)).flatten(1) @ w.T for i, w in enumerate(_matrices(weight))]
-    return F.squash(torch.stack(z, dim=1))
+    return torch.stack(z, dim=1)
+
+
+def products_with_votes(x: Tensor, weight: Tensor, y: Tensor) -> Tensor:
+    """Compute ⟨W_ij x_i, y_j⟩: (B, I, K), (I, J, D, K), (B, J, D) → (B, I, J)."""
+    y = y.transpose(1, 2)  # (B, D, J)
+    votes = ((x[:, i] @ w).view(y.shape) for i, w in enumerate(_matrices(weight)))
+    return torch.stack([(u * y).sum(1) for u in votes], dim=1)
 
 
 def free_energy_gradient(z: Tensor, on: Tensor | None, scale: float) -> Tensor:

@@ -65,9 +65,29 @@ def reconstruction(y: Tensor, weight: Tensor, coefficients: Tensor) -> Tensor:
     inputs, _, _, dim = weight.shape
     w, x = _inputs_last(weight), y.new_empty(len(y), inputs, dim)
     for block in blocks(y):
-        z = _mix_backward(y[block].permute(1, 2, 0), coefficients[block].permute(2, 1, 0), w)
-        x[block] = F.squash(z.permute(2, 1, 0).contiguous())
+        x[block] = F.squash(_mixed_back(y[block], w, coefficients[block]))
     return x
+
+
+def mixed_back(y: Tensor, weight: Tensor, coefficients: Tensor) -> Tensor:
+    """Compute Σ_j c_ij W_ijᵀ y_j: (B, J, D), (I, J, D, K), (B, I, J) → (B, I, K)."""
+    inputs, _, _, dim = weight.shape
+    w, x = _inputs_last(weight), y.new_empty(len(y), inputs, dim)
+    for block in blocks(y):
+        x[block] = _mixed_back(y[block], w, coefficients[block])
+    return x
+
+
+def products_with_votes(x: Tensor, weight: Tensor, y: Tensor) -> Tensor:
+    """Compute ⟨W_ij x_i, y_j⟩: (B, I, K), (I, J, D, K), (B, J, D) → (B, I, J)."""
+    inputs, experts, _, _ = weight.shape
+    w, products = _inputs_last(weight), x.new_empty(experts, inputs, len(x))
+    for block in blocks(x):
+        capsules, experts_last = batch_last(x[block]), y[block].permute(1, 2, 0).contiguous()
+        found = torch.empty_like(products[..., block], memory_format=torch.contiguous_format)
+        vote_products(capsules, w, experts_last, torch.empty_like(found), out=found)
+        products[..., block] = found
+    return products.permute(2, 1, 0)
 
 
 def free_energy_gradient(z: Tensor, on: Tensor | None, scale: float) -> Tensor:
@@ -250,6 +270,12 @@ def vote_products(capsules: Tensor, w: Tensor, v: Tensor, buffer: Tensor, out: T
             torch.mul(buffer, component, out=out)
         else:
             torch.addcmul(out, buffer, component, out=out)
+
+
+def _mixed_back(y: Tensor, w: Tensor, coefficients: Tensor) -> Tensor:
+    """Σ_j c_ij W_ijᵀ y_j of a block: (B, J, D), (J, D, K, I), (B, I, J) → (B, I, K)."""
+    z = _mix_backward(y.permute(1, 2, 0), coefficients.permute(2, 1, 0), w)
+    return z.permute(2, 1, 0).contiguous()
 
 
 def _mix_backward(y: Tensor, c: Tensor, w: Tensor) -> Tensor:

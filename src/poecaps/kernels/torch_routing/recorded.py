@@ -7,14 +7,16 @@ gradients from what was recorded.
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from poecaps import functional as F
+from poecaps.kernels.torch_routing import closed_form
+from poecaps.kernels.torch_routing.closed_form import ClosedForm
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -59,9 +61,9 @@ class Backward(Protocol):
 def differentiable(
     route: Route, backward: Backward, x: Tensor, weight: Tensor, routing: F.RoutingOptions
 ) -> F.Routing:
-    """Route, so that autograd differentiates the result in `x` and `weight`.
+    """Route, so that autograd and torch.func differentiate the result in `x` and `weight`.
 
-    It may be differentiated again, but then the reference computes the gradients.
+    It may be differentiated again; the reference computes second derivatives.
 
     Parameters
     ----------
@@ -74,74 +76,46 @@ def differentiable(
     routing
         Options of the routing.
     """
-    if not _needs_grad(x, weight):
+    if not closed_form.is_needed(x, weight):
         with torch.no_grad():
             return route(x, weight, routing)
-    c, z = _Routing.apply(x, weight, routing, route, backward)  # type: ignore[no-untyped-call]
-    return F.Routing(c, z)
 
-
-class _Routing(torch.autograd.Function):
-    """Coefficients and preactivations of the last iteration."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        routing: F.RoutingOptions,
-        route: Route,
-        backward: Backward,
-    ) -> tuple[Tensor, Tensor]:
+    def compute(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
         recorded = route(x, weight, routing)
-        ctx.save_for_backward(x, weight, recorded.preactivations)
-        ctx.set_materialize_grads(False)
-        ctx.routing, ctx.backward = routing, backward
         # A copy, so that the caller may overwrite it.
-        return recorded.coefficients, recorded.preactivation.clone()
+        z = recorded.preactivation.clone()
+        return recorded.coefficients, z, recorded.preactivations
 
-    @staticmethod
-    def backward(
-        ctx: Any, grad_c: Tensor | None, grad_z: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        x, weight, z = ctx.saved_tensors
-        with torch.autocast(x.device.type, enabled=False):
-            if torch.is_grad_enabled():  # the gradients are to be differentiated in turn
-                gradients = _reference_gradients(ctx, x, weight, grad_c, grad_z)
-            else:
-                gradients = ctx.backward(
-                    x,
-                    weight,
-                    z,
-                    grad_z,
-                    grad_c,
-                    ctx.routing,
-                    needs_grad_x=ctx.needs_input_grad[0],
-                    needs_grad_weight=ctx.needs_input_grad[1],
-                )
-        return *gradients, None, None, None
-
-
-def _reference_gradients(
-    ctx: Any, x: Tensor, weight: Tensor, grad_c: Tensor | None, grad_z: Tensor | None
-) -> Gradients:
-    """Compute gradients that are differentiable themselves."""
-    x, weight = x.view_as(x), weight.view_as(weight)  # so that no path leads from one to the other
-    routed = F.routing_by_agreement(x, weight, **asdict(ctx.routing))
-    pairs = ((routed.coefficients, grad_c), (routed.preactivation, grad_z))
-    outputs = [(value, gradient) for value, gradient in pairs if gradient is not None]
-    needed = [each for each, needs in zip((x, weight), ctx.needs_input_grad, strict=False) if needs]
-    found = iter(
-        torch.autograd.grad(
-            [value for value, _ in outputs],
-            needed,
-            [gradient for _, gradient in outputs],
-            create_graph=True,
-            allow_unused=True,
+    def gradients(
+        arguments: Sequence[Tensor],
+        records: Sequence[Tensor],
+        grads: tuple[Tensor | None, ...],
+        needs: tuple[bool, ...],
+    ) -> Gradients:
+        x, weight = arguments
+        (z,), (grad_c, grad_z) = records, grads
+        return backward(
+            x,
+            weight,
+            z,
+            grad_z,
+            grad_c,
+            routing,
+            needs_grad_x=needs[0],
+            needs_grad_weight=needs[1],
         )
+
+    def reference(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        routed = F.routing_by_agreement(x, weight, **asdict(routing))
+        return routed.coefficients, routed.preactivation
+
+    form = ClosedForm(
+        compute,
+        gradients,
+        reference,
+        argument_axes=(0, None),
+        result_axes=(0, 0),
+        record_axes=(1,),
     )
-    return tuple(next(found) if needs else None for needs in ctx.needs_input_grad[:2])  # type: ignore[return-value]
-
-
-def _needs_grad(x: Tensor, weight: Tensor) -> bool:
-    return torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    c, z = closed_form.apply(form, x, weight)
+    return F.Routing(c, z)

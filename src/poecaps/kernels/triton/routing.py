@@ -12,6 +12,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from poecaps import functional as F
+from poecaps.kernels.torch_routing import mixed
 from poecaps.kernels.triton.reconstruction import reconstruction, squash
 from poecaps.kernels.triton.routing_backward import backward_through_iterations
 from poecaps.kernels.triton.routing_forward import ForwardPass, recorded_pass, route
@@ -211,7 +212,8 @@ def reconstruct(
 ) -> Tensor:
     """Compute `functional.reconstruct`: up and down once, with the coefficients of x.
 
-    With a gradient, only the routing upwards is done by kernels, and its gradient.
+    With a gradient, only the routing upwards is done by kernels, and its gradient. The way down is
+    plain PyTorch, in float32 without votes in memory.
 
     Parameters
     ----------
@@ -229,7 +231,11 @@ def reconstruct(
     z = routed.preactivation
     on = F.winning_experts(z, winners, balance)
     if z.requires_grad:
-        return F.reconstruction(F.expert_states(z, on), weight, routed.coefficients)
+        y, c = F.expert_states(z, on), routed.coefficients
+        has_one_dtype = y.dtype == weight.dtype == c.dtype
+        return (
+            mixed.reconstruction(y, weight, c) if has_one_dtype else F.reconstruction(y, weight, c)
+        )
     return reconstruction(squash(z, on), weight, routed.implicit_coefficients)
 
 
