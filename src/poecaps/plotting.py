@@ -43,7 +43,7 @@ BACKGROUND, TEXT, SEPARATOR = (255, 255, 255), (40, 40, 40), (190, 190, 190)
 ANIMATION_SIZE = 480  # width of an animation in pixels, about
 IMAGES_PER_LINE = 20  # of `reconstructions`
 ASCII_SUBSTITUTES = str.maketrans("×–—−‘’“”", "x---''\"\"")
-HELD_OUT = "held_out_error"  # drawn in the panel of the reconstruction error
+MAIN, HELD_OUT = "reconstruction_error", "held_out_error"  # drawn in one panel
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#8c6d1f", "#4b4b9b", "#56b4e9", "#666666")
 
 
@@ -292,7 +292,8 @@ def training_curves(metrics: PathLike | Mapping[str, Mapping[str, Array]], path:
 
     stages = metrics if isinstance(metrics, Mapping) else read_metrics(Path(metrics))
     panels_of = {
-        stage: [name for name in curves if name != HELD_OUT] for stage, curves in stages.items()
+        stage: [name for name in curves if name != HELD_OUT or MAIN not in curves]
+        for stage, curves in stages.items()
     }
     names = dict.fromkeys(name for shown in panels_of.values() for name in shown)
     colours = {name: COLOURS[index % len(COLOURS)] for index, name in enumerate(names)}
@@ -316,7 +317,7 @@ def training_curves(metrics: PathLike | Mapping[str, Mapping[str, Array]], path:
                 panel.plot(
                     *points.T, color=colours[name], markersize=3, label="training", **options
                 )
-                if name == "reconstruction_error" and HELD_OUT in curves:
+                if name == MAIN and HELD_OUT in curves:
                     other = curves[HELD_OUT].T
                     panel.plot(*other, color="#303030", markersize=2, label="held out", **options)
                     panel.legend(fontsize=8, frameon=False)

@@ -149,6 +149,21 @@ def test_a_record_without_a_checksum_of_its_data_is_described(
     assert "48 images" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("images", [0, -1, True, 48.0, "48", None])
+def test_a_record_of_an_impossible_number_of_images_is_one_line(
+    images: Any, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    about = record.read(model)
+    about["data"]["images"] = images
+    record.write(model, about)
+    for command in (["info", str(model)], ["train", "--no-figures", "--resume", str(model)]):
+        assert main(command) == 1
+        assert capsys.readouterr().err == (
+            f"poecaps: {model / 'run.json'} is not the record of a run: data.images must be a "
+            "whole number of at least 1\n"
+        )
+
+
 @pytest.mark.parametrize(
     "altered",
     [
