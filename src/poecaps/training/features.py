@@ -11,7 +11,7 @@ import torch
 
 from poecaps._devices import statistics_device
 from poecaps._modules import BATCH_SIZE, MappedBatches, in_batches
-from poecaps.data.buffers import allocate
+from poecaps.data.buffers import allocate, require_uncut
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -76,6 +76,7 @@ class FeatureCache:
         if data.images.dtype == np.uint8 and self._fits_on_device(data.images.nbytes):
             self._pixels = torch.empty(len(data), *data.shape, dtype=torch.uint8, device=device)
             for start in range(0, len(data), GPU_BATCH_SIZE):  # the images may be a mapped file
+                require_uncut(data.images, data.source)
                 part = np.array(data.images[start : start + GPU_BATCH_SIZE])
                 pixels = torch.from_numpy(part).permute(0, 3, 1, 2)
                 self._pixels[start : start + GPU_BATCH_SIZE] = pixels
