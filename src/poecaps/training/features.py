@@ -63,7 +63,8 @@ class FeatureCache:
         self.data, self.network, self.device = data, network, device
         self.statistics_device = statistics_device(device)
         self.distributed, self.bfloat16 = distributed, bfloat16
-        self.batch_size = BATCH_SIZE if device.type == "cpu" else GPU_BATCH_SIZE
+        usual = BATCH_SIZE if device.type == "cpu" else GPU_BATCH_SIZE
+        self.batch_size = network.images_at_once(usual)
         self.held_out: Tensor | None = None  # (M, C, H, W)
         if held_out is not None:
             self.held_out = held_out.batch(_spread(len(held_out), PROBE_SIZE)).to(device)
