@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import shutil
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import replace
+from functools import partial
 from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,9 +24,12 @@ import numpy as np
 import pytest
 import torch
 
-from poecaps import CapsuleNetwork, ModelError, _files, serialization
-from poecaps.training import TrainingError, record, resume, train
+from poecaps import CapsuleNetwork, ModelError, _files, card, plotting, serialization
+from poecaps.cli import info
+from poecaps.cli import train as cli_train
+from poecaps.training import TrainingError, record, resume, resume_training, train
 from poecaps.training.checkpoint import CHECKPOINT, PREVIOUS, CheckpointWarning
+from poecaps.training.metrics import METRICS
 from tests.faults import FAULTS, READ_FAULTS, Faults, config, images
 from tests.networks import TINY
 from tests.systems import needs_flock, needs_fork, needs_links, needs_timer, needs_unix
@@ -376,3 +381,78 @@ def test_random_bits_of_checkpoints_are_refused_or_change_nothing(copy: Path, ru
         assert all(torch.equal(each, expected[name]) for name, each in state.items())
         (copy / "model.safetensors").unlink()
         shutil.copy(run / PREVIOUS, copy)
+
+
+def one_line_or_a_result(
+    path: Path, bits: Iterable[int], use: Callable[[], Any], error: type[ValueError]
+) -> int:
+    """Flip bits of a file, one at a time; return how often it was refused, by one line."""
+    content, refused = path.read_bytes(), 0
+    for bit in bits:
+        path.write_bytes(flipped(content, bit))
+        try:
+            use()
+        except error as found:
+            assert "\n" not in str(found)  # noqa: PT017
+            refused += 1
+    path.write_bytes(content)
+    return refused
+
+
+@pytest.fixture
+def loaded(copy: Path, monkeypatch: pytest.MonkeyPatch) -> CapsuleNetwork:
+    """The network of the run, which is not loaded again."""
+    network = CapsuleNetwork.load(copy)
+    monkeypatch.setattr(CapsuleNetwork, "load", lambda *_: network)
+    return network
+
+
+@pytest.mark.usefixtures("loaded")
+def test_any_bit_of_the_metrics_is_one_line_or_a_result(
+    copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They have no checksum: a finished run is resumed and described in spite of them."""
+    path = copy / METRICS
+    lines = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+    stages = (
+        {line["stage"]: line for line in lines}[name] for name in ("autoencoder", "decoder 1")
+    )
+    kept = ("stage", "epoch", "reconstruction_error")
+    few = [json.dumps({name: line[name] for name in kept}) for line in stages]
+    path.write_text("\n".join([*few, ""]), "utf-8")
+
+    def use() -> None:
+        cli_train._warn_of_failure(resume_training(copy))
+        list(info._describe_run(str(copy)))
+
+    bits = range(8 * path.stat().st_size)
+    assert 0 < one_line_or_a_result(path, bits, use, ValueError) < len(bits)
+    capsys.readouterr()
+
+
+def test_any_bit_of_an_evaluation_is_one_line_or_a_result(
+    copy: Path, loaded: CapsuleNetwork
+) -> None:
+    measured = {"data": "mnist (test)", "test_images": 5, "samples": 5, "seed": 0}
+    measured |= {"probe": {"test_accuracy": 0.5}, "domains": {"joint": {"frechet": None}}}
+    path = copy / card.MEASURED
+    path.write_text(json.dumps(measured), "utf-8")
+
+    def use() -> None:
+        list(info._describe_run(str(copy)))
+        card.write(copy, loaded, draw=False)
+
+    bits = range(8 * path.stat().st_size)
+    assert 0 < one_line_or_a_result(path, bits, use, ModelError) < len(bits)
+
+
+def test_curves_of_altered_metrics_are_drawn_or_refused_by_one_line(copy: Path) -> None:
+    """Random bits, since a figure takes long, and stages of one curve only."""
+    path = copy / METRICS
+    size = 8 * path.stat().st_size
+    bits = np.random.default_rng(0).choice(size, 10, replace=False).tolist()
+    draw = partial(plotting.training_curves, path, copy / "curves.png")
+    one_line_or_a_result(path, bits, draw, ValueError)
+    for name in ("loss", "reconstruction_error", "held_out_error"):
+        path.write_text(json.dumps({"stage": "autoencoder", "epoch": 1, name: 0.5}) + "\n")
+        draw()

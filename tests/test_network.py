@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
-from poecaps import CapsuleNetwork, squash, unsquash
+from poecaps import Architecture, CapsuleNetwork, squash, unsquash
+from poecaps._modules import BATCH_SIZE
 from poecaps.code_density import DOMAINS
 from tests.networks import TINY, tiny_network
 
@@ -166,3 +168,45 @@ def test_pixels_outside_0_to_1_raise_an_error(network: CapsuleNetwork, method: s
         call((255 * pixels).to(torch.uint8))
     call(1.0005 * pixels)  # rounding
     assert len(network.activations(255 * pixels)) == 1  # not checked in training
+
+
+def test_batches_of_large_images_are_divided(
+    generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such that no array has more numbers than one image may have."""
+    network = tiny_network(generator)
+    assert network.images_at_once() == BATCH_SIZE
+    whole, rows = network.generate(7, generator=generator.manual_seed(0)), network.traverse(0)
+    largest = 12 * 11 * 8  # what the first convolution computes
+    monkeypatch.setattr("poecaps.network.MAX_NUMBERS", 3 * largest)
+    assert network.images_at_once() == 3
+    assert network.images_at_once(2) == 2
+    counts, decode = list[int](), network.decode
+
+    def counted(code: torch.Tensor) -> torch.Tensor:
+        counts.append(len(code))
+        return decode(code)
+
+    monkeypatch.setattr(network, "decode", counted)
+    torch.testing.assert_close(network.generate(7, generator=generator.manual_seed(0)), whole)
+    assert counts == [3, 3, 1]
+    torch.testing.assert_close(network.traverse(0), rows)
+    assert max(counts) == 3
+    monkeypatch.setattr("poecaps.network.MAX_NUMBERS", 1)
+    assert network.images_at_once() == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "largest"),
+    [
+        ({"image_shape": (3, 3000, 3000), "halvings": 3}, 64 * 1500**2),
+        ({"image_shape": (1, 4096, 4096), "features": 64, "halvings": 4}, 32 * 2048**2),
+        ({"image_shape": (1, 1400, 1400)}, 128 * 1392**2),
+        ({"image_shape": (1, 28, 28), "margin": 4}, 128 * 28**2),
+        ({"image_shape": (3, 64, 64), "halvings": 2, "features": 2, "capsule_dim": 2}, 3 * 64**2),
+    ],
+)
+def test_images_of_a_few_thousand_pixels_are_valid(changes: Any, largest: int) -> None:
+    architecture = Architecture(**changes)
+    architecture.validate()
+    assert architecture.largest_array() == largest

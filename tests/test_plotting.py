@@ -569,6 +569,40 @@ def test_a_run_that_diverged_can_still_be_drawn(tmp_path: Path) -> None:
     assert len(coloured(open_page(path)))
 
 
+@pytest.mark.parametrize("name", ["$\\frac$", "$x", "größer_字"])
+@pytest.mark.filterwarnings("error")
+def test_a_name_is_drawn_as_it_is(name: str, tmp_path: Path) -> None:
+    """It is no formula, and needs no other font."""
+    entries = run_of(name, **{name: float})
+    training_curves(write_metrics(tmp_path / "m.jsonl", *entries), tmp_path / "curves.png")
+
+
+@pytest.mark.parametrize("large", [1e308, -1e308, 1e31, 5e-324])
+@pytest.mark.filterwarnings("error")
+def test_numbers_without_an_axis_are_left_out_of_the_picture(large: float, tmp_path: Path) -> None:
+    entries = run_of("autoencoder", loss=lambda step: large if step % 3 else 1.0)
+    entries += run_of("encoder 1", loss=lambda _: large)
+    entries += [entry | {"epoch": large * entry["epoch"]} for entry in run_of("a", loss=float)]
+    path = training_curves(write_metrics(tmp_path / "m.jsonl", *entries), tmp_path / "curves.png")
+    with np.load(path.with_suffix(".npz")) as file:
+        assert file["encoder 1/loss"][:, 1].tolist() == [large] * 10
+
+
+def test_more_curves_than_a_page_can_show_are_only_in_the_arrays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time to draw them grows with the square of their number."""
+    monkeypatch.setattr("poecaps.plotting.MAX_PANELS", 4)
+    names = {"loss": float, "rank": float}
+    entries = [entry for stage in "abc" for entry in run_of(stage, **names)]
+    path = write_metrics(tmp_path / "m.jsonl", *entries)
+    few = write_metrics(tmp_path / "few.jsonl", *entries[:20])
+    page = open_page(training_curves(path, tmp_path / "curves.png"))
+    assert np.array_equal(page, open_page(training_curves(few, tmp_path / "few.png")))
+    with np.load(tmp_path / "curves.npz") as file:
+        assert len(file.files) == 6
+
+
 def test_many_stages_and_long_names_are_not_cut_at_the_edges(tmp_path: Path) -> None:
     stages = [
         "autoencoder",

@@ -12,7 +12,7 @@ import torch
 
 from poecaps import _checks as checks
 from poecaps import functional as F
-from poecaps._modules import BATCH_SIZE, in_batches
+from poecaps._modules import in_batches
 from poecaps._progress import counted
 from poecaps.metrics import margins
 from poecaps.sampling import ANNEALED_SHARE, sample
@@ -48,7 +48,8 @@ def encode(network: CapsuleNetwork, images: Tensor, *, report: Report | None = N
 
     After each batch, `report` is called with the number of finished images and that of all images.
     """
-    return in_batches(network.encode, counted(images.split(BATCH_SIZE), len(images), report))
+    batches = images.split(network.images_at_once())
+    return in_batches(network.encode, counted(batches, len(images), report))
 
 
 @dataclass(frozen=True)

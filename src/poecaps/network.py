@@ -12,11 +12,12 @@ from poecaps import _checks as checks
 from poecaps import functional as F
 from poecaps import sampling, serialization
 from poecaps._files import ModelError
+from poecaps._modules import BATCH_SIZE
 from poecaps.autoencoder import ConvAutoencoder, PixelDecoder
 from poecaps.code_density import DOMAIN_INFO, DOMAINS, CodeDensity
 from poecaps.energy import BallBase, CapsuleDensity
 from poecaps.layer import CapsuleDecoder, CapsuleExperts
-from poecaps.options import Architecture
+from poecaps.options import MAX_NUMBERS, Architecture
 from poecaps.preprocessing import Preprocessing
 
 if TYPE_CHECKING:
@@ -139,6 +140,13 @@ class CapsuleNetwork(nn.Module):
             *below, joint_components=a.joint_components, expert_components=a.expert_components
         )
 
+    def images_at_once(self, most: int = BATCH_SIZE) -> int:
+        """Return how many images should go through the network together: fewer if they are large.
+
+        Such that no array of a batch has more numbers than one image may have.
+        """
+        return max(1, min(most, MAX_NUMBERS // self.architecture.largest_array()))
+
     # Images to codes
 
     def activations(self, images: Tensor) -> Tensor:
@@ -220,6 +228,11 @@ class CapsuleNetwork(nn.Module):
         for decoder in reversed(self.decoders):
             x = decoder(x)
         return self.decode_capsules(x)
+
+    def _decode_in_parts(self, codes: Tensor) -> Tensor:
+        """Decode codes, in parts if the images are large: (B, J, D) → (B, C, H, W)."""
+        parts = codes.split(self.images_at_once(max(1, len(codes))))
+        return self.decode(codes) if len(parts) == 1 else torch.cat(list(map(self.decode, parts)))
 
     def decode_capsules(self, x: Tensor) -> Tensor:
         """Decode the input capsules of the first layer to images: (B, I, K) → (B, C, H, W)."""
@@ -422,7 +435,8 @@ class CapsuleNetwork(nn.Module):
         (count, C, H, W)
             From 0 to 1.
         """
-        return self.decode(self.sample(count, domain, expert=expert, generator=generator))
+        codes = self.sample(count, domain, expert=expert, generator=generator)
+        return self._decode_in_parts(codes)
 
     @torch.no_grad()
     def traverse(
@@ -469,7 +483,8 @@ class CapsuleNetwork(nn.Module):
             z = F.unsquash(start.to(mean))
         varied = z.repeat(dim, len(offsets), 1, 1)
         varied[:, :, expert] += torch.diag(std).unsqueeze(1) * offsets.unsqueeze(1)  # (D, S, D)
-        images = self.decode(F.squash(varied.flatten(0, 1)))
+        codes = F.squash(varied.flatten(0, 1))
+        images = self._decode_in_parts(codes)
         return images.view(dim, len(offsets), *images.shape[1:])
 
     # Files

@@ -5,6 +5,7 @@ The docstring of each field is also its help text on the command line.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, fields
 from typing import Literal, get_args
 
@@ -20,6 +21,8 @@ MAX_ITERATIONS = 100  # of a loop within one call
 MAX_SIZE = 2**20  # of an axis
 MAX_SIDE = 2**14  # pixels
 MAX_LAYERS = 100
+MAX_PIXELS = 2**25  # numbers of an image with its margin, such as 3,000×3,000 pixels in colour
+MAX_NUMBERS = 2**28  # of the largest array that is computed for one image: 1 GiB in float32
 
 
 @dataclass(frozen=True)
@@ -199,3 +202,30 @@ class Architecture(ModelOptions):
             raise ValueError(f"{prefix}image_shape must be (C, H, W), but is {self.image_shape!r}")
         for number in self.image_shape:
             checks.require_int(f"every number of {prefix}image_shape", number, 1, MAX_SIDE)
+        pixels = self._numbers()[0]
+        if pixels > MAX_PIXELS:
+            raise ValueError(
+                f"{prefix}image_shape must have at most {MAX_PIXELS:,} numbers with the margin, "
+                f"but has {pixels:,}; scale the images down"
+            )
+        if self.largest_array() > MAX_NUMBERS:
+            raise ValueError(
+                f"the features of one image must have at most {MAX_NUMBERS:,} numbers, but have "
+                f"{self.largest_array():,}; scale the images down, or use more {prefix}halvings or "
+                f"fewer {prefix}features"
+            )
+
+    def largest_array(self) -> int:
+        """Return how many numbers the largest array has that is computed for one image."""
+        return max(self._numbers())
+
+    def _numbers(self) -> list[int]:
+        """Return how many numbers the image with its margin has, and what each convolution does."""
+        channels, *sides = self.image_shape
+        padded = [side + 2 * (self.margin or 0) for side in sides]
+        numbers = [channels * math.prod(padded)]
+        for halving in range(1, self.halvings + 1):
+            halved = (max(1, side >> halving) for side in padded)
+            numbers.append(max(1, self.features // 2) * math.prod(halved))
+        inner = (max(1, (side >> self.halvings) - self.kernel_size + 1) for side in padded)
+        return [*numbers, self.features * math.prod(inner)]

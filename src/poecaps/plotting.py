@@ -43,7 +43,9 @@ BACKGROUND, TEXT, SEPARATOR = (255, 255, 255), (40, 40, 40), (190, 190, 190)
 ANIMATION_SIZE = 480  # width of an animation in pixels, about
 IMAGES_PER_LINE = 20  # of `reconstructions`
 ASCII_SUBSTITUTES = str.maketrans("×–—−‘’“”", "x---''\"\"")
-HELD_OUT = "held_out_error"  # drawn in the panel of the reconstruction error
+MAX_PANELS = 100  # of `training_curves`, whose time grows with the square of their number
+LARGEST = 1e30  # values of curves
+MAIN, HELD_OUT = "reconstruction_error", "held_out_error"  # drawn in one panel
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#8c6d1f", "#4b4b9b", "#56b4e9", "#666666")
 
 
@@ -275,7 +277,9 @@ def animation(images: Tensor | Array, path: PathLike, *, milliseconds: int = 80)
 def training_curves(metrics: PathLike | Mapping[str, Mapping[str, Array]], path: PathLike) -> Path:
     """Draw the curves of a training run over its epochs: one column per stage, one panel per curve.
 
-    The reconstruction errors of training images and of held-out images share a panel.
+    The reconstruction errors of training images and of held-out images share a panel. At most
+    `MAX_PANELS` panels are drawn: stages that need more are left out of the picture. So are values
+    beyond ±10³⁰.
 
     Parameters
     ----------
@@ -292,35 +296,35 @@ def training_curves(metrics: PathLike | Mapping[str, Mapping[str, Array]], path:
 
     stages = metrics if isinstance(metrics, Mapping) else read_metrics(Path(metrics))
     panels_of = {
-        stage: [name for name in curves if name != HELD_OUT] for stage, curves in stages.items()
+        stage: [name for name in curves if name != HELD_OUT or MAIN not in curves]
+        for stage, curves in stages.items()
     }
+    while sum(map(len, panels_of.values())) > MAX_PANELS and len(panels_of) > 1:
+        panels_of.popitem()
     names = dict.fromkeys(name for shown in panels_of.values() for name in shown)
     colours = {name: COLOURS[index % len(COLOURS)] for index, name in enumerate(names)}
-    rows, width = max(map(len, panels_of.values())), max(12.0, 2.4 * len(stages))
+    rows, width = max(map(len, panels_of.values())), max(12.0, 2.4 * len(panels_of))
     number = FuncFormatter(lambda value, _: f"{value:.10g}".replace("-", "−"))
 
     with style.context("default"):  # regardless of the style that the caller has set
         layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1)
         figure = Figure(figsize=(width, 0.8 + 1.9 * rows), dpi=100, layout=layout)
-        panels = figure.subplots(rows, len(stages), squeeze=False, sharex="col")
-        for column, (stage, curves) in zip(panels.T, stages.items(), strict=True):
-            shown = panels_of[stage]
-            headings = [
-                textwrap.fill(name.replace("_", " "), int(13 * width / len(stages)) - 10)
-                for name in shown
-            ]
+        panels = figure.subplots(rows, len(panels_of), squeeze=False, sharex="col")
+        for column, (stage, shown) in zip(panels.T, panels_of.items(), strict=True):
+            curves, letters = stages[stage], int(13 * width / len(panels_of)) - 10
+            headings = [textwrap.fill(_as_ascii(name.replace("_", " ")), letters) for name in shown]
             for panel, heading, name in zip(column, headings, shown, strict=False):
-                points = curves[name]
+                points = _drawable(curves[name])
                 # Without markers, a curve of a single point would be invisible.
                 options = {"linewidth": 1.3, "marker": "o" if len(points) <= 30 else None}
                 panel.plot(
                     *points.T, color=colours[name], markersize=3, label="training", **options
                 )
-                if name == "reconstruction_error" and HELD_OUT in curves:
-                    other = curves[HELD_OUT].T
+                if name == MAIN and HELD_OUT in curves:
+                    other = _drawable(curves[HELD_OUT]).T
                     panel.plot(*other, color="#303030", markersize=2, label="held out", **options)
                     panel.legend(fontsize=8, frameon=False)
-                panel.set_title(heading, loc="left", fontsize=10, color="#404040")
+                panel.set_title(heading, loc="left", fontsize=10, color="#404040", parse_math=False)
                 panel.grid(color="#e4e4e4", linewidth=0.8)
                 panel.spines[["top", "right"]].set_visible(False)
                 panel.spines[["left", "bottom"]].set_color("#a0a0a0")
@@ -335,13 +339,14 @@ def training_curves(metrics: PathLike | Mapping[str, Mapping[str, Array]], path:
                 )
             above = (0, 24 + 12 * headings[0].count("\n"))
             column[0].annotate(
-                stage,
+                _as_ascii(stage),
                 (0, 1),
                 above,
                 "axes fraction",
                 "offset points",
                 fontsize=12,
                 fontweight="bold",
+                parse_math=False,
             )
             column[len(shown) - 1].tick_params(labelbottom=True)
             column[len(shown) - 1].set_xlabel("epoch", fontsize=9, color="#404040")
@@ -355,6 +360,12 @@ def training_curves(metrics: PathLike | Mapping[str, Mapping[str, Array]], path:
         for name, points in curves.items()
     }
     return _write(path, picture.getvalue(), arrays)
+
+
+def _drawable(points: Array) -> Array:
+    """Return the points of a curve, with NaN for values that Matplotlib has no axis for."""
+    points = points[np.abs(points[:, 0]) <= LARGEST]
+    return np.where(np.abs(points) <= LARGEST, points, np.nan)
 
 
 def _as_images(name: str, value: Tensor | Array, axes: Sequence[str]) -> Array:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,10 @@ import pytest
 import torch
 from PIL import Image
 
+from poecaps import CapsuleNetwork
 from poecaps.cli.main import main
 from poecaps.data import DataError
+from poecaps.options import Architecture
 from poecaps.serialization import read_tensors, write_tensors
 from poecaps.training import origin, record, resume
 from poecaps.training.checkpoint import CHECKPOINT, PREVIOUS
@@ -98,23 +101,66 @@ def test_a_run_does_not_append_to_a_link(
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("altered", "message"),
     [
         ({"iterations": 10**9}, "iterations must be a whole number from 1 to 100"),
         ({"experts": [[3, 5]] * 1000}, "at most 100"),
         ({"features": 2**40}, "features must be a whole number from 1 to 1048576"),
         ({"image_shape": [1, 10**6, 10**6]}, "every number of image_shape"),
         ({"sharpness": 1e38}, "sharpness must be at most 1e"),
+        ({"image_shape": [1, 16384, 16384]}, "must have at most 33,554,432 numbers with the"),
+        ({"image_shape": [16384, 100, 100]}, "must have at most 33,554,432 numbers with the"),
+        ({"margin": 16384}, "must have at most 33,554,432 numbers with the margin"),
+        (
+            {"image_shape": [1, 5000, 5000], "features": 16},
+            "or use more halvings or fewer features",
+        ),
+        ({"image_shape": [1, 4096, 4096], "features": 256, "halvings": 3}, "or use more halvings"),
     ],
 )
 def test_sizes_have_upper_bounds(
-    options: dict[str, Any], message: str, model: Path, capsys: pytest.CaptureFixture[str]
+    altered: dict[str, Any], message: str, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    alter(model, **options)
+    alter(model, **altered)
     assert main(["generate", str(model)]) == 1
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert message in error
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere, memory is not limited this way")
+def test_a_small_file_does_not_ask_for_large_images(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ten kilobytes of filters, each of which halves the sides of 268 million pixels."""
+    for bound in ("MAX_PIXELS", "MAX_NUMBERS"):
+        monkeypatch.setattr(f"poecaps.options.{bound}", 2**40, raising=False)
+    network = CapsuleNetwork(
+        Architecture(
+            features=2,
+            kernel_size=3,
+            capsule_dim=2,
+            experts=((2, 2),),
+            halvings=10,
+            image_shape=(1, 2**14, 2**14),
+            joint_components=2,
+            expert_components=2,
+        )
+    )
+    network.save(tmp_path / "model")
+    assert (tmp_path / "model" / "model.safetensors").stat().st_size < 20_000
+    command = 'ulimit -v 4000000; exec "$0" -m poecaps generate model --rows 1'
+    done = subprocess.run(
+        ["sh", "-c", command, sys.executable],
+        cwd=tmp_path,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert "at most 33,554,432 numbers with the margin, but has 268,435,456" in done.stderr
 
 
 @pytest.mark.parametrize("name", ["per_expert.weights", "joint.mixture.weights"])
@@ -147,6 +193,21 @@ def test_a_record_without_a_checksum_of_its_data_is_described(
     record.write(model, about)
     assert main(["info", str(model)]) == 0
     assert "48 images" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("images", [0, -1, True, 48.0, "48", None])
+def test_a_record_of_an_impossible_number_of_images_is_one_line(
+    images: Any, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    about = record.read(model)
+    about["data"]["images"] = images
+    record.write(model, about)
+    for command in (["info", str(model)], ["train", "--no-figures", "--resume", str(model)]):
+        assert main(command) == 1
+        assert capsys.readouterr().err == (
+            f"poecaps: {model / 'run.json'} is not the record of a run: data.images must be a "
+            "whole number of at least 1\n"
+        )
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,9 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import struct
+import subprocess
+import sys
 import zipfile
 from typing import TYPE_CHECKING, Any
 
@@ -221,3 +224,46 @@ def test_a_file_that_is_cut_while_in_use_kills_nobody(
             found.batch([19]).mul(255).byte().numpy().ravel().tolist()
             == images[19].ravel().tolist()
         )
+
+
+READ_WITH_LITTLE_MEMORY = """
+import resource, sys
+from poecaps.data import DataError, load
+
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + 2**28, used + 2**28))
+try:
+    load(sys.argv[1])
+except DataError as error:
+    print(error)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere, memory is not limited this way")
+@pytest.mark.parametrize("name", ["x.npz", "x.npy"])
+def test_a_long_header_is_not_read(name: str, tmp_path: Path) -> None:
+    """A gigabyte of spaces, which is compressed to a megabyte, or a hole of the file."""
+    path, size = tmp_path / name, 2**30
+    start = b"\x93NUMPY\x02\x00" + struct.pack("<I", size)
+    if name == "x.npy":
+        path.write_bytes(start)
+        os.truncate(path, size + 12)
+    else:
+        with (
+            zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive,
+            archive.open("images.npy", "w") as member,
+        ):
+            member.write(start)
+            for _ in range(size >> 20):
+                member.write(b" " * 2**20)
+    command = [sys.executable, "-c", READ_WITH_LITTLE_MEMORY, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout.count("\n") == 1, done.stderr
+    assert "header is longer than 10,000 bytes" in done.stdout
+
+
+def test_a_header_of_many_fields_is_refused_like_a_long_one(tmp_path: Path) -> None:
+    """Of version 1, which may have 65,535 bytes."""
+    np.save(tmp_path / "x.npy", np.zeros(3, [(f"field{number}", "u1") for number in range(1000)]))
+    with pytest.raises(DataError, match=r"its header is longer than 10,000 bytes"):
+        load(tmp_path / "x.npy")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+from poecaps._files import MAX_JSON
 from poecaps.training import Progress
 from poecaps.training.metrics import METRICS, MetricsLog, last_values, read_metrics
 
@@ -146,3 +147,36 @@ def test_a_line_that_is_nested_too_deeply_is_removed(tmp_path: Path) -> None:
     log.path.write_text("[" * 5000 + "\n" + good)
     log.truncate_after(1, 1, STAGES)
     assert log.path.read_text() == good
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        [{"stage": f"encoder {number}", "epoch": 1, "loss": 1} for number in range(400)],
+        [{"stage": "autoencoder", "epoch": 1, f"loss {number}": 1} for number in range(40)],
+        [{"stage": "autoencoder", "epoch": 1, "x" * 200: 1}],
+        [{"stage": "x" * 200, "epoch": 1, "loss": 1}],
+    ],
+)
+def test_more_metrics_than_a_run_has_are_refused(
+    entries: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    path = write(tmp_path / METRICS, *entries)
+    for read in (read_metrics, last_values):
+        with pytest.raises(
+            ValueError, match=r"is not from a run: there may be 300 stages and 30 m"
+        ):
+            read(path)
+
+
+def test_a_line_without_an_end_and_a_file_without_an_end_are_refused(tmp_path: Path) -> None:
+    line = json.dumps({"stage": "autoencoder", "epoch": 1, "loss": 1}).encode() + b"\n"
+    path = tmp_path / METRICS
+    path.write_bytes(line + b" " * 10**5 + line)
+    for read in (read_metrics, last_values):
+        with pytest.raises(ValueError, match=r"line 2, must be a JSON object with a stage"):
+            read(path)
+    with path.open("ab") as file:
+        file.truncate(MAX_JSON + 1)
+    with pytest.raises(ValueError, match=r"too large to draw curves: it may have 67,108,864 bytes"):
+        read_metrics(path)

@@ -10,6 +10,8 @@ import shutil
 import signal
 import socket
 import stat
+import subprocess
+import sys
 from dataclasses import replace
 from io import FileIO
 from pathlib import Path
@@ -673,3 +675,53 @@ def test_larger_colour_images_are_learned_with_all_options(tmp_path: Path) -> No
     batch = torch.from_numpy(images[:2] / 255).float().permute(0, 3, 1, 2)
     assert torch.equal(loaded.reconstruct(batch), network.reconstruct(batch))
     assert loaded.generate(2).shape == (2, 3, 40, 40)
+
+
+CUT = """
+import os, sys
+import numpy as np
+from poecaps.data import buffers, images, load
+from poecaps.training import features, record, run, train
+from tests.faults import config
+
+moment, path = sys.argv[1:]
+buffers.MAX_IN_MEMORY, require_uncut, calls = 10, buffers.require_uncut, 0
+
+def cut_at_second_call(*arguments):
+    global calls
+    calls += 1
+    if calls == 2:
+        os.truncate(path, 200)
+    require_uncut(*arguments)
+
+if moment == "while it is loaded":
+    images.require_uncut = cut_at_second_call
+found = load(path)
+if moment == "while it is copied":
+    images.require_uncut = cut_at_second_call
+    found.subset(slice(None))
+if moment == "while it is compared":
+    run.require_uncut = cut_at_second_call
+if moment == "before the training":
+    os.truncate(path, 200)
+if moment in ("while it is compared", "before the training"):
+    train(config(path), path + "-run", data=found)
+"""
+
+
+@needs_unix  # Windows does not cut files that are in use
+@pytest.mark.parametrize(
+    "moment",
+    ["while it is loaded", "while it is copied", "while it is compared", "before the training"],
+)
+def test_a_file_that_is_cut_ends_a_training_by_an_error(moment: str, tmp_path: Path) -> None:
+    """In another process, since SIGBUS would end it; a large file is read part by part."""
+    random = np.random.default_rng(0)
+    dtype: type = np.float32 if "loaded" in moment else np.uint8
+    np.save(tmp_path / "x.npy", random.integers(0, 2, (3000, 12, 12)).astype(dtype))
+    command = [sys.executable, "-c", CUT, moment, str(tmp_path / "x.npy")]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    assert "DataError" in done.stderr.splitlines()[-1]
+    assert "was cut while it was in use: it had" in done.stderr.splitlines()[-1]

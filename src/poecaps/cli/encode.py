@@ -10,7 +10,7 @@ import torch
 from tyro.conf import Positional  # noqa: TC002 (tyro reads the annotations)
 
 from poecaps._files import atomic_write
-from poecaps._modules import BATCH_SIZE, device_of, in_batches
+from poecaps._modules import device_of, in_batches
 from poecaps._progress import Counter, counted
 from poecaps.cli.loading import load_images, open_model
 from poecaps.cli.options import Data, DataPath, Device, Model, output
@@ -50,7 +50,8 @@ def encode(
     network = open_model(run, device, "codes")
     images = load_images(network, run, data, data_path, split)
     torch_device = device_of(network)
-    batches = counted(images.batches(BATCH_SIZE), len(images), Counter("encoding"))
+    size = network.images_at_once()
+    batches = counted(images.batches(size), len(images), Counter("encoding"))
     with torch.no_grad():
         codes = in_batches(lambda batch: network.encode(batch.to(torch_device)).cpu(), batches)
     arrays: dict[str, Any] = {"codes": codes.numpy(), "firing": codes.norm(dim=-1).numpy()}

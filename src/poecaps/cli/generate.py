@@ -258,7 +258,9 @@ def draw_reconstructions(network: CapsuleNetwork, data: ImageSet, path: Path, co
     spread = torch.linspace(0, len(data) - 1, min(count, len(data))).round().long()
     images = data.batch(spread)
     device = device_of(network)
-    reconstructions = in_batches(lambda batch: network.reconstruct(batch.to(device)).cpu(), images)
+    reconstructions = in_batches(
+        lambda batch: network.reconstruct(batch.to(device)).cpu(), images, network.images_at_once()
+    )
     return plotting.reconstructions(images, reconstructions, path)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import struct
 import zipfile
 from pathlib import Path
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 Array = np.ndarray[Any, Any]
+
+MAX_HEADER = 10_000  # bytes, the limit of NumPy
 
 
 def read_npy(path: str | os.PathLike[str]) -> Array:
@@ -109,10 +112,16 @@ def _read_member(
 def _read_header(file: IO[bytes], name: str) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
     """Read the shape, whether the order is Fortran's, and the dtype of a `.npy` file."""
     try:
-        read = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}[
-            npy.read_magic(file)
-        ]
-        shape, fortran, dtype = read(file)
+        version = npy.read_magic(file)
+        read, length = {
+            (1, 0): (npy.read_array_header_1_0, struct.Struct("<H")),
+            (2, 0): (npy.read_array_header_2_0, struct.Struct("<I")),
+        }[version]
+        size = file.read(length.size)
+        if length.unpack(size)[0] > MAX_HEADER:  # NumPy reads the header before it checks this
+            raise ValueError(f"its header is longer than {MAX_HEADER:,} bytes")
+        header = file.read(length.unpack(size)[0])
+        shape, fortran, dtype = read(io.BytesIO(size + header))
     except Exception as error:  # a damaged header makes NumPy's parser raise almost anything
         raise DataError(
             f"cannot read {name}: not a valid NumPy file ({error}); save it again with np.save or "

@@ -180,9 +180,9 @@ class ImageSet:
 
     def _copy(self, chosen: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """Copy some of the images; many of them to a temporary file."""
-        require_uncut(self.images, self.source)
         copy = allocate((len(chosen), *self.images.shape[1:]), self.images.dtype)
         for start in range(0, len(chosen), CHECK_BATCH):
+            require_uncut(self.images, self.source)
             copy[start : start + CHECK_BATCH] = self.images[chosen[start : start + CHECK_BATCH]]
         return copy
 
@@ -272,6 +272,7 @@ def _as_nhwc(images: Any, source: str) -> Any:
             "floats from 0 to 1"
         )
     for start in range(0, len(images), CHECK_BATCH):
+        require_uncut(images, source)
         part = images[start : start + CHECK_BATCH]
         bad = ~((part >= 0) & (part <= 1))
         if bad.any():

@@ -11,7 +11,7 @@ import torch
 
 from poecaps._devices import statistics_device
 from poecaps._modules import BATCH_SIZE, MappedBatches, in_batches
-from poecaps.data.buffers import allocate
+from poecaps.data.buffers import allocate, require_uncut
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -63,7 +63,8 @@ class FeatureCache:
         self.data, self.network, self.device = data, network, device
         self.statistics_device = statistics_device(device)
         self.distributed, self.bfloat16 = distributed, bfloat16
-        self.batch_size = BATCH_SIZE if device.type == "cpu" else GPU_BATCH_SIZE
+        usual = BATCH_SIZE if device.type == "cpu" else GPU_BATCH_SIZE
+        self.batch_size = network.images_at_once(usual)
         self.held_out: Tensor | None = None  # (M, C, H, W)
         if held_out is not None:
             self.held_out = held_out.batch(_spread(len(held_out), PROBE_SIZE)).to(device)
@@ -76,6 +77,7 @@ class FeatureCache:
         if data.images.dtype == np.uint8 and self._fits_on_device(data.images.nbytes):
             self._pixels = torch.empty(len(data), *data.shape, dtype=torch.uint8, device=device)
             for start in range(0, len(data), GPU_BATCH_SIZE):  # the images may be a mapped file
+                require_uncut(data.images, data.source)
                 part = np.array(data.images[start : start + GPU_BATCH_SIZE])
                 pixels = torch.from_numpy(part).permute(0, 3, 1, 2)
                 self._pixels[start : start + GPU_BATCH_SIZE] = pixels

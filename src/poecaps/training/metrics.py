@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import json
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from poecaps._files import append_line, atomic_write, parse_json, read_bytes
+from poecaps._files import (
+    MAX_JSON,
+    append_line,
+    atomic_write,
+    open_regular,
+    parse_json,
+    read_bytes,
+    read_errors,
+)
 from poecaps._json import is_number
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from poecaps.training.progress import Progress
@@ -21,6 +30,9 @@ if TYPE_CHECKING:
 METRICS = "metrics.jsonl"
 # Numbers of a line that have no curve.
 NOT_METRICS = ("step", "epoch", "images_per_second", "seconds")
+# Bounds for a file from elsewhere; a run has at most 203 stages, each with about 10 metrics.
+MAX_LINE = 2**16  # bytes
+MAX_STAGES, MAX_NAMES, MAX_NAME = 300, 30, 100  # stages, metrics of a stage, characters of a name
 
 
 class MetricsLog:
@@ -85,36 +97,15 @@ def read_metrics(path: Path) -> dict[str, dict[str, Array]]:
     Raises
     ------
     ValueError
-        If a line is not a JSON object with a stage and an epoch, or if there are no metrics.
+        If a line is not a JSON object with a stage and an epoch, if there are no metrics, or if
+        there are more stages or metrics than a run has, or more than 64 MiB.
     """
+    if path.stat().st_size > MAX_JSON:
+        raise ValueError(f"{path} is too large to draw curves: it may have {MAX_JSON:,} bytes")
     curves: dict[str, dict[str, dict[float, float]]] = {}
-    lines = read_bytes(path).split(b"\n")
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            entry = parse_json(line)
-        except ValueError:
-            if number == len(lines):  # no newline: the process crashed while it wrote this line
-                break
-            entry = None
-        if (
-            not isinstance(entry, dict)
-            or not isinstance(entry.get("stage"), str)
-            or not is_number(entry.get("epoch"))
-        ):
-            raise ValueError(
-                f"{path}, line {number}, must be a JSON object with a stage and an epoch, but is "
-                f"{line[:80].decode(errors='replace')!r}; correct or delete the line"
-            )
-        for name, value in entry.items():
-            if name not in NOT_METRICS and is_number(value):
-                points = curves.setdefault(entry["stage"], {}).setdefault(name, {})
-                points[entry["epoch"]] = value
-    if not curves:
-        raise ValueError(
-            f"{path} contains no metrics; use the {METRICS} of a run that has taken a step"
-        )
+    for stage, epoch, values in _entries(path):
+        for name, value in values.items():
+            curves.setdefault(stage, {}).setdefault(name, {})[epoch] = value
     return {
         stage: {name: np.array(sorted(points.items()), float) for name, points in metrics.items()}
         for stage, metrics in curves.items()
@@ -127,11 +118,70 @@ def last_values(path: Path) -> dict[str, dict[str, float]]:
     Raises
     ------
     ValueError
-        As `read_metrics`.
+        As `read_metrics`, but the file may have any size.
     """
     if not path.is_file() or not path.stat().st_size:
         return {}
+    found: dict[str, dict[str, tuple[float, float]]] = {}
+    for stage, epoch, values in _entries(path):
+        last = found.setdefault(stage, {})
+        for name, value in values.items():
+            if name not in last or epoch >= last[name][0]:
+                last[name] = (epoch, value)
     return {
-        stage: {name: float(points[-1, 1]) for name, points in curves.items()}
-        for stage, curves in read_metrics(path).items()
+        stage: {name: float(value) for name, (_, value) in last.items()}
+        for stage, last in found.items()
     }
+
+
+def _entries(path: Path) -> Iterator[tuple[str, float, dict[str, float]]]:
+    """Yield stage, epoch and metrics of each line that has metrics; see `read_metrics`."""
+    names: dict[str, set[str]] = {}
+    with read_errors(path), open_regular(path) as file:
+        for number in count(1):
+            line = file.readline(MAX_LINE + 1)
+            if not line:
+                break
+            if len(line) <= MAX_LINE and not line.strip():
+                continue
+            try:
+                entry = parse_json(line) if len(line) <= MAX_LINE else None
+            except ValueError:
+                if not line.endswith(b"\n"):  # the process crashed while it wrote this line
+                    break
+                entry = None
+            if (
+                not isinstance(entry, dict)
+                or not isinstance(entry.get("stage"), str)
+                or not is_number(entry.get("epoch"))
+            ):
+                raise ValueError(
+                    f"{path}, line {number}, must be a JSON object with a stage and an epoch, but "
+                    f"is {line[:80].rstrip().decode(errors='replace')!r}; correct or delete the "
+                    "line"
+                )
+            stage = entry["stage"]
+            values = {
+                name: value
+                for name, value in entry.items()
+                if name not in NOT_METRICS and is_number(value)
+            }
+            if not values:
+                continue
+            known = names.setdefault(stage, set())
+            known.update(values)
+            if (
+                len(names) > MAX_STAGES
+                or len(known) > MAX_NAMES
+                or max(map(len, (stage, *values))) > MAX_NAME
+            ):
+                raise ValueError(
+                    f"{path}, line {number}, is not from a run: there may be {MAX_STAGES} stages "
+                    f"and {MAX_NAMES} metrics of a stage, and a name may have {MAX_NAME} "
+                    "characters; delete the line"
+                )
+            yield stage, entry["epoch"], values
+    if not names:
+        raise ValueError(
+            f"{path} contains no metrics; use the {METRICS} of a run that has taken a step"
+        )

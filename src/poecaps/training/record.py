@@ -136,8 +136,11 @@ def read(folder: Path) -> dict[str, Any]:
             raise ModelError(f"{source} is not the record of a run: {name} is missing or invalid")
     if not all(_is_start(start) for start in record["starts"]):
         raise ModelError(f"{source} is not the record of a run: starts must be objects")
-    if not isinstance(record["data"].get("images"), int):
-        raise ModelError(f"{source} is not the record of a run: data.images must be a number")
+    images = record["data"].get("images")
+    if type(images) is not int or images < 1:
+        raise ModelError(
+            f"{source} is not the record of a run: data.images must be a whole number of at least 1"
+        )
     if not isinstance(record["config"].get("data"), str):
         raise ModelError(f"{source} is not the record of a run: config.data must be a name")
     selection = record.get("selection", {})

@@ -8,12 +8,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from poecaps._devices import find_device
 from poecaps._files import lock, make_folder, sweep, temporary_files
 from poecaps.autoencoder import minimum_image_size
 from poecaps.data import DataError, ImageSet, MissingSplitError, from_dataset, hold_out, load
+from poecaps.data.buffers import require_uncut
 from poecaps.data.datasets import NAMES
 from poecaps.data.folder import suppress_skipped_warnings
 from poecaps.data.mapped import is_on_hub, require_asked_for
@@ -490,10 +492,15 @@ def _with_even_overlap(config: Config) -> Config:
 
 def _require_different_images(data: ImageSet) -> None:
     """Raise DataError if all images are equal, so that there is nothing to learn."""
-    first, size = data.images[:1], 1024  # compared in parts, for the images may be a mapped file
-    if all(
-        (data.images[start : start + size] == first).all() for start in range(0, len(data), size)
-    ):
+    size = 1024  # compared in parts, for the images may be a mapped file
+    require_uncut(data.images, data.source)
+    first = np.array(data.images[:1])
+
+    def are_equal(start: int) -> bool:
+        require_uncut(data.images, data.source)
+        return bool((data.images[start : start + size] == first).all())
+
+    if all(map(are_equal, range(0, len(data), size))):
         found = "only one image" if len(data) == 1 else f"{len(data)} equal images"
         raise DataError(
             f"cannot train on {data.source}: it contains {found}; use images that differ"
