@@ -24,11 +24,11 @@ from poecaps.cli.generate import (
     draw_domain,
     draw_reconstructions,
 )
-from poecaps.cli.loading import load_images, untrained_note
+from poecaps.cli.loading import load_images, training_source, untrained_note
 from poecaps.cli.outputs import FIGURES, say, write_card
 from poecaps.code_density import DOMAINS
 from poecaps.data.folder import SMALL_SIDE
-from poecaps.data.mapped import is_on_hub, require_asked_for
+from poecaps.data.mapped import is_on_hub
 from poecaps.training import (
     PRESETS,
     Config,
@@ -44,7 +44,7 @@ from poecaps.training.distributed import Distributed
 from poecaps.training.errors import SavedInterrupt
 from poecaps.training.metrics import METRICS
 from poecaps.training.progress import TensorBoard, display
-from poecaps.training.run import unused_folder
+from poecaps.training.run import absolute_path, unused_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -102,15 +102,15 @@ def train_command(preset_given: str) -> Callable[..., None]:
         ):
             raise ValueError(
                 "--resume uses the options of the run; leave out all others except --device, "
-                "--process-timeout, --quiet, --tensorboard, --figures, and --data with a dataset "
-                "of the Hugging Face Hub"
+                "--process-timeout, --quiet, --tensorboard, --figures, and --data with the images "
+                "of the run"
             )
         folder = (resume or out or unused_folder(config.data)).expanduser()
         config.validate()
         keep_freed_memory()
         result = _train(config, folder, resume is not None, quiet, tensorboard)
         if Distributed.from_environment().is_main:
-            _finish(result, config.data, quiet=quiet, figures=figures)
+            _finish(result, _named_data(config), quiet=quiet, figures=figures)
 
     return train
 
@@ -198,7 +198,7 @@ def _train(
                 usual = PRESETS["default"]().process_timeout
                 result = resume_training(
                     folder,
-                    data=config.data if is_on_hub(config.data) else None,
+                    data=_named_data(config),
                     device=None if config.device == "auto" else config.device,
                     process_timeout=None
                     if config.process_timeout == usual
@@ -249,7 +249,12 @@ def _without_machine_options(config: Config) -> Config:
     """Return options without those that may be given when a run is resumed."""
     usual = PRESETS["default"]()
     config = replace(config, device=usual.device, process_timeout=usual.process_timeout)
-    return replace(config, data=usual.data) if is_on_hub(config.data) else config
+    return replace(config, data=usual.data)
+
+
+def _named_data(config: Config) -> str | None:
+    """Return the images that are named when a run is resumed, or None if none are."""
+    return None if config.data == PRESETS["default"]().data else absolute_path(config.data)
 
 
 def _resume_command(folder: Path, source: str = "") -> str:
@@ -313,10 +318,10 @@ def _warn_of_failure(result: TrainingResult) -> None:
         )
 
 
-def _finish(result: TrainingResult, asked: str, *, quiet: bool, figures: bool) -> None:
+def _finish(result: TrainingResult, asked: str | None, *, quiet: bool, figures: bool) -> None:
     """Draw the figures of a finished run and write its model card."""
-    if figures and result.data is None:
-        require_asked_for(result.folder, result.config.data, asked)
+    if figures and result.data is None and asked != result.config.data:
+        training_source(result.folder, None)  # an error if somebody else has named the images
     try:
         for line in _draw_figures(result, quiet=quiet) if figures else ():
             if not quiet:

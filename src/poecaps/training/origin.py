@@ -36,7 +36,7 @@ def mark(config: Config) -> str | None:
         return _mark(_read_key(_key_file()), config)
     except FileNotFoundError:
         key = _make_key(_key_file())
-    except OSError:
+    except (OSError, RuntimeError):  # RuntimeError: there is no home directory
         return None
     return None if key is None else _mark(key, config)
 
@@ -48,7 +48,7 @@ def is_ours(record: Mapping[str, Any], config: Config) -> bool:
         return False
     try:
         key = _read_key(_key_file())
-    except OSError:
+    except (OSError, RuntimeError):
         return False
     return hmac.compare_digest(found.encode(errors="replace"), _mark(key, config).encode())
 

@@ -239,8 +239,8 @@ def run_training(
     """
     config.validate()
     if data is None:
-        path = None if config.data_path is None else _absolute_path(config.data_path)
-        config = replace(config, data=_absolute_path(config.data), data_path=path)
+        path = None if config.data_path is None else absolute_path(config.data_path)
+        config = replace(config, data=absolute_path(config.data), data_path=path)
     else:
         config = replace(config, data=data.source, data_path=None, size=None, channels=None)
     folder = Path(folder)
@@ -507,7 +507,7 @@ def _require_different_images(data: ImageSet) -> None:
         )
 
 
-def _absolute_path(source: str) -> str:
+def absolute_path(source: str) -> str:
     """Make an existing path absolute, so that a run can be resumed from another working directory.
 
     The name of a dataset is returned unchanged.
