@@ -221,7 +221,7 @@ def test_misuse_has_status_2_and_names_the_remedy(
         pytest.param(
             ["encode", "{run}", "--out", "/proc/none/x.npz"], "/proc/none", marks=needs_unix
         ),
-        (["train", "--model.features", "1000000"], "not enough memory"),
+        (["train", "--model.features", "100000"], "not enough memory"),
         (["generate", "{run}", "--rows", "1000000000000"], "not enough memory"),
         (
             ["info", "nowhere"],

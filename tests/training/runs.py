@@ -31,6 +31,7 @@ def config_for(data: Path, **changes: Any) -> Config:
         equalized_components=2,
         pixel_decoder=True,
         margin=0,
+        even_overlap=False,
     )
     tiny = Config(
         data=str(data),
