@@ -241,6 +241,12 @@ def test_with_even_overlap_equal_filters_decode_a_flat_image(margin: int, channe
     assert uneven.min() < 0.5 * uneven.max()
 
 
+def test_even_overlap_keeps_the_data_type() -> None:
+    model = ConvAutoencoder(1, features=4, margin=8, halvings=1, even_overlap=True)
+    model.to(torch.bfloat16).eval()
+    assert model(torch.rand(2, 1, 32, 32, dtype=torch.bfloat16)).dtype == torch.bfloat16
+
+
 def test_flat_images_are_learned_without_a_frame(generator: torch.Generator) -> None:
     """Of images of one colour each, the border is reconstructed as well as the centre."""
     images = torch.rand(40, 1, 1, 1, generator=generator).expand(-1, 1, 24, 24)

@@ -563,7 +563,7 @@ def _even_out(logits: Tensor, parameters: ConvParameters) -> Tensor:
     """Divide the sums of filters by their `overlap_shares`: (B, C, H, W) → (B, C, H, W)."""
     kernel_size, bias = parameters.conv1_weight.shape[-1], parameters.deconv1_bias
     rows, columns = (overlap_shares(kernel_size, side, logits.device) for side in logits.shape[2:])
-    shares = torch.outer(rows, columns)
+    shares = torch.outer(rows, columns).to(logits.dtype)
     if bias is None:
         return logits / shares
     bias = bias.view(-1, 1, 1)

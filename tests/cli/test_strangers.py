@@ -368,6 +368,22 @@ def test_a_record_does_not_choose_which_files_are_read(
         assert main([command, str(model), "--data", str(pictures)]) == 0
 
 
+def test_the_images_of_a_finished_run_are_named_once_for_all_commands(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also by a relative path, and of a run of an earlier version, which has no mark."""
+    pictures, about = pictures_of(tmp_path), record.read(model)
+    about["config"]["data"] = str(pictures)
+    del about["origin"]
+    record.write(model, about)
+    assert main(["encode", str(model)]) == 2
+    assert f"poecaps train --resume {model} --data {pictures}" in capsys.readouterr().err
+    monkeypatch.chdir(tmp_path)
+    named = ["--data", pictures.name, "--no-figures", "--quiet"]
+    assert main(["train", "--resume", str(model), *named]) == 0
+    assert main(["encode", str(model)]) == 0
+
+
 def test_a_record_does_not_choose_the_folder_of_a_dataset(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -623,15 +623,25 @@ def test_a_row_at_the_border_of_small_images_is_enough_for_a_margin(
 
 
 @pytest.mark.parametrize(
-    ("margin", "given", "expected"),
-    [(4, None, True), (1, None, False), (0, None, False), (4, False, False), (1, True, True)],
+    ("margin", "halvings", "given", "expected"),
+    [
+        (4, 0, None, True),
+        (1, 0, None, False),
+        (0, 0, None, False),
+        (4, 0, False, False),
+        (1, 0, True, True),
+        (8, 1, None, True),
+        (5, 1, None, False),
+    ],
 )
 def test_a_margin_of_half_a_filter_evens_out_the_overlap(
-    margin: int, given: bool | None, expected: bool, tmp_path: Path
+    margin: int, halvings: int, given: bool | None, expected: bool, tmp_path: Path
 ) -> None:
-    np.save(tmp_path / "x.npy", np.random.default_rng(0).integers(0, 256, (30, 18, 18), np.uint8))
+    np.save(tmp_path / "x.npy", np.random.default_rng(0).integers(0, 256, (30, 26, 26), np.uint8))
     config = without_epochs(tmp_path / "x.npy")
-    model = replace(config.model, kernel_size=9, margin=margin, even_overlap=given)
+    model = replace(
+        config.model, kernel_size=9, margin=margin, halvings=halvings, even_overlap=given
+    )
     network = train(replace(config, model=model), tmp_path / "run")
     assert network.architecture.even_overlap is expected
     assert network.autoencoder.even_overlap is expected

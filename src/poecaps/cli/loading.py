@@ -315,9 +315,15 @@ def training_source(run: str | Path, path: str | None) -> tuple[str, str | None]
     if reads_path and not origin.is_ours(about, config):
         named = {"--data": config.data, "--data-path": config.data_path}
         options = [f"{name} {shlex.quote(value)}" for name, value in named.items() if value]
+        once = (
+            ""
+            if config.data_path
+            else f", or once for all commands: poecaps train --resume {shlex.quote(str(run))} "
+            f"{options[0]} --no-figures"
+        )
         raise ValueError(
-            f"the images of {run} are not read unless you ask for them, because this user has not "
-            f"started the run on this machine; give {' '.join(options)}"
+            f"the images of {run} are not read unless you ask for them, because its record has no "
+            f"mark of this user; give {' '.join(options)}{once}"
         )
     source, path = config.data, path or config.data_path
     if (

@@ -320,7 +320,7 @@ def _warn_of_failure(result: TrainingResult) -> None:
 
 def _finish(result: TrainingResult, asked: str | None, *, quiet: bool, figures: bool) -> None:
     """Draw the figures of a finished run and write its model card."""
-    if figures and result.data is None and asked != result.config.data:
+    if figures and result.data is None and asked != absolute_path(result.config.data):
         training_source(result.folder, None)  # an error if somebody else has named the images
     try:
         for line in _draw_figures(result, quiet=quiet) if figures else ():

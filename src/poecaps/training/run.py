@@ -21,6 +21,7 @@ from poecaps.data.folder import suppress_skipped_warnings
 from poecaps.data.mapped import is_on_hub, require_asked_for
 from poecaps.network import CapsuleNetwork
 from poecaps.options import ModelOptions
+from poecaps.training import origin
 from poecaps.training import record as run_record
 from poecaps.training.checkpoint import (
     Checkpoint,
@@ -43,7 +44,7 @@ from poecaps.training.trainer import Trainer
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from torch.utils.data import Dataset
 
@@ -283,6 +284,8 @@ def resume_training(
     config = replace(run_record.options_of(folder, record), **changes)
     config.validate()
     _require_name(folder, config, asked)
+    if asked is not None:
+        _mark_as_asked_for(folder, record, config)
     return TrainingResult(
         CapsuleNetwork.load(folder, find_device(config.device)),
         folder,
@@ -296,9 +299,17 @@ def resume_training(
     )
 
 
+def _mark_as_asked_for(folder: Path, record: Mapping[str, Any], config: Config) -> None:
+    """Mark a finished run of which the user names the images, so that other commands read them."""
+    mark = origin.mark(config)
+    if mark is not None and record.get(origin.MARK) != mark:
+        with suppress(OSError), _owned(folder):  # OSError: a folder that cannot be written
+            run_record.write(folder, {**record, origin.MARK: mark})
+
+
 def _require_name(folder: Path, config: Config, asked: str | None) -> None:
     """Raise ValueError if the user asks for other data than those of a run."""
-    if asked is not None and asked != config.data:
+    if asked is not None and absolute_path(asked) != absolute_path(config.data):
         raise ValueError(
             f"the run in {folder} was started with the data {config.data}, and cannot continue "
             f"with {asked}"
@@ -486,7 +497,8 @@ def _with_even_overlap(config: Config) -> Config:
     model = config.model
     if model.even_overlap is not None:
         return config
-    fits = model.margin is not None and model.margin >= max(1, model.kernel_size // 2)
+    margin = (model.margin or 0) >> model.halvings  # of what the two convolutions read
+    fits = margin >= max(1, model.kernel_size // 2)
     return replace(config, model=replace(model, even_overlap=fits))
 
 
