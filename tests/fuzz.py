@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import faulthandler
 import gc
 import gzip
@@ -487,6 +488,8 @@ def main() -> None:
                 shutil.copytree(root / "input", CORPUS / name, dirs_exist_ok=True)
                 wrong.append(f"{name}: {found}")
         gc.collect()
+        with contextlib.suppress(AttributeError):  # another library than glibc
+            ctypes.CDLL(None).malloc_trim(0)  # `train` keeps freed memory for the next step
         growth = memory_in_use()[1] - before
     kinds = ", ".join(f"{number:,} {kind}" for kind, number in count.items())
     print(f"{count.total():,} inputs ({kinds}); kept {growth / 2**20:.0f} MiB")  # noqa: T201
