@@ -194,7 +194,7 @@ def occupy(address: str, path: str, count: int) -> list[socket.socket]:
     opened = []
     for _ in range(count):
         connection = connect(address)
-        connection.settimeout(0.2)  # by then, neither side can send any more
+        connection.settimeout(1)  # by then, neither side can send any more
         with suppress(TimeoutError, ConnectionError):
             connection.sendall(request * 100_000)
         opened.append(connection)
