@@ -216,7 +216,7 @@ def table(result: Mapping[str, Any]) -> str:
             if name == EXPERTS or measure not in code:
                 row.append("–")
             else:
-                row.append(difference(result, name, measure).text("+" + form).replace("± +", "± "))
+                row.append(difference(result, name, measure).signed(form))
         rows.append(row)
     head = ["code", "seeds", "linear probe", "experts minus code", f"{LABELS:,} labels"]
     return markdown_table([*head, "experts minus code", "NMI", "experts minus code"], rows)

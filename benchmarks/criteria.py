@@ -20,6 +20,7 @@ than that of poecaps: write these rows to a FILE of their own.
 By default, the last 10,000 training images are left out of the training and measured on: a
 criterion is an option like others, and must not be chosen on test images. With `--on test`, the
 encoders are measured on the test images, too. Only the autoencoder and the encoder are trained.
+The energy of held-out images needs no labels either, and is compared with the criteria of poecaps.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from poecaps.evaluation import clustering
 from poecaps.training.config import CRITERIA, Criterion
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from torch import Tensor
 
@@ -60,6 +61,8 @@ restarts_with = partial(
     pixel_decoder__epochs=0,
     encoder__restarts=RESTARTS,
 )
+HELD_OUT_ENERGY = "held-out energy"  # minus the mean free energy of held-out images
+SCORES = (*CRITERIA, HELD_OUT_ENERGY)
 CHOSEN: Criterion = "agreement"  # in the tables, and where encoders are dropped on the way
 STUDY: dict[str, Variant] = class_variants(restarts_with, WITHOUT)
 
@@ -141,16 +144,19 @@ for _name in ("10 experts of 32", "20 experts of 16"):
 
 def run(job: Job) -> dict[str, Any]:
     """Train and measure, and return the row."""
-    config, compare = job.config(STUDY), job.options.compare
+    config, compare = variants.with_filters(job.config(STUDY), job.options), job.options.compare
     training, images = variants.load_images(job.options)
     parts, held_out = {"": images}, variants.held_out_images(job.options)
     if held_out is not None:
         parts = {"": held_out, "test_": images}
     measured: dict[str, list[dict[str, float]]] = {}
+    energies: list[float] = []
 
     def observe(network: CapsuleNetwork, starts: Sequence[CapsuleExperts]) -> None:
         for part, each in parts.items():
             measured[part] = agreement_with_labels(network, starts, each)
+        if job.options.held_out:
+            energies.extend(mean_energies(network, starts, parts[""]))
 
     with ExitStack() as stack:
         folder = stack.enter_context(job.folder())
@@ -167,6 +173,8 @@ def run(job: Job) -> dict[str, Any]:
             return row
         (selection,) = variants.read_selections(folder).values()
     scores: dict[str, list[float]] = selection["scores"]
+    if energies:
+        scores[HELD_OUT_ENERGY] = energies
     row |= {"scores": scores} | ({} if rate is None else {"balance_rate": rate})
     for part, found in measured.items():
         row |= {f"{part}starts": found, f"{part}summary": summarise(scores, found)}
@@ -184,16 +192,14 @@ def agreement_with_labels(
 
     The encoders read the input capsules of the network: they are its lowest layer.
     """
-    device = starts[0].weight.device
     assert images.labels is not None  # noqa: S101 (the study is of labelled images)
     labels = torch.from_numpy(images.labels.astype("int64"))
 
-    def experts(batch: Tensor) -> Tensor:
-        x = network.capsules(batch.to(device))
+    def experts(x: Tensor) -> Tensor:
         log_odds = [F.log_odds(each.route(x).preactivation) + each.balance for each in starts]
         return torch.stack([each.argmax(1) for each in log_odds], dim=1)
 
-    found = in_batches(experts, images.batches(500)).unbind(1)
+    found = in_batches(experts, capsules(network, images)).unbind(1)
     compared = [clustering(each, labels) for each in found]
     return [
         {
@@ -204,6 +210,25 @@ def agreement_with_labels(
         }
         for each in compared
     ]
+
+
+@torch.no_grad()
+def mean_energies(
+    network: CapsuleNetwork, starts: Sequence[CapsuleExperts], images: ImageSet
+) -> list[float]:
+    """Return minus the mean free energy of images, for each encoder."""
+
+    def energies(x: Tensor) -> Tensor:
+        return torch.stack([-each.free_energy(x) for each in starts], dim=1)
+
+    found: list[float] = in_batches(energies, capsules(network, images)).double().mean(0).tolist()
+    return found
+
+
+def capsules(network: CapsuleNetwork, images: ImageSet) -> Iterator[Tensor]:
+    """Yield the input capsules of images in batches: (B, I, K)."""
+    device = network.encoders[0].weight.device
+    return (network.capsules(batch.to(device)) for batch in images.batches(500))
 
 
 def summarise(
@@ -246,14 +271,14 @@ def _ranks(values: Tensor) -> Tensor:
     return (columns < rows).double().sum(1) + (columns == rows).double().sum(1) / 2
 
 
-def columns(measure: str) -> variants.Columns:
-    """Return the columns of a table by a measure of `summarise`."""
+def columns(measure: str, scores: Sequence[str] = SCORES) -> variants.Columns:
+    """Return the columns of a table by a measure of `summarise`, with these scores."""
     path = f"summary.{measure}"
     return {
         "all": (f"{path}.all", ".3f"),
         "best": (f"{path}.best", ".3f"),
-        **{f"by {name}": (f"{path}.by.{name}", ".3f") for name in CRITERIA},
-        **{f"rank {name}": (f"{path}.rank.{name}", ".2f") for name in CRITERIA},
+        **{f"by {name}": (f"{path}.by.{name}", ".3f") for name in scores},
+        **{f"rank {name}": (f"{path}.rank.{name}", ".2f") for name in scores},
         "NMI": (f"summary.nmi.by.{CHOSEN}", ".3f"),
     }
 
@@ -280,7 +305,10 @@ def by_measure(rows: Sequence[Mapping[str, Any]], measure: str) -> str:
     See `benchmarks.variants.table`.
     """
     names = {name: name for name in STUDY if measure_of(name) == measure and not _on_the_way(name)}
-    return variants.table(rows, names, columns(measure), f"encoder, {measure}")
+    measured = [row for row in rows if row["variant"] in names and "summary" in row]
+    known = [row["summary"][measure]["by"] for row in measured]
+    scores = [name for name in SCORES if any(name in by for by in known)]
+    return variants.table(rows, names, columns(measure, scores), f"encoder, {measure}")
 
 
 def many(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -440,6 +468,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Train and measure the requested variants, or print a file as a table."""
     parser = variants.make_parser(__doc__)
     variants.add_protocol(parser, HELD_OUT)
+    variants.add_filters(parser)
     parser.add_argument(
         "--compare",
         type=int,

@@ -9,6 +9,7 @@ from unittest import mock
 
 import torch
 
+from poecaps import _table
 from poecaps._devices import find_device, use_bfloat16
 from poecaps._graphs import MIN_REPLAYS, WARMUP_CALLS, Graphed
 from poecaps.cli.arguments import command_for
@@ -51,6 +52,7 @@ __all__ = [
     "release_buffers",
     "simd_available",
     "starts_observed",
+    "table_constants",
 ]
 
 # --------------------------------------------------------------------------------------------------
@@ -157,6 +159,15 @@ def halvings_without_drops() -> Iterator[None]:
 def balance_rate(rate: float) -> Iterator[None]:
     """Let the balance of recombined encoders move at this rate."""
     with mock.patch.object(recombination, "BALANCE_RATE", rate):
+        yield
+
+
+@contextmanager
+def table_constants(
+    *, shrinkage: float = _table.SHRINKAGE, scale: float = _table.SCALE
+) -> Iterator[None]:
+    """Let models of tables use these constants."""
+    with mock.patch.multiple(_table, SHRINKAGE=shrinkage, SCALE=scale):
         yield
 
 

@@ -29,6 +29,10 @@ class Interval:
         """Format as value ± half-width."""
         return f"{self.value:{form}} ± {self.half_width:{form}}".replace("%", " %")
 
+    def signed(self, form: str) -> str:
+        """Format a difference with its sign, as ±value ± half-width."""
+        return f"{self.value:+{form}} ± {self.half_width:{form}}".replace("%", " %")
+
 
 def mean_interval(values: Sequence[float]) -> Interval:
     """Estimate a mean from several seeds, by Student's t.
@@ -56,6 +60,11 @@ def difference_interval(first: Sequence[float], second: Sequence[float]) -> Inte
         for square, values in zip(squares, (first, second), strict=True)
     )
     return Interval(difference, _quantile(freedom) * math.sqrt(total))
+
+
+def difference_of_pairs(first: Sequence[float], second: Sequence[float]) -> Interval:
+    """Estimate the mean difference of two models with the same seeds, by Student's t of pairs."""
+    return mean_interval([a - b for a, b in zip(first, second, strict=True)])
 
 
 def single_difference_interval(single: float, several: Sequence[float]) -> Interval:

@@ -55,6 +55,13 @@ def describe(device: torch.device) -> dict[str, str]:
     }
 
 
+def usable_cores() -> int:
+    """Return the number of cores that this process may use, which `taskset` can limit."""
+    if hasattr(os, "sched_getaffinity"):  # not on macOS and Windows
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def _processor() -> str:
     """Return the name of the processor and the number of threads that torch uses."""
     threads, name = torch.get_num_threads(), platform.processor() or platform.machine()

@@ -23,6 +23,7 @@ from benchmarks import capsule_codes, copying, report, zoo
 from benchmarks.intervals import (
     Interval,
     difference_interval,
+    difference_of_pairs,
     mean_interval,
     single_difference_interval,
 )
@@ -102,12 +103,6 @@ def values(rows: Sequence[Mapping[str, Any]], path: str) -> list[float]:
     return [value for row in rows if (value := lookup(row, path)) is not None]
 
 
-def signed(interval: Interval, form: str) -> str:
-    """Format a difference with its sign and its 95 % interval."""
-    width = f"{interval.half_width:{form}}"
-    return f"{interval.value:+{form}} ± {width}".replace("%", " %")
-
-
 def require(interval: Interval, *, shown: bool) -> Interval:
     """Return a difference, which must be shown (its interval excludes zero) or must not be."""
     if interval.excludes_zero != shown:
@@ -122,7 +117,7 @@ def gap(
     """Format how much larger a number of `default` is than that of a baseline, by Welch's t."""
     ours = values(report.default_evaluations(data), path)
     theirs = values(report.baseline_evaluations(data, name), of_theirs or path)
-    return signed(require(difference_interval(ours, theirs), shown=shown), form)
+    return require(difference_interval(ours, theirs), shown=shown).signed(form)
 
 
 def closer(data: str, name: str, path: str, form: str) -> str:
@@ -135,7 +130,7 @@ def single_gap(data: str, variant: str, name: str, path: str, form: str, *, show
     rows = [row["evaluation"] for row in report.numbers(data, "study") if row["variant"] == variant]
     (single,) = values(rows, path)
     theirs = values(report.baseline_evaluations(data, name), path)
-    return signed(require(single_difference_interval(single, theirs), shown=shown), form)
+    return require(single_difference_interval(single, theirs), shown=shown).signed(form)
 
 
 def changed(variant: str, path: str, form: str, data: str = MNIST, *, shown: bool) -> str:
@@ -157,9 +152,8 @@ def prediction(data: str, path: str, form: str) -> str:
 def few_labels_gap(data: str, count: int, *, shown: bool) -> str:
     """Format how much better codes are than pixels with so many labels, over the same subsets."""
     found = report.numbers(data, "few-labels")[str(count)]
-    pairs = zip(found["codes"], found["pixels"], strict=True)
-    difference = mean_interval([codes - pixels for codes, pixels in pairs])
-    return signed(require(difference, shown=shown), ".3f")
+    difference = difference_of_pairs(found["codes"], found["pixels"])
+    return require(difference, shown=shown).signed(".3f")
 
 
 def few_labels(data: str, name: str) -> str:
@@ -205,7 +199,7 @@ def trainings_gap() -> str:
     """Format how much larger the NMI of `default` is than that of k-subspaces, over trainings."""
     ours = values(report.default_evaluations(MNIST), NMI)
     theirs = report.numbers(MNIST, "capsule-codes")["codes"]["k-subspaces"]["nmi"]
-    return signed(require(difference_interval(ours, theirs), shown=False), ".3f")
+    return require(difference_interval(ours, theirs), shown=False).signed(".3f")
 
 
 def default_spread(path: str, form: str) -> str:
@@ -216,7 +210,7 @@ def default_spread(path: str, form: str) -> str:
 def code_gap(data: str, name: str, measure: str, *, shown: bool) -> str:
     """Format how much larger a measure of experts is than that of another code of the capsules."""
     found = capsule_codes.difference(report.numbers(data, "capsule-codes"), name, measure)
-    return signed(require(found, shown=shown), capsule_codes.MEASURES[measure])
+    return require(found, shown=shown).signed(capsule_codes.MEASURES[measure])
 
 
 def code_mean(data: str, name: str, measure: str) -> str:

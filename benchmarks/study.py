@@ -214,7 +214,8 @@ ROW_NAMES = {  # the rows of unchanged presets; any other row has the name of it
 
 def run(job: Job) -> dict[str, Any]:
     """Train and evaluate, and return the row."""
-    config, o = job.config({**STUDY, **CLASSES, **READINGS}), job.options
+    o = job.options
+    config = variants.with_filters(job.config({**STUDY, **CLASSES, **READINGS}), o)
     training, test = variants.load_images(o)
     with job.folder() as folder:
         network, trained = variants.train_and_time(config, folder, training)
@@ -260,6 +261,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--readings", action="store_true", help="readings of the paper's recipe (see above)"
     )
+    variants.add_filters(parser)
     variants.add_protocol(parser)
     options = parser.parse_args(arguments)
     if options.classes:

@@ -207,12 +207,14 @@ def train_model(job: Job, digits: Digits) -> tuple[Encoder | None, dict[str, Any
     if job.name not in POECAPS:
         epochs = default_epochs() if o.epochs is None else o.epochs
         started = time.perf_counter()
-        budget = Budget(epochs, gibbs=0, seed=job.seed, device=device)
+        size = {} if o.filters is None else {"filters": o.filters}
+        budget = Budget(epochs, gibbs=0, seed=job.seed, device=device, **size)
         peer = BASELINES[job.name](digits.training, budget)
         seconds = round(time.perf_counter() - started, 2)
         row = {"variant": job.name, "seed": job.seed, "epochs": epochs}
         return peer, {**row, "training_seconds": seconds}
-    config = replace(job.config(POECAPS), data=FILE, data_path=None)
+    config = variants.with_filters(job.config(POECAPS), o)
+    config = replace(config, data=FILE, data_path=None)
     with job.folder() as folder:
         network, trained = variants.train_and_time(config, folder, digits.training)
     row = {"variant": job.name, "seed": job.seed, "command": command_for(config), **trained}
@@ -316,6 +318,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--copies", type=int, default=1, help="places of each training digit (default: 1)"
     )
     parser.add_argument("--limit", type=int, help="maximum number of training, and of test images")
+    variants.add_filters(parser)
     variants.add_protocol(parser)
     variants.run_study(parser, arguments, STUDY, run, table)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
-import os
 import re
 import shlex
 import statistics
@@ -194,6 +193,20 @@ def add_protocol(parser: argparse.ArgumentParser, default: int = 0) -> None:
         choices=("held-out", "test"),
         help="images to measure on (default: the held-out ones if there are any, else test)",
     )
+
+
+def add_filters(parser: argparse.ArgumentParser) -> None:
+    """Add the option of `with_filters`."""
+    parser.add_argument(
+        "--filters", type=int, help="of each convolution (default: those of the preset)"
+    )
+
+
+def with_filters(config: Config, options: argparse.Namespace) -> Config:
+    """Return the options of a run with another number of filters, if it is given."""
+    if options.filters is None:
+        return config
+    return replace(config, model=replace(config.model, features=options.filters))
 
 
 def check_protocol(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
@@ -393,7 +406,7 @@ def run_study(
         for name in names
         if (name, seed) not in done
     ]
-    threads = max(1, (os.cpu_count() or 1) // options.jobs)
+    threads = max(1, machine.usable_cores() // options.jobs)
     context = multiprocessing.get_context("spawn")  # CUDA does not work after a fork
     with ProcessPoolExecutor(
         options.jobs, context, initializer=torch.set_num_threads, initargs=(threads,)

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as nn
 
-from poecaps.views import NUMBERS, ViewOptions, make_views, transform
+from poecaps.views import NUMBERS, ViewOptions, make_views, transform, within_border
 
 NOTHING: dict[str, Any] = dict.fromkeys(("rotation", "shift", "scale", "aspect", "shear"), 0.0)
 ROTATION, SCALE, ASPECT, SHEAR, SHIFT_X, SHIFT_Y, MIRROR = range(NUMBERS)
@@ -165,3 +166,15 @@ def test_every_image_is_followed_by_its_views(generator: torch.Generator) -> Non
 def test_invalid_options_are_an_error(options: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         ViewOptions(**options).validate("views.")
+
+
+@pytest.mark.parametrize("shape", [(1, 12, 9), (3, 9, 1), (1, 1, 1)])
+def test_positions_within_the_border_give_its_padding(
+    shape: tuple[int, int, int], generator: torch.Generator
+) -> None:
+    """Apple's GPUs take the positions; all others have the padding."""
+    images = torch.rand(4, *shape, generator=generator)
+    grid = 6 * torch.rand(4, 7, 5, 2, generator=generator) - 3
+    expected = nn.grid_sample(images, grid, padding_mode="border", align_corners=False)
+    found = nn.grid_sample(images, within_border(grid, *shape[1:]), align_corners=False)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)

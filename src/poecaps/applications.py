@@ -82,7 +82,12 @@ def cluster(network: CapsuleNetwork, images: Tensor, *, report: Report | None = 
     of every image (`encoder.views`) and about as many experts as there are kinds of objects, the
     images of an expert show one kind.
     """
-    firing = encode(network, images, report=report).norm(dim=-1)
+    return clusters_of(encode(network, images, report=report))
+
+
+def clusters_of(codes: Tensor) -> Clusters:
+    """Sort codes by their most active expert: (N, J, D) → N clusters; see `cluster`."""
+    firing = codes.norm(dim=-1)
     best = firing.max(dim=1)
     # ‖squash(z)‖ = ‖z‖²/(1+‖z‖²), so that log‖z‖² is its logit.
     log_odds = torch.logit(firing.double(), eps=torch.finfo(firing.dtype).tiny)

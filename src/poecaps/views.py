@@ -147,4 +147,16 @@ def transform(images: Tensor, uniform: Tensor, options: ViewOptions) -> Tensor:
     grid = nn.affine_grid(
         torch.stack((x_row, y_row), dim=1), list(images.shape), align_corners=False
     )
+    if images.device.type == "mps":  # which has no padding by the border in releases before 2.13
+        return nn.grid_sample(images, within_border(grid, height, width), align_corners=False)
     return nn.grid_sample(images, grid, padding_mode="border", align_corners=False)
+
+
+def within_border(grid: Tensor, height: int, width: int) -> Tensor:
+    """Move positions (B, H, W, 2) of `grid_sample` outside of an image to its nearest pixel.
+
+    The centres of the outermost pixels are at ±(1 − 1/width) and ±(1 − 1/height). Samples at the
+    result are those with ``padding_mode="border"``, but for rounding.
+    """
+    last = 1 - 1 / grid.new_tensor([width, height])
+    return torch.minimum(torch.maximum(grid, -last), last)

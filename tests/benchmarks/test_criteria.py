@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -10,11 +11,13 @@ import pytest
 
 from benchmarks import criteria
 from benchmarks.criteria import (
+    HELD_OUT_ENERGY,
     STUDY,
     early,
     effects,
     main,
     many,
+    mean_energies,
     part_gain,
     rank_correlation,
     restarts_with,
@@ -22,11 +25,16 @@ from benchmarks.criteria import (
     table,
 )
 from benchmarks.internals import changed_options
+from poecaps import Architecture, CapsuleNetwork
+from poecaps.data import load
+from poecaps.options import ModelOptions
 from poecaps.training import recombination
 from poecaps.training.config import CRITERIA
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from torch import Generator
 
     from benchmarks.variants import Variant
     from poecaps import CapsuleExperts
@@ -64,7 +72,7 @@ def test_every_encoder_is_measured(
     arguments += ["--keep", str(tmp_path / "runs"), "--json", str(rows)]
     main(arguments)
     (row,) = json.loads(rows.read_text())
-    assert set(row["scores"]) == set(CRITERIA)
+    assert set(row["scores"]) == {*CRITERIA, HELD_OUT_ENERGY}
     assert len(row["starts"]) == len(row["scores"]["margin"]) == 3
     accuracy = [start["accuracy"] for start in row["starts"]]
     assert all(each * 20 == pytest.approx(round(each * 20)) for each in accuracy)
@@ -178,6 +186,32 @@ def test_a_summary_has_the_choice_of_each_criterion() -> None:
     assert found["best"] == 0.9
     assert found["by"] == {"margin": 0.9, "energy": 0.5}
     assert found["rank"] == {"margin": pytest.approx(1), "energy": pytest.approx(-1)}
+
+
+def test_held_out_energy_is_that_of_the_capsules_of_each_encoder(generator: Generator) -> None:
+    model = ModelOptions(features=8, capsule_dim=4, experts=((3, 5),))
+    images = load("mnist-sample").subset(range(7))
+    network = CapsuleNetwork(Architecture.of(model, images.shape), generator=generator).eval()
+    starts = [copy.deepcopy(network.encoders[0]) for _ in range(2)]
+    starts[1].reset_parameters(std=1.0, generator=generator)
+    found = mean_energies(network, starts, images)
+    x = network.capsules(images.batch(slice(None)))
+    expected = [-each.free_energy(x).mean().item() for each in starts]
+    assert found == pytest.approx(expected)
+    assert found[0] != pytest.approx(found[1])
+
+
+def test_scores_that_no_row_has_get_no_column() -> None:
+    starts = [{"accuracy": 0.25, "nmi": 0.5, "purity": 0.75}]
+    row = {"variant": "10 experts of 32", "seed": 0}
+    old, new = (
+        table([row | {"summary": summarise({name: [1.0] for name in names}, starts)}])
+        for names in (CRITERIA, (*CRITERIA, HELD_OUT_ENERGY))
+    )
+    assert "by energy" in old
+    assert HELD_OUT_ENERGY not in old
+    assert f"by {HELD_OUT_ENERGY}" in new
+    assert f"rank {HELD_OUT_ENERGY}" in new
 
 
 def test_ranks_do_not_depend_on_sizes() -> None:

@@ -9,6 +9,7 @@ from scipy import stats
 from benchmarks.intervals import (
     Interval,
     difference_interval,
+    difference_of_pairs,
     mean_interval,
     single_difference_interval,
 )
@@ -33,6 +34,17 @@ def test_the_interval_of_a_difference_is_that_of_scipy() -> None:
     assert not difference_interval(FIRST, FIRST[::-1]).excludes_zero
 
 
+def test_the_interval_of_pairs_is_that_of_scipy() -> None:
+    second = (2.9, 2.6, 3.0, 2.9, 2.6)
+    found = difference_of_pairs(FIRST, second)
+    exact = stats.ttest_rel(FIRST, second).confidence_interval(0.95)
+    assert found.value - found.half_width == pytest.approx(exact.low)
+    assert found.value + found.half_width == pytest.approx(exact.high)
+    assert found.half_width < difference_interval(FIRST, second).half_width
+    with pytest.raises(ValueError, match="zip"):
+        difference_of_pairs(FIRST, SECOND)
+
+
 def test_one_run_of_the_same_distribution_is_within_its_interval_in_19_of_20_cases() -> None:
     draws = np.random.default_rng(0).normal(3.0, 2.0, (4000, 4))
     outside = [single_difference_interval(one, rest).excludes_zero for one, *rest in draws]
@@ -54,3 +66,5 @@ def test_one_seed_has_no_interval() -> None:
 
 def test_text() -> None:
     assert Interval(0.123, 0.045).text(".1%") == "12.3 % ± 4.5 %"
+    assert Interval(0.123, 0.045).signed(".1%") == "+12.3 % ± 4.5 %"
+    assert Interval(-0.5, 0.25).signed(".2f") == "-0.50 ± 0.25"

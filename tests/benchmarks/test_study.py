@@ -95,7 +95,14 @@ def test_a_variant_is_trained_and_evaluated_once(
 
 def job(bars: Path) -> Job:
     options = Namespace(
-        data=str(bars), path=None, device="cpu", samples=20, keep=None, held_out=0, on=None
+        data=str(bars),
+        path=None,
+        device="cpu",
+        samples=20,
+        keep=None,
+        held_out=0,
+        on=None,
+        filters=None,
     )
     return Job("small", 0, options)
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks import variants
+from benchmarks.internals import changed_options
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -60,3 +61,12 @@ def test_without_held_out_images_none_are_measured(
     with pytest.raises(SystemExit):
         variants.check_protocol(parser, parser.parse_args(arguments))
     assert "--on held-out needs a number of images above 0" in capsys.readouterr().err
+
+
+def test_a_variant_can_have_other_filters() -> None:
+    parser = ArgumentParser()
+    variants.add_filters(parser)
+    config = variants.preset_with("fast", encoder__epochs=3).config()
+    assert variants.with_filters(config, parser.parse_args([])) == config
+    changed = variants.with_filters(config, parser.parse_args(["--filters", "7"]))
+    assert changed_options(changed, "fast") == {"encoder.epochs": 3, "model.features": 7}

@@ -12,11 +12,8 @@ from tyro.conf import Positional  # noqa: TC002 (tyro reads the annotations)
 from poecaps import _checks as checks
 from poecaps import plotting
 from poecaps._files import atomic_write
-from poecaps._modules import device_of
-from poecaps._progress import Counter
-from poecaps.applications import Clusters
-from poecaps.applications import cluster as cluster_images
-from poecaps.cli.loading import load_images, open_model
+from poecaps.applications import Clusters, clusters_of
+from poecaps.cli.loading import encode_images, load_images, open_model
 from poecaps.cli.options import Data, DataPath, Device, Model, OptionalSplit, output
 from poecaps.cli.outputs import default_output, say
 
@@ -52,8 +49,7 @@ def cluster(
         raise ValueError(f"--out must name a .csv file, but is {out}")
     network = open_model(run, device, "codes")
     images = load_images(network, run, data, data_path, split)
-    pixels = images.batch(slice(None))
-    clusters = cluster_images(network, pixels.to(device_of(network)), report=Counter("encoding"))
+    clusters = clusters_of(encode_images(network, images))
     out.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(out) as file:
         file.write(_table(images, clusters).encode(errors="backslashreplace"))
@@ -62,7 +58,7 @@ def cluster(
         if count:
             members = (clusters.expert == expert).nonzero().squeeze(1)
             best = members[clusters.margin[members].argsort(descending=True)[:columns]]
-            groups[f"{expert}: {count:,}"] = pixels[best.cpu()]
+            groups[f"{expert}: {count:,}"] = images.batch(best)
     title = "Images by expert (expert: number of images)"
     sheet = plotting.contact_sheet(groups, out.with_suffix(".png"), title=title)
     say(out)

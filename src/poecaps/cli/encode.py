@@ -6,13 +6,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-import torch
 from tyro.conf import Positional  # noqa: TC002 (tyro reads the annotations)
 
 from poecaps._files import atomic_write
-from poecaps._modules import device_of, in_batches
-from poecaps._progress import Counter, counted
-from poecaps.cli.loading import load_images, open_model
+from poecaps.cli.loading import encode_images, load_images, open_model
 from poecaps.cli.options import Data, DataPath, Device, Model, output
 from poecaps.cli.outputs import default_output, say
 from poecaps.data.idx import Split  # noqa: TC001 (tyro reads the annotations)
@@ -49,11 +46,7 @@ def encode(
         raise ValueError(f"--out must name an .npz file, but is {out}")
     network = open_model(run, device, "codes")
     images = load_images(network, run, data, data_path, split)
-    torch_device = device_of(network)
-    size = network.images_at_once()
-    batches = counted(images.batches(size), len(images), Counter("encoding"))
-    with torch.no_grad():
-        codes = in_batches(lambda batch: network.encode(batch.to(torch_device)).cpu(), batches)
+    codes = encode_images(network, images)
     arrays: dict[str, Any] = {"codes": codes.numpy(), "firing": codes.norm(dim=-1).numpy()}
     if images.labels is not None:
         arrays["labels"] = images.labels

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+import torch
 
 from poecaps import data, models
 from poecaps._devices import find_device
 from poecaps._files import ModelError
-from poecaps._progress import Counter
+from poecaps._modules import device_of, in_batches
+from poecaps._progress import Counter, counted
 from poecaps.autoencoder import minimum_image_size
 from poecaps.cli.outputs import say
 from poecaps.data import DataError, DatasetNotFoundError, MissingSplitError, datasets
@@ -26,6 +28,8 @@ from poecaps.training import origin, record
 from poecaps.training.checkpoint import newest_checkpoint
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from poecaps.data import ImageSet
     from poecaps.explorer.render import Part
 
@@ -150,6 +154,14 @@ class Parts:
     test: ImageSet
     note: str = ""
     """What a reader of the results should know about them."""
+
+
+def encode_images(network: CapsuleNetwork, images: ImageSet) -> Tensor:
+    """Encode images in batches, with progress: N images → (N, J, D), on the CPU."""
+    device = device_of(network)
+    batches = counted(images.batches(network.images_at_once()), len(images), Counter("encoding"))
+    with torch.no_grad():
+        return in_batches(lambda batch: network.encode(batch.to(device)).cpu(), batches)
 
 
 def load_parts(network: CapsuleNetwork, run: str, source: str, path: str | None) -> Parts:

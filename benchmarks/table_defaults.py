@@ -1,0 +1,136 @@
+"""Choose the options that `CapsuleExpertsTransformer` has for tables by default.
+
+`OMP_NUM_THREADS=1 python -m benchmarks.table_defaults --json docs/results/table-defaults.json`
+measures each candidate below by the accuracy of a logistic regression on its codes, on tables that
+are not used to report results (except for the first two of `benchmarks.tables`, which the guide
+names). A candidate differs from the present defaults in the options in its name; two of them,
+`shrinkage` and `scale`, are constants of `poecaps._table`.
+
+Each seed draws other weights and other shuffled folds, the same for all candidates. A number is the
+mean over folds, tables and seeds; the difference from the present defaults has its 95 % interval
+over seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sklearn import datasets
+from sklearn.linear_model import LogisticRegression
+from sklearn.model_selection import StratifiedKFold, cross_val_score
+from sklearn.pipeline import make_pipeline
+
+from benchmarks import machine
+from benchmarks.internals import table_constants
+from benchmarks.intervals import difference_of_pairs
+from benchmarks.tables import FOLDS, MADE, diabetes
+from poecaps.sklearn import CapsuleExpertsTransformer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+SEEDS = 5
+WIDE = {"n_features": 60, "n_informative": 15, "n_redundant": 20, "n_classes": 5}
+NARROW = {"n_features": 12, "n_informative": 6, "n_redundant": 3, "n_classes": 3}
+TABLES: dict[str, Callable[[], tuple[Any, Any]]] = {
+    "diabetes": diabetes,
+    "20 columns": lambda: datasets.make_classification(900, **MADE, random_state=0),
+    "60 columns": lambda: datasets.make_classification(1200, **WIDE, random_state=1),
+    "12 columns": lambda: datasets.make_classification(600, **NARROW, random_state=2),
+}
+
+PRESENT = "present defaults"
+CONSTANTS = ("shrinkage", "scale")
+OPTIONS: dict[str, Sequence[Any]] = {  # changed one at a time
+    "shrinkage": (0.1, 1.0),
+    "scale": (0.5, 2.0),
+    "winners": (1,),
+    "learning_rate": (0.03, 0.3),
+    "n_iter": (3, 30),
+    "capsule_dim": (4, 16),
+    "sharpness": (0.3, 3.0),
+    "normalize": ("inputs",),
+}
+PAIRS = ("shrinkage", "scale")  # also changed two at a time
+
+
+def candidates() -> dict[str, dict[str, Any]]:
+    """Return the options of each candidate that differ from the defaults, by its name."""
+    single = [{name: value} for name, values in OPTIONS.items() for value in values]
+    pairs = [
+        first | second
+        for first, second in itertools.combinations(single, 2)
+        if (*first, *second) == PAIRS
+    ]
+    changes = [{}, *single, *pairs]
+    return {
+        ", ".join(f"{name} {value}" for name, value in each.items()) or PRESENT: each
+        for each in changes
+    }
+
+
+def accuracy(changes: Mapping[str, Any], data: tuple[Any, Any], seed: int) -> float:
+    """Measure the mean accuracy in the folds of a seed."""
+    constants = {name: value for name, value in changes.items() if name in CONSTANTS}
+    options = {name: value for name, value in changes.items() if name not in CONSTANTS}
+    model = make_pipeline(
+        CapsuleExpertsTransformer(**options, random_state=seed), LogisticRegression(max_iter=5000)
+    )
+    folds = StratifiedKFold(FOLDS, shuffle=True, random_state=seed)
+    with table_constants(**constants):
+        return float(cross_val_score(model, *data, cv=folds, error_score="raise").mean())
+
+
+def overall(found: Mapping[str, Sequence[float]]) -> list[float]:
+    """Return the mean over tables for each seed, from the accuracies of each table and seed."""
+    return [fmean(of_seed) for of_seed in zip(*found.values(), strict=True)]
+
+
+def table(measured: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
+    """Format the candidates, the best one first."""
+    present = overall(measured[PRESENT])
+    head = ["candidate", *next(iter(measured.values())), "mean", "minus present defaults"]
+    rows = []
+    for name, found in sorted(measured.items(), key=lambda item: -fmean(overall(item[1]))):
+        cells = [f"{fmean(values):.3f}" for values in (*found.values(), overall(found))]
+        gain = difference_of_pairs(overall(found), present).signed(".3f")
+        rows.append([f"`{name}`" if name != PRESENT else name, *cells, gain])
+    rows = [[*row[:-1], "–" if row[0] == PRESENT else row[-1]] for row in rows]
+    rule = ["---"] + ["---:"] * (len(head) - 1)
+    return "\n".join(f"| {' | '.join(row)} |" for row in (head, rule, *rows))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, print the table, and write the numbers."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seeds", type=int, default=SEEDS, help=f"(default: {SEEDS})")
+    parser.add_argument("--json", type=Path, help="file to write the numbers to")
+    options = parser.parse_args(arguments)
+    if options.seeds < 2:
+        parser.error(f"--seeds must be at least 2, for an interval, but is {options.seeds}")
+    loaded = {name: load() for name, load in TABLES.items()}
+    measured: dict[str, dict[str, list[float]]] = {}
+    for name, changes in candidates().items():
+        measured[name] = {
+            each: [accuracy(changes, data, seed) for seed in range(options.seeds)]
+            for each, data in loaded.items()
+        }
+        print(f"{name}: {fmean(overall(measured[name])):.4f}", flush=True)
+    print(f"\n{table(measured)}")
+    report = {
+        "command": machine.command("benchmarks.table_defaults", parser, options),
+        "machine": machine.describe(torch.device("cpu")),
+        "accuracies": measured,
+    }
+    machine.write(report, options.json)
+
+
+if __name__ == "__main__":
+    main()
