@@ -5,6 +5,7 @@ file that `poecaps train --data plain-digits.npz` and `poecaps evaluate` read; `
 makes the same images in memory. The same seed always gives the same images. The grounds are:
 
 black         black
+plates        one random colour, with the digit in black or white, as on the plates of cars
 plain         one random colour
 gradient      nine random colours on a grid, interpolated
 photograph    a random part of a random photograph, half of them mirrored
@@ -13,8 +14,9 @@ Photographs are given by `--photographs`: a folder or an `.npz` file, of the siz
 larger. Those of its training part are behind training digits and those of its test part behind test
 digits. Ganin et al., "Domain-adversarial training of neural networks", 2016 (arXiv 1505.07818),
 blend digits with photographs as well (MNIST-M), as the difference of the two. Here a digit has one
-colour instead: that of `CANDIDATES` random colours which differs most from the mean of the ground
-below the digit, so that every digit can be read, and is darker than its ground as well as lighter.
+colour instead: that of `CANDIDATES` random colours (on plates: of black and white) which differs
+most from the mean of the ground below the digit, so that every digit can be read, and is darker
+than its ground as well as lighter.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
 
     from poecaps.data.idx import Split
 
-GROUNDS = ("black", "plain", "gradient", "photograph")
+GROUNDS = ("black", "plates", "plain", "gradient", "photograph")
 CANDIDATES = 8
 GRID = 3  # colours of a gradient along each side
 SEED = 0
@@ -68,7 +70,8 @@ def coloured_digits(
         part = slice(start, start + BATCH)
         ink = data.batch(part)
         below = draw_grounds(ground, (len(ink), height, width), generator, photographs)
-        coloured = torch.lerp(below, draw_colours(ink, below, generator), ink)
+        candidates = candidate_colours(ground, len(ink), generator)
+        coloured = torch.lerp(below, farthest_colours(ink, below, candidates), ink)
         pixels = coloured.mul(255).round().permute(0, 2, 3, 1)
         images[part] = pixels.numpy().astype(np.uint8)
     return replace(data, images=images, files=(), source=f"{data.source} on {ground}")
@@ -84,7 +87,7 @@ def draw_grounds(
     count, height, width = size
     if ground == "black":
         return torch.zeros(count, 3, height, width)
-    if ground == "plain":
+    if ground in ("plates", "plain"):
         colours = torch.rand(count, 3, 1, 1, generator=generator)
         return colours.expand(count, 3, height, width)
     if ground == "gradient":
@@ -121,20 +124,27 @@ def crops(photographs: ImageSet, size: tuple[int, int, int], generator: torch.Ge
     return whole[image, rows.unsqueeze(2), columns.unsqueeze(1)].permute(0, 3, 1, 2)
 
 
-def draw_colours(ink: Tensor, ground: Tensor, generator: torch.Generator) -> Tensor:
-    """Draw a colour for each digit that differs from its ground.
+def candidate_colours(ground: str, count: int, generator: torch.Generator) -> Tensor:
+    """Return the colours that digits may have on a ground: (B, candidates, 3)."""
+    if ground == "plates":
+        return torch.tensor([0.0, 1.0]).view(1, 2, 1).expand(count, 2, 3)
+    return torch.rand(count, CANDIDATES, 3, generator=generator)
+
+
+def farthest_colours(ink: Tensor, ground: Tensor, candidates: Tensor) -> Tensor:
+    """Return the colour for each digit that differs most from its ground.
 
     Parameters
     ----------
     ink : (B, 1, H, W)
         The digits, from 0 to 1.
     ground : (B, 3, H, W)
+    candidates : (B, N, 3)
 
     Returns
     -------
     (B, 3, 1, 1)
     """
-    candidates = torch.rand(len(ink), CANDIDATES, 3, generator=generator)
     amount = ink.sum((2, 3)).clamp(min=1e-6)
     mean = (ink * ground).sum((2, 3)) / amount  # (B, 3)
     farthest = (candidates - mean.unsqueeze(1)).square().sum(2).argmax(1)

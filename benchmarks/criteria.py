@@ -145,6 +145,8 @@ for _name in ("10 experts of 32", "20 experts of 16"):
 def run(job: Job) -> dict[str, Any]:
     """Train and measure, and return the row."""
     config, compare = variants.with_filters(job.config(STUDY), job.options), job.options.compare
+    if job.options.restarts is not None:
+        config = replace(config, encoder=replace(config.encoder, restarts=job.options.restarts))
     training, images = variants.load_images(job.options)
     parts, held_out = {"": images}, variants.held_out_images(job.options)
     if held_out is not None:
@@ -469,6 +471,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = variants.make_parser(__doc__)
     variants.add_protocol(parser, HELD_OUT)
     variants.add_filters(parser)
+    parser.add_argument(
+        "--restarts", type=int, help="encoders of a row (default: those of the variant)"
+    )
     parser.add_argument(
         "--compare",
         type=int,

@@ -278,7 +278,7 @@ class CapsuleDensity(CapsuleRouting):
     in_capsules, in_dim, out_capsules, out_dim
         I, K, J and D.
     linear_dims
-        n, from 0 (the paper) to D.
+        n, from 0 (the paper) to D; the other D − n = m + 1 numbers are spherical.
     strength
         Initial α_j.
     base
@@ -345,6 +345,9 @@ class CapsuleDensity(CapsuleRouting):
         checks.require_int("linear_dims", linear_dims, 0, out_dim)
         checks.require_positive("strength", strength)
         checks.require_choice("base", base, BASES)
+        checks.require_int("base_components", base_components, 0, in_capsules * in_dim)
+        if base_max_variance is not None:
+            checks.require_positive("base_max_variance", base_max_variance)
         if base == "ball" and base_components:
             raise ValueError(
                 f"base_components must be 0 with base='ball', but is {base_components}; "
@@ -400,7 +403,8 @@ class CapsuleDensity(CapsuleRouting):
         lower, upper, known = self.partition.tolist()
         if not known:
             raise ValueError(
-                "log Z is not known yet; estimate it with poecaps.likelihood.fit_log_partition"
+                "log Z is not known yet; estimate it with "
+                "poecaps.likelihood.estimate_log_partition, and store it with fit_log_partition"
             )
         return float(lower + upper) / 2
 

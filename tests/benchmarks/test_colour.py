@@ -10,7 +10,13 @@ import pytest
 import torch
 
 from benchmarks import colour, coloured_digits
-from benchmarks.coloured_digits import GROUNDS, crops, draw_colours, draw_grounds
+from benchmarks.coloured_digits import (
+    GROUNDS,
+    candidate_colours,
+    crops,
+    draw_grounds,
+    farthest_colours,
+)
 from benchmarks.internals import changed_options
 from poecaps.data import ImageSet, load
 from poecaps.evaluation import judge
@@ -53,8 +59,9 @@ def grounds(name: str, photographs: ImageSet) -> torch.Tensor:
 
 
 def test_grounds_are_increasingly_difficult(photographs: ImageSet) -> None:
-    black, plain, gradient, _ = (grounds(name, photographs) for name in GROUNDS)
+    black, plates, plain, gradient, _ = (grounds(name, photographs) for name in GROUNDS)
     assert not black.any()
+    assert torch.equal(plates, plain)
     assert torch.equal(plain, plain[:, :, :1, :1].expand_as(plain))
     assert plain[:, :, 0, 0].std(0).min() > 0.2
     assert gradient.std((2, 3)).mean() > 0.1
@@ -86,14 +93,30 @@ def test_photographs_that_do_not_fit_are_refused(shape: tuple[int, ...]) -> None
 def test_a_ground_that_cannot_be_drawn_is_an_error(digits: ImageSet) -> None:
     with pytest.raises(ValueError, match="needs photographs"):
         coloured_digits.coloured_digits(digits, "photograph")
-    with pytest.raises(ValueError, match="black, plain, gradient, photograph, but is 'green'"):
+    with pytest.raises(
+        ValueError, match="black, plates, plain, gradient, photograph, but is 'green'"
+    ):
         coloured_digits.coloured_digits(digits, "green")
+
+
+def drawn_colours(ink: torch.Tensor, ground: torch.Tensor, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return farthest_colours(ink, ground, candidate_colours("plain", len(ink), generator))
+
+
+def test_a_digit_on_a_plate_is_black_or_white(digits: ImageSet) -> None:
+    ink = digits.batch(slice(None))
+    ground = draw_grounds("plates", (200, 28, 28), torch.Generator().manual_seed(0))
+    colours = farthest_colours(ink, ground, candidate_colours("plates", 200, torch.Generator()))
+    dark = ground[:, :, 0, 0].square().sum(1) < (1 - ground[:, :, 0, 0]).square().sum(1)
+    assert torch.equal(colours.flatten(1), dark.float().unsqueeze(1).expand(-1, 3))
+    assert 0.3 < dark.double().mean() < 0.7
 
 
 def test_a_digit_has_one_colour_that_differs_from_its_ground(digits: ImageSet) -> None:
     ink = digits.batch(slice(None))
     ground = draw_grounds("plain", (200, 28, 28), torch.Generator().manual_seed(0))
-    colours = draw_colours(ink, ground, torch.Generator().manual_seed(1))
+    colours = drawn_colours(ink, ground, seed=1)
     contrast = (colours - ground[:, :, :1, :1]).norm(dim=1).flatten()
     assert contrast.min() > 0.4
     darker = (colours.mean(1) < ground[:, :, :1, :1].mean(1)).double().mean()
@@ -104,7 +127,7 @@ def test_a_digit_has_one_colour_that_differs_from_its_ground(digits: ImageSet) -
     two = torch.zeros(1, 3, 28, 28)
     two[..., 14:] = 1
     found = [
-        draw_colours(half.expand(50, -1, -1, -1), each.expand(50, -1, -1, -1), torch.Generator())
+        drawn_colours(half.expand(50, -1, -1, -1), each.expand(50, -1, -1, -1))
         for each in (two, 1 - two)
     ]
     assert found[0].mean() > 0.6

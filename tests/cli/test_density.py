@@ -438,7 +438,11 @@ NO_DENSITY = "this model has no density; train one with the preset energy, or wi
         ("generate {dense} --domain all --tied", OTHER_DOMAIN),
         ("generate {dense} --domain model --expert 3", "expert must be a whole number from 0 to 2"),
         ("generate {dense} --domain model --steps 0", "steps must be a whole number of at least 5"),
-        ("generate {dense} --domain model --temper 1", "temper must be a whole number of at least"),
+        (
+            "generate {dense} --domain model --temper 1",
+            "temper must be 0, or a whole number of at least 2, but is 1",
+        ),
+        ("generate {dense} --domain model --temper -2", "temper must be a whole number of at"),
         ("generate {dense} --domain model --rows 0", "rows must be"),
         ("generate {dense} --domain model --steps 2 --out x.jpg", "let it end in .png"),
         (

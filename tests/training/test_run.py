@@ -610,6 +610,20 @@ def test_images_whose_border_varies_get_a_margin(
     assert run_record.read(tmp_path / "run")["config"]["model"]["margin"] == expected
 
 
+@pytest.mark.parametrize(("side", "halvings", "expected"), [(64, 1, 8), (96, 2, 16)])
+def test_half_a_filter_of_the_margin_is_left_after_halvings(
+    side: int, halvings: int, expected: int, tmp_path: Path
+) -> None:
+    """Otherwise larger images would have no even overlap, and draws a frame."""
+    images = np.random.default_rng(0).integers(0, 256, (9, side, side), np.uint8)
+    np.save(tmp_path / "x.npy", images)
+    config = without_epochs(tmp_path / "x.npy")
+    model = replace(config.model, kernel_size=9, margin=None, halvings=halvings, even_overlap=None)
+    architecture = train(replace(config, model=model), tmp_path / "run").architecture
+    assert architecture.margin == expected
+    assert architecture.even_overlap
+
+
 @pytest.mark.parametrize(("side", "expected"), [(8, 1), (18, 0)])
 def test_a_row_at_the_border_of_small_images_is_enough_for_a_margin(
     side: int, expected: int, tmp_path: Path

@@ -168,8 +168,10 @@ def density_options(
     quiet: bool = False,
 ) -> dict[str, Any]:
     """Return the options of `draw_density` for those of a command."""
-    if temper != 0 and temper is not None:
-        checks.require_int("temper", temper, 2)
+    if temper == 1:
+        raise ValueError("temper must be 0, or a whole number of at least 2, but is 1")
+    if temper is not None:
+        checks.require_int("temper", temper, 0)
     return {
         "levels": temper,
         "tied": tied,

@@ -477,7 +477,7 @@ def _with_filters_that_fit(config: Config, data: ImageSet) -> Config:
 def _with_margin_that_fits(config: Config, data: ImageSet) -> Config:
     """Return options with a margin of half a filter if the pixels at the border of images vary.
 
-    The border of a decoded image is the sum of few filters, and the last row of none if the side is
+    That much is left after the halvings. The border of a decoded image is the sum of few filters, and the last row of none if the side is
     even. That is enough for a background that is always the same, but shows as a frame otherwise.
     """
     if config.model.margin is not None:
@@ -488,7 +488,7 @@ def _with_margin_that_fits(config: Config, data: ImageSet) -> Config:
     is_small = config.model.kernel_size < ModelOptions().kernel_size
     share = SMALL_BORDER_SHARE if is_small else BORDER_SHARE
     varies = bool(border.mean() >= share * variance.mean())
-    margin = config.model.kernel_size // 2 if varies else 0
+    margin = (config.model.kernel_size // 2) << config.model.halvings if varies else 0
     return replace(config, model=replace(config.model, margin=margin))
 
 
