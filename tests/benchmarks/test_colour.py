@@ -94,7 +94,7 @@ def test_a_ground_that_cannot_be_drawn_is_an_error(digits: ImageSet) -> None:
     with pytest.raises(ValueError, match="needs photographs"):
         coloured_digits.coloured_digits(digits, "photograph")
     with pytest.raises(
-        ValueError, match="black, plates, plain, gradient, photograph, but is 'green'"
+        ValueError, match="plates, plain, gradient, photograph, but is 'green'"
     ):
         coloured_digits.coloured_digits(digits, "green")
 

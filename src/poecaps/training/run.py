@@ -477,8 +477,9 @@ def _with_filters_that_fit(config: Config, data: ImageSet) -> Config:
 def _with_margin_that_fits(config: Config, data: ImageSet) -> Config:
     """Return options with a margin of half a filter if the pixels at the border of images vary.
 
-    That much is left after the halvings. The border of a decoded image is the sum of few filters, and the last row of none if the side is
-    even. That is enough for a background that is always the same, but shows as a frame otherwise.
+    That much is left after the halvings. The border of a decoded image is the sum of few filters,
+    and the last row of none if the side is even. That is enough for a background that is always the
+    same, but shows as a frame otherwise.
     """
     if config.model.margin is not None:
         return config
