@@ -4,7 +4,8 @@
 the two sample photographs of scikit-learn, and prints a table. Rows that FILE already contains are
 not trained again; `--only "margin 4;margin 8"` selects variants.
 
-A crop is 64×64 pixels at a random place, at half its size. The table has, of the flattest 30 % of
+A crop is at a random place, and twice as large as the images of `--side` pixels to which it is
+reduced. Variants with one halving are for `--side 64`. The table has, of the flattest 30 % of
 the images, the mean absolute difference between the mean colour of all pixels at a distance from
 the border and that of the centre. With a frame, it is large at a small distance. An image is flat
 if its standard deviation is small among the pixels that are 4 or more from the border.
@@ -48,6 +49,12 @@ VARIANTS: dict[str, Variant] = {
     "margin 8, even overlap": fast_with(model__margin=8, model__even_overlap=True),
     "margin 8": fast_with(model__margin=8, model__even_overlap=False),
     "no margin": fast_with(model__margin=0, model__even_overlap=False),
+    "one halving, margin 8, even overlap": fast_with(
+        model__halvings=1, model__margin=8, model__even_overlap=True
+    ),
+    "one halving, margin 4": fast_with(
+        model__halvings=1, model__margin=4, model__even_overlap=False
+    ),
 }
 SIDE, CROPS, IMAGES = 32, 1500, 600
 DISTANCES = (0, 1, 2, 4, 6)  # pixels to the border
@@ -126,12 +133,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", help="names of variants, separated by semicolons")
+    parser.add_argument("--side", type=int, default=SIDE, help=f"of an image (default: {SIDE})")
     parser.add_argument("--crops", type=int, default=CROPS, help=f"(default: {CROPS})")
     parser.add_argument("--json", type=Path, help="file to write the numbers to")
     parser.add_argument("--pictures", type=Path, help="folder for a picture of draws of each")
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args(arguments)
-    data, rows = crops(options.crops), {}
+    data, rows = crops(options.crops, options.side), {}
     if options.json is not None and options.json.exists():
         rows = json.loads(options.json.read_text())["results"]
     names = options.only.split(";") if options.only else list(VARIANTS)

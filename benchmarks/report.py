@@ -38,6 +38,7 @@ from benchmarks.study import table as study_table
 from benchmarks.tables import table as tables_table
 from benchmarks.variants import cell, lookup
 from benchmarks.zoo import routed_table
+from poecaps import models
 from poecaps.evaluation.fidelity import Z_95
 
 if TYPE_CHECKING:
@@ -106,6 +107,11 @@ RBMS = ("bernoulli-rbm", "gaussian-rbm")
 def numbers(data: str, kind: str) -> Any:
     """Read docs/results/DATA-KIND.json."""
     return json.loads((NUMBERS / f"{data}-{kind}.json").read_text(encoding="utf-8"))
+
+
+def bundled_evaluation(data: str) -> Any:
+    """Read the measures of a bundled model, which `poecaps info` and its card also show."""
+    return json.loads((models.find(data) / "evaluation.json").read_text(encoding="utf-8"))
 
 
 def default_evaluations(data: str) -> list[Mapping[str, Any]]:
@@ -278,7 +284,7 @@ BUNDLED_COLUMNS = {
 
 def bundled_domains(data: str) -> str:
     """List the measures of samples of a bundled model, with 95 % intervals over draws."""
-    evaluation = numbers(data, "bundled")
+    evaluation = bundled_evaluation(data)
     rows = []
     for place, label in BUNDLED_ROWS.items():
         samples: Any = evaluation
@@ -1156,7 +1162,7 @@ def bundled_classes() -> str:
         [
             label,
             cluster,
-            *(f"{numbers(data, 'bundled')[place][key]:.3f}" for key in columns.values()),
+            *(f"{bundled_evaluation(data)[place][key]:.3f}" for key in columns.values()),
         ]
         for data, label in DATASETS.items()
         for cluster, place in BUNDLED_CLUSTERS.items()

@@ -75,7 +75,7 @@ def baseline(data: str, name: str, path: str, form: str, *, spread: bool = False
 
 def bundled(data: str, path: str, form: str) -> str:
     """Format a number of the bundled model."""
-    return report.mean_cell([report.numbers(data, "bundled")], path, form)
+    return report.mean_cell([report.bundled_evaluation(data)], path, form)
 
 
 def _formatted(rows: Sequence[Mapping[str, Any]], path: str, form: str, spread: bool) -> str:
@@ -191,7 +191,7 @@ def steep(data: str) -> str:
 
 def recall(data: str, domain: str) -> str:
     """Format the recall of a domain of a bundled model, with its 95 % interval over draws."""
-    samples, path = report.numbers(data, "bundled")["domains"][domain], "neighbourhoods.recall"
+    samples, path = report.bundled_evaluation(data)["domains"][domain], "neighbourhoods.recall"
     return report.interval_cell(lookup(samples, path) or 0.0, samples["errors"][path], ".1%")
 
 

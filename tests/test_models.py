@@ -17,6 +17,7 @@ from PIL import Image
 import poecaps
 from poecaps import Architecture, CapsuleNetwork, hub, models
 from poecaps.card import is_unedited
+from poecaps.card import write as write_card
 from poecaps.cli.main import main
 from poecaps.code_density import DOMAINS
 from poecaps.data import datasets
@@ -237,10 +238,20 @@ def test_a_shipped_model_is_evaluated_on_one_set_with_its_classifier(
     said = capsys.readouterr()
     assert said.err.count("using mnist-sample of the package") == 1
     assert "written to mnist-evaluation.json" in said.out
-    assert (
-        json.loads((tmp_path / "mnist-evaluation.json").read_text())["classifier"]["data"]
-        == "mnist"
-    )
+    written = json.loads((tmp_path / "mnist-evaluation.json").read_text())
+    assert written["classifier"]["data"] == "mnist"
+    assert written["metadata"] == {"half": True}  # measured with the rounded weights
+
+
+def test_a_card_says_if_the_rounded_weights_were_measured(tmp_path: Path) -> None:
+    folder = tmp_path / "mnist"
+    shutil.copytree(models.find("mnist"), folder)
+    network = poecaps.load(folder)
+    measured = json.loads((folder / "evaluation.json").read_text())
+    for about, said in (({"half": True}, False), ({}, True), (7, True), ({"half": 1}, True)):
+        (folder / "evaluation.json").write_text(json.dumps(measured | {"metadata": about}))
+        assert write_card(folder, network, name="mnist", draw=False)
+        assert ("before the weights were rounded" in (folder / "README.md").read_text()) is said
 
 
 def test_info_lists_shipped_models(shipped: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -339,6 +350,7 @@ def test_the_card_has_the_numbers_of_the_evaluation(
     measured = json.loads((copy / "evaluation.json").read_text())
     card = (shipped / "mnist" / "README.md").read_text(encoding="utf-8")
     assert "on mnist-sample (test), 100 images,\nwith 20 draws" in card
+    assert "seed 0, before the weights were rounded.\n" in card
     assert (
         f"| linear probe on codes, test accuracy | {measured['probe']['test_accuracy']:.2%} |"
         in card

@@ -25,7 +25,7 @@ from poecaps._json import dataclass_from_json, is_number
 from poecaps._modules import device_of
 from poecaps.code_density import DOMAIN_INFO
 from poecaps.data.datasets import NAMES
-from poecaps.serialization import OLDEST_MODEL_VERSION, WEIGHTS, read_metadata
+from poecaps.serialization import has_half_precision
 from poecaps.training import record
 from poecaps.training.config import Config, changed_options, nearest_preset
 
@@ -152,7 +152,7 @@ def write(
         data_name=None if run is None else _data_name(str(run["config"]["data"])),
         run=None if run is None else record.without_machine(run),
         measured=read_measured(folder),
-        half=read_metadata(folder / WEIGHTS, oldest=OLDEST_MODEL_VERSION).get("half") is True,
+        half=has_half_precision(folder),
         shipped=shipped,
         picture=(folder / PICTURE).is_file(),
     )
@@ -338,7 +338,9 @@ class _Card:
             yield f"Not evaluated yet; run `poecaps evaluate {model}`."
             return
         data = _escape(_data_name(measured["data"]))
-        rounded = ", before the weights were rounded" if self.half else ""
+        about = measured.get("metadata")
+        is_of_these = isinstance(about, dict) and about.get("half") is True
+        rounded = ", before the weights were rounded" if self.half and not is_of_these else ""
         yield f"Measured by `poecaps evaluate` on {data}, {measured['test_images']:,} images,"
         draws, seed = f"{measured['samples']:,} draws", measured["seed"]
         yield f"with {draws} from each domain, seed {seed}{rounded}."

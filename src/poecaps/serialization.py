@@ -117,6 +117,18 @@ def read_model(folder: Path) -> tuple[Architecture, dict[str, Tensor]]:
     return architecture, tensors
 
 
+def has_half_precision(folder: Path) -> bool:
+    """Return whether a model was saved in half precision, from the header of its file.
+
+    Raises
+    ------
+    ModelError
+        See `read_metadata`.
+    """
+    about = read_metadata(folder / WEIGHTS, oldest=OLDEST_MODEL_VERSION)
+    return about.get("half") is True
+
+
 def _architecture_from_json(values: Any, source: Path) -> Architecture:
     if not isinstance(values, dict) or not {"image_shape", "experts"} <= values.keys():
         raise ModelError(f"{source} is damaged: it does not describe an architecture")

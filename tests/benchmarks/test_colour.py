@@ -93,9 +93,7 @@ def test_photographs_that_do_not_fit_are_refused(shape: tuple[int, ...]) -> None
 def test_a_ground_that_cannot_be_drawn_is_an_error(digits: ImageSet) -> None:
     with pytest.raises(ValueError, match="needs photographs"):
         coloured_digits.coloured_digits(digits, "photograph")
-    with pytest.raises(
-        ValueError, match="plates, plain, gradient, photograph, but is 'green'"
-    ):
+    with pytest.raises(ValueError, match="plates, plain, gradient, photograph, but is 'green'"):
         coloured_digits.coloured_digits(digits, "green")
 
 

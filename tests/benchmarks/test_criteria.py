@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import pytest
 
@@ -192,7 +192,7 @@ def test_held_out_energy_is_that_of_the_capsules_of_each_encoder(generator: Gene
     model = ModelOptions(features=8, capsule_dim=4, experts=((3, 5),))
     images = load("mnist-sample").subset(range(7))
     network = CapsuleNetwork(Architecture.of(model, images.shape), generator=generator).eval()
-    starts = [copy.deepcopy(network.encoders[0]) for _ in range(2)]
+    starts = [cast("CapsuleExperts", copy.deepcopy(network.encoders[0])) for _ in range(2)]
     starts[1].reset_parameters(std=1.0, generator=generator)
     found = mean_energies(network, starts, images)
     x = network.capsules(images.batch(slice(None)))

@@ -280,7 +280,7 @@ def test_speed_tables_contain_the_measured_numbers() -> None:
     assert "| 128 | bfloat16 | 1 | 0.5–2 | 128,000 | 400 | 50 % |" in page
     assert "| **total** | **9** | **4.5–18** |" in page
     assert "| *once per process:* GPU context | 1.25 |  |" in page
-    sampler = "the least of all sizes, against einsum and autograd"
+    sampler = "the least of all sizes, against launched einsum and autograd"
     assert (
         f"| sampler step, H200, CUDA graph, {sampler} | ≥ 4 × poecaps | 7 × poecaps | met |" in page
     )

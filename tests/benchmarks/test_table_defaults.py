@@ -12,6 +12,7 @@ import pytest
 from benchmarks import table_defaults
 from benchmarks.internals import table_constants
 from benchmarks.table_defaults import CONSTANTS, PRESENT, accuracy, candidates, main, table
+from benchmarks.tables import FOLDS
 from poecaps import _table
 from poecaps.sklearn import CapsuleExpertsTransformer
 
@@ -43,7 +44,7 @@ def test_a_candidate_uses_its_constants_and_options(monkeypatch: pytest.MonkeyPa
     before = _table.SHRINKAGE, _table.SCALE
     found = accuracy({"shrinkage": 7.0, "n_iter": 1}, (rows, np.arange(20) % 2), 3)
     assert 0 <= found <= 1
-    assert seen == [(7.0, before[1], 1, 3)] * table_defaults.FOLDS
+    assert seen == [(7.0, before[1], 1, 3)] * FOLDS
     with table_constants(scale=5.0):
         assert (before[0], 5.0) == (_table.SHRINKAGE, _table.SCALE)
     assert before == (_table.SHRINKAGE, _table.SCALE)

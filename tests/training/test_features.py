@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from poecaps.training import Progress, train
+from poecaps.training.run import run_training
 from tests.systems import needs_proc
 from tests.training.runs import assert_same_weights, config_for
 
@@ -50,3 +51,21 @@ def test_tensors_that_do_not_fit_into_memory_are_mapped_files(
         }
     )
     assert_same_weights(tmp_path / "run", finished)
+
+
+def test_the_encoding_of_all_images_is_reported(data: Path, tmp_path: Path) -> None:
+    """Features before the first encoder, and codes before what reads them; it may take minutes."""
+    stage, calls = [""], []
+
+    def counted(done: int, total: int) -> None:
+        calls.append((stage[0], done, total))
+
+    def follow(progress: Progress) -> None:
+        stage[0] = progress.stage
+
+    run_training(config_for(data), tmp_path / "run", report=follow, encoding=counted)
+    ends = [name for name, done, total in calls if done == total]
+    assert {total for *_, total in calls} == {96}
+    assert {"encoder 1", "encoder 2", "decoder 2"} <= set(ends)
+    assert [call for call in calls if call[0] == "encoder 1"][0] == ("encoder 1", 0, 96)
+    assert "autoencoder" not in ends

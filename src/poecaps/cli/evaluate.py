@@ -22,6 +22,7 @@ from poecaps.cli.outputs import default_output, say, write_card
 from poecaps.data import DataError
 from poecaps.evaluation.judge import is_labelled
 from poecaps.evaluation.protocol import FEWEST_IMAGES
+from poecaps.serialization import has_half_precision
 
 if TYPE_CHECKING:
     from poecaps.cli.loading import Parts
@@ -81,10 +82,12 @@ def evaluate(
     )
     notes = tuple(note for note in (judge.note, parts.note) if note)
     result = replace(result, notes=(*result.notes, *notes))
+    folder = models.find(run)
+    if has_half_precision(folder):
+        result = result.with_metadata(half=True)
     say(result.table())
     write_json(out, json.loads(result.to_json()))
     say(f"written to {out}")
-    folder = models.find(run)
     if out.resolve() == (folder / card.MEASURED).resolve():
         write_card(network, folder, draw=not (folder / card.PICTURE).is_file())
 

@@ -146,6 +146,7 @@ class TrainingReporter:
         self.started = False
         self.displays: list[Any] = [] if quiet else [display()]
         self.reading = None if quiet else Counter("reading", "files")
+        self.encoding = None if quiet else Counter("encoding")
         if tensorboard:
             self.displays.append(TensorBoard(folder))
 
@@ -206,6 +207,7 @@ def _train(
                     report=reporter.report,
                     found=reporter.found,
                     reading=reporter.reading,
+                    encoding=reporter.encoding,
                 )
             else:
                 result = run_training(
@@ -214,6 +216,7 @@ def _train(
                     report=reporter.report,
                     found=reporter.found,
                     reading=reporter.reading,
+                    encoding=reporter.encoding,
                 )
     except KeyboardInterrupt as interrupt:
         newest = newest_checkpoint(folder)

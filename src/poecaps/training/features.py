@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from poecaps._progress import Report
     from poecaps.data import ImageSet
     from poecaps.layer import CapsuleExperts
     from poecaps.network import CapsuleNetwork
@@ -48,6 +49,8 @@ class FeatureCache:
         Whether convolutions run in bfloat16.
     held_out
         Other images, on which metrics are computed.
+    report
+        Called with the number of images of which an output was computed, and that of all images.
     """
 
     def __init__(
@@ -59,8 +62,9 @@ class FeatureCache:
         *,
         bfloat16: bool,
         held_out: ImageSet | None = None,
+        report: Report | None = None,
     ) -> None:
-        self.data, self.network, self.device = data, network, device
+        self.data, self.network, self.device, self.report = data, network, device, report
         self.statistics_device = statistics_device(device)
         self.distributed, self.bfloat16 = distributed, bfloat16
         usual = BATCH_SIZE if device.type == "cpu" else GPU_BATCH_SIZE
@@ -246,13 +250,19 @@ class FeatureCache:
         count, processes = len(self), self.distributed.size
         result = self._allocate(count, *shape, dtype=dtype)
         for start in range(0, count, self.batch_size * processes):
+            self._report(start)
             stop = min(start + self.batch_size * processes, count)
             # Shards must have equal length, so the last image may occur several times.
             length = processes * math.ceil((stop - start) / processes)
             indices = torch.arange(start, start + length).clamp(max=count - 1)
             computed = function(self.distributed.shard(indices)).to(dtype)
             result[start:stop] = self.distributed.all_gather(computed)[: stop - start]
+        self._report(count)
         return result
+
+    def _report(self, done: int) -> None:
+        if self.report is not None:
+            self.report(done, len(self))
 
     def _allocate(self, *shape: int, dtype: torch.dtype) -> Tensor:
         if self._fits_on_device(math.prod(shape) * dtype.itemsize):

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
     from torch.utils.data import Dataset
 
-    from poecaps._progress import Report as Reading
+    from poecaps._progress import Report as Counted
     from poecaps.data.idx import Split
     from poecaps.training.config import Config
     from poecaps.training.progress import Progress
@@ -232,11 +232,14 @@ def run_training(
     data: ImageSet | None = None,
     report: Report | None = None,
     found: Found | None = None,
-    reading: Reading | None = None,
+    reading: Counted | None = None,
+    encoding: Counted | None = None,
 ) -> TrainingResult:
     """Train a network as `train` does, and return more than the network.
 
-    `reading` is called with the number of files of a folder that were read, and of all files.
+    `reading` is called with the number of files of a folder that were read, and of all files;
+    `encoding` with the number of images whose features or codes a stage has computed before it
+    learns, and of all images.
     """
     config.validate()
     if data is None:
@@ -247,10 +250,13 @@ def run_training(
     folder = Path(folder)
     if restart_count() > 0 and is_continued_by_restart(folder, config):
         asked = config.data if data is None else data
-        return resume_training(folder, data=asked, report=report, found=found, reading=reading)
+        return resume_training(
+            folder, data=asked, report=report, found=found, reading=reading, encoding=encoding
+        )
     with _owned(folder, create=True):
         start = Checkpoint(config)
-        return _run(start, folder, data, report, found, reading, is_new=True, is_asked_for=True)
+        counters = (reading, encoding)
+        return _run(start, folder, data, report, found, *counters, is_new=True, is_asked_for=True)
 
 
 def resume_training(
@@ -261,7 +267,8 @@ def resume_training(
     data: ImageSet | str | None = None,
     report: Report | None = None,
     found: Found | None = None,
-    reading: Reading | None = None,
+    reading: Counted | None = None,
+    encoding: Counted | None = None,
 ) -> TrainingResult:
     """Continue a run as `resume` does, and return more than the network."""
     started, folder = time.perf_counter(), Path(folder)
@@ -278,7 +285,8 @@ def resume_training(
                 require_asked_for(folder, config.data, asked)
             checkpoint = replace(checkpoint, config=config)
             named = asked is not None
-            return _run(checkpoint, folder, images, report, found, reading, is_asked_for=named)
+            counters = (reading, encoding)
+            return _run(checkpoint, folder, images, report, found, *counters, is_asked_for=named)
     _sweep_finished(folder)
     record = run_record.read(folder)
     config = replace(run_record.options_of(folder, record), **changes)
@@ -370,7 +378,8 @@ def _run(
     data: ImageSet | None,
     report: Report | None,
     found: Found | None,
-    reading: Reading | None,
+    reading: Counted | None,
+    encoding: Counted | None,
     *,
     is_new: bool = False,
     is_asked_for: bool,
@@ -405,6 +414,7 @@ def _run(
             distributed=distributed,
             interrupts=interrupts,
             report=report,
+            encoding=encoding,
             held_out=held_out,
             is_asked_for=is_asked_for,
         )
@@ -421,7 +431,7 @@ def _run(
         )
 
 
-def _load_images(config: Config, split: Split, reading: Reading | None) -> ImageSet:
+def _load_images(config: Config, split: Split, reading: Counted | None) -> ImageSet:
     return load(
         config.data,
         split=split,
@@ -435,7 +445,7 @@ def _load_images(config: Config, split: Split, reading: Reading | None) -> Image
 
 
 def _divide(
-    data: ImageSet, config: Config, reading: Reading | None
+    data: ImageSet, config: Config, reading: Counted | None
 ) -> tuple[ImageSet, ImageSet | None]:
     """Return the images to learn from, and images on which nothing is learned, if there are any.
 

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from poecaps._progress import Report as Counted
     from poecaps.data import ImageSet
     from poecaps.training.config import Config
     from poecaps.training.distributed import Distributed
@@ -94,6 +95,9 @@ class Trainer:
         Handler of signals, installed by the caller.
     report
         Function that is called with the progress after every step.
+    encoding
+        Function that is called with the number of images whose inputs or codes were computed
+        before a stage or for the code density, and that of all images.
     held_out
         Images on which nothing is learned, for the running metrics.
     is_asked_for
@@ -110,6 +114,7 @@ class Trainer:
         distributed: Distributed,
         interrupts: Interrupts,
         report: Report | None = None,
+        encoding: Counted | None = None,
         held_out: ImageSet | None = None,
         is_asked_for: bool = False,
     ) -> None:
@@ -131,7 +136,13 @@ class Trainer:
         self.steps_per_epoch = {name: len(data) // size for name, size in self.batch_sizes.items()}
         bfloat16 = use_bfloat16(config.precision, device)
         self.cache = FeatureCache(
-            data, self.network, device, distributed, bfloat16=bfloat16, held_out=held_out
+            data,
+            self.network,
+            device,
+            distributed,
+            bfloat16=bfloat16,
+            held_out=held_out,
+            report=encoding if distributed.is_main else None,
         )
         self.stages = make_stages(config, self.cache)
         self.metrics_log = MetricsLog(folder)
