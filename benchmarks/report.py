@@ -34,8 +34,11 @@ from benchmarks.mixing import table as mixing_table
 from benchmarks.pixels import table as pixels_table
 from benchmarks.routing import COPY_RATES, ORDERS, PLAIN_TORCH, PRODUCT_RATES, SIZE_NAMES, share
 from benchmarks.study import COLUMNS as STUDY_COLUMNS
+from benchmarks.study import class_table
 from benchmarks.study import table as study_table
 from benchmarks.tables import table as tables_table
+from benchmarks.transformations import MAP_COLUMNS, QUALITY_COLUMNS
+from benchmarks.transformations import table as transformations_table
 from benchmarks.variants import cell, lookup
 from benchmarks.zoo import routed_table
 from poecaps import models
@@ -1007,12 +1010,13 @@ CLASS_RECIPES = {
 
 def class_effects(data: str) -> str:
     """Compare ten experts with and without each part of the recipe."""
-    return effects(numbers(data, "criteria"), CLASS_VIEWS[data])
+    return effects(numbers(data, "criteria"), CLASS_VIEWS[data.removesuffix("-sample")])
 
 
 def class_part_gain(data: str, part: str, measure: str) -> str:
     """Format what a part of the recipe gives to ten experts."""
-    return part_gain(numbers(data, "criteria"), CLASS_VIEWS[data], part, measure)
+    views = CLASS_VIEWS[data.removesuffix("-sample")]
+    return part_gain(numbers(data, "criteria"), views, part, measure)
 
 
 def class_parts() -> str:
@@ -1029,6 +1033,20 @@ def class_parts() -> str:
 def class_criteria(data: str, measure: str) -> str:
     """Compare the encoders that each criterion chooses, by accuracy or purity."""
     return by_measure(numbers(data, "criteria"), measure)
+
+
+def transformations(data: str, kind: str) -> str:
+    """List what codes and experts keep of transformed images, or the R² of a kind of maps."""
+    rows = numbers(data, "transformations")
+    if kind == "quality":
+        return transformations_table(rows, QUALITY_COLUMNS)
+    rows = [row for row in rows if kind in row["transformations"]]
+    return transformations_table(rows, MAP_COLUMNS[kind])
+
+
+def default_with_views(data: str) -> str:
+    """Compare the preset `fast` with and without views."""
+    return class_table(numbers(data, "classes"))
 
 
 def tables() -> str:
@@ -1217,6 +1235,8 @@ TABLES: dict[str, Callable[..., str]] = {  # name in the comment of a page: tabl
     "held-gradient": held_gradient,
     "tables": tables,
     "class-effects": class_effects,
+    "class-study": default_with_views,
+    "transformations": transformations,
     "class-parts": class_parts,
     "class-criteria": class_criteria,
     "class-early": class_early,

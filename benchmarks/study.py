@@ -200,6 +200,8 @@ CLASS_COLUMNS = {
     "NMI": ("evaluation.specialisation.normalised", ".3f"),
     "adjusted Rand index": ("evaluation.specialisation.adjusted_rand", ".3f"),
     "purity": ("evaluation.specialisation.purity", ".3f"),
+    "k-means of firing, accuracy": ("evaluation.firing_clusters.accuracy", ".3f"),
+    "k-means of firing, NMI": ("evaluation.firing_clusters.normalised", ".3f"),
     "linear probe": ("evaluation.probe.test_accuracy", ".4f"),
     "effective rank": ("evaluation.effective_rank", ".1f"),
     "recognisable, one expert": ("evaluation.experts.recognisability.share", ".1%"),

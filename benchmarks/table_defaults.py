@@ -3,18 +3,19 @@
 `OMP_NUM_THREADS=1 python -m benchmarks.table_defaults --json docs/results/table-defaults.json`
 measures each candidate below by the accuracy of a logistic regression on its codes, on tables that
 are not used to report results (except for the first two of `benchmarks.tables`, which the guide
-names). A candidate differs from the present defaults in the options in its name; two of them,
-`shrinkage` and `scale`, are constants of `poecaps._table`.
+names). Candidates that the file already has are not measured again.
 
-Each seed draws other weights and other shuffled folds, the same for all candidates. A number is the
-mean over folds, tables and seeds; the difference from the present defaults has its 95 % interval
-over seeds.
+A candidate is `FIRST`, the defaults with which the search began, with the changes in its name.
+Two of the options, `shrinkage` and `scale`, are constants of `poecaps._table`. Each seed draws
+other weights and other shuffled folds, the same for all candidates. A number is the mean over
+folds, tables and seeds; the difference from the first defaults has its 95 % interval over seeds.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import json
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -44,7 +45,17 @@ TABLES: dict[str, Callable[[], tuple[Any, Any]]] = {
     "12 columns": lambda: datasets.make_classification(600, **NARROW, random_state=2),
 }
 
-PRESENT = "present defaults"
+START = "first defaults"
+FIRST: dict[str, Any] = {
+    "shrinkage": 0.3,
+    "scale": 1.0,
+    "winners": None,
+    "learning_rate": 0.1,
+    "n_iter": 10,
+    "capsule_dim": 8,
+    "sharpness": 1.0,
+    "normalize": "outputs",
+}
 CONSTANTS = ("shrinkage", "scale")
 OPTIONS: dict[str, Sequence[Any]] = {  # changed one at a time
     "shrinkage": (0.1, 1.0),
@@ -52,32 +63,42 @@ OPTIONS: dict[str, Sequence[Any]] = {  # changed one at a time
     "winners": (1,),
     "learning_rate": (0.03, 0.3),
     "n_iter": (3, 30),
-    "capsule_dim": (4, 16),
-    "sharpness": (0.3, 3.0),
+    "capsule_dim": (2, 4, 16),
+    "sharpness": (0.1, 0.3, 3.0),
     "normalize": ("inputs",),
 }
 PAIRS = ("shrinkage", "scale")  # also changed two at a time
+BETTER: tuple[dict[str, Any], ...] = (  # than the first defaults, each by itself: also combined
+    {"capsule_dim": 4},
+    {"sharpness": 0.3},
+    {"shrinkage": 1.0, "scale": 2.0},
+)
 
 
 def candidates() -> dict[str, dict[str, Any]]:
-    """Return the options of each candidate that differ from the defaults, by its name."""
+    """Return the changes of each candidate, by its name."""
     single = [{name: value} for name, values in OPTIONS.items() for value in values]
     pairs = [
         first | second
         for first, second in itertools.combinations(single, 2)
         if (*first, *second) == PAIRS
     ]
-    changes = [{}, *single, *pairs]
+    better = [
+        {name: value for each in chosen for name, value in each.items()}
+        for count in range(2, len(BETTER) + 1)
+        for chosen in itertools.combinations(BETTER, count)
+    ]
+    changes = [{}, *single, *pairs, *better]
     return {
-        ", ".join(f"{name} {value}" for name, value in each.items()) or PRESENT: each
+        ", ".join(f"{name} {value}" for name, value in each.items()) or START: each
         for each in changes
     }
 
 
 def accuracy(changes: Mapping[str, Any], data: tuple[Any, Any], seed: int) -> float:
-    """Measure the mean accuracy in the folds of a seed."""
-    constants = {name: value for name, value in changes.items() if name in CONSTANTS}
-    options = {name: value for name, value in changes.items() if name not in CONSTANTS}
+    """Measure the mean accuracy of a candidate in the folds of a seed."""
+    options = {**FIRST, **changes}
+    constants = {name: options.pop(name) for name in CONSTANTS}
     model = make_pipeline(
         CapsuleExpertsTransformer(**options, random_state=seed), LogisticRegression(max_iter=5000)
     )
@@ -93,14 +114,14 @@ def overall(found: Mapping[str, Sequence[float]]) -> list[float]:
 
 def table(measured: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
     """Format the candidates, the best one first."""
-    present = overall(measured[PRESENT])
-    head = ["candidate", *next(iter(measured.values())), "mean", "minus present defaults"]
+    first = overall(measured[START])
+    head = ["candidate", *next(iter(measured.values())), "mean", "minus first defaults"]
     rows = []
     for name, found in sorted(measured.items(), key=lambda item: -fmean(overall(item[1]))):
         cells = [f"{fmean(values):.3f}" for values in (*found.values(), overall(found))]
-        gain = difference_of_pairs(overall(found), present).signed(".3f")
-        rows.append([f"`{name}`" if name != PRESENT else name, *cells, gain])
-    rows = [[*row[:-1], "–" if row[0] == PRESENT else row[-1]] for row in rows]
+        gain = difference_of_pairs(overall(found), first).signed(".3f")
+        rows.append([f"`{name}`" if name != START else name, *cells, gain])
+    rows = [[*row[:-1], "–" if row[0] == START else row[-1]] for row in rows]
     rule = ["---"] + ["---:"] * (len(head) - 1)
     return "\n".join(f"| {' | '.join(row)} |" for row in (head, rule, *rows))
 
@@ -117,7 +138,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(f"--seeds must be at least 2, for an interval, but is {options.seeds}")
     loaded = {name: load() for name, load in TABLES.items()}
     measured: dict[str, dict[str, list[float]]] = {}
+    if options.json is not None and options.json.is_file():
+        measured = json.loads(options.json.read_text(encoding="utf-8"))["accuracies"]
     for name, changes in candidates().items():
+        if name in measured:
+            continue
         measured[name] = {
             each: [accuracy(changes, data, seed) for seed in range(options.seeds)]
             for each, data in loaded.items()

@@ -294,15 +294,20 @@ QUALITY_COLUMNS = {  # heading: path of the number in a row, format
     "experts, affine": ("experts.affine.accuracy", ".3f"),
     "same expert": ("same_expert", ".3f"),
 }
-MAP_COLUMNS = {
-    **{f"R² of {name}": (f"transformations.expert.{name}", ".2f") for name in NAMES},
-    **{f"{name}, whole code": (f"transformations.code.{name}", ".2f") for name in NAMES},
+MAP_COLUMNS = {  # R² of the maps of experts, and of those of codes
+    kind: {name: (f"transformations.{kind}.{name}", ".2f") for name in NAMES}
+    for kind in ("expert", "code")
+}
+ALL_COLUMNS = QUALITY_COLUMNS | {
+    f"{name}, {kind}": column
+    for kind, columns in MAP_COLUMNS.items()
+    for name, column in columns.items()
 }
 
 
 def table(
     rows: Sequence[Mapping[str, Any]],
-    columns: variants.Columns = QUALITY_COLUMNS | MAP_COLUMNS,
+    columns: variants.Columns = ALL_COLUMNS,
 ) -> str:
     """Format rows as a Markdown table; see `benchmarks.variants.table`."""
     return variants.table(rows, {name: name for name in STUDY}, columns, "model")

@@ -225,6 +225,11 @@ def test_the_guide_to_own_images_runs_from_end_to_end(
         for block in re.findall(r"```sh\n(.*?)```", text, re.DOTALL)
         for line in block.replace("\\\n", " ").splitlines()
     ]
+    first = [line.split("#")[0].split() for line in lines[:3]]  # on pictures of the reader
+    assert [words[1] for words in first] == ["install", "train", "generate"]
+    assert first[1][2:] == ["--data", "my/pictures", "--size", "32", "32"]
+    assert first[2][2:] == ["runs/pictures"]
+    lines = lines[3:]
     assert [line.split()[1] for line in lines] == [
         "train", "train", "train", "train", "generate", "generate", "reconstruct",
         "traverse", "traverse", "explore", "encode", "encode", "evaluate", "info",

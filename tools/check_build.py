@@ -31,9 +31,17 @@ LARGEST = 100 * 2**20  # bytes of all files of a package; they have about 45 MB
 STRAY = {".data", ".git", ".venv", "__pycache__", "build", "dist", "runs", "shared", "tensorboard"}
 SMALL = shlex.split(
     "--model.features 8 --model.capsule-dim 4 --model.experts 3 5 --model.joint-components 4 "
-    "--batch-size 500 --device cpu --autoencoder.epochs 1 --encoder.epochs 1 --decoder.epochs 1 "
+    "--batch-size 10 --device cpu --autoencoder.epochs 1 --encoder.epochs 1 --decoder.epochs 1 "
     "--pixel-decoder.epochs 1"
 )
+MAKE_PICTURES = """
+from pathlib import Path
+from PIL import Image
+Path("my/pictures").mkdir(parents=True)
+for number in range(30):
+    picture = Image.effect_noise((40, 48), 8 * number).convert("RGB")
+    picture.save(f"my/pictures/{number}.png")
+"""
 
 
 class BuildError(Exception):
@@ -138,8 +146,10 @@ def try_out(wheel: Path, sdist: Path, folder: Path) -> None:
     _expect(run([poecaps, "--version"], folder), [f"poecaps {version}"])
     _expect(run([poecaps, "info"], folder), ["fashion-mnist, mnist", "mnist-sample"])
     run([poecaps, "generate", "mnist", "--device", "cpu"], folder)
-    run([poecaps, "train", "--out", "run", *SMALL], folder)
-    run([poecaps, "generate", "run", "--domain", "learned", "--out", "grid.png"], folder)
+    run([python, "-c", MAKE_PICTURES], folder)
+    run([poecaps, "train", "--data", "my/pictures", "--size", "32", "32", *SMALL], folder)
+    run([poecaps, "generate", "runs/pictures"], folder)
+    run([poecaps, "generate", "runs/pictures", "--domain", "learned", "--out", "grid.png"], folder)
     run(
         [
             python,
@@ -148,7 +158,10 @@ def try_out(wheel: Path, sdist: Path, folder: Path) -> None:
         ],
         folder,
     )
-    for file in ("mnist-joint.png", "grid.png", "grid.npz", "run/README.md", "run/samples.png"):
+    trained = [
+        f"runs/pictures/{name}" for name in ("README.md", "samples.png", "figures/joint.png")
+    ]
+    for file in ("mnist-joint.png", "grid.png", "grid.npz", *trained):
         if not (folder / file).is_file():
             raise BuildError(f"{file} was not written")
 

@@ -67,5 +67,5 @@ def test_the_encoding_of_all_images_is_reported(data: Path, tmp_path: Path) -> N
     ends = [name for name, done, total in calls if done == total]
     assert {total for *_, total in calls} == {96}
     assert {"encoder 1", "encoder 2", "decoder 2"} <= set(ends)
-    assert [call for call in calls if call[0] == "encoder 1"][0] == ("encoder 1", 0, 96)
+    assert next(call for call in calls if call[0] == "encoder 1") == ("encoder 1", 0, 96)
     assert "autoencoder" not in ends
