@@ -42,12 +42,14 @@ from poecaps.evaluation import clustering
 from poecaps.training.config import CRITERIA, Criterion
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Iterator, Mapping, Sequence
 
     from torch import Tensor
 
     from poecaps import CapsuleExperts, CapsuleNetwork
     from poecaps.data import ImageSet
+    from poecaps.training import Config
 
 HELD_OUT = 10_000
 RESTARTS = 8
@@ -115,11 +117,17 @@ for _name in ("10 experts of 32", "20 experts of 16"):
             )
 
 
+def config_of(job: Job) -> Config:
+    """Return the options of a run."""
+    config, restarts = variants.with_filters(job.config(STUDY), job.options), job.options.restarts
+    if restarts is None:
+        return config
+    return replace(config, encoder=replace(config.encoder, restarts=restarts))
+
+
 def run(job: Job) -> dict[str, Any]:
     """Train and measure, and return the row."""
-    config, compare = variants.with_filters(job.config(STUDY), job.options), job.options.compare
-    if job.options.restarts is not None:
-        config = replace(config, encoder=replace(config.encoder, restarts=job.options.restarts))
+    config, compare = config_of(job), job.options.compare
     training, images = variants.load_images(job.options)
     parts, held_out = {"": images}, variants.held_out_images(job.options)
     if held_out is not None:
@@ -439,8 +447,8 @@ def _gain_cells(pairs: Sequence[SeedPair], part: str) -> list[str]:
     return [f"{before:.3f}", f"{after:.3f}", gain(pairs, part)]
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Train and measure the requested variants, or print a file as a table."""
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     parser = variants.make_parser(__doc__)
     variants.add_protocol(parser, HELD_OUT)
     variants.add_filters(parser)
@@ -458,7 +466,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         type=float,
         help="rate at which the balance of recombined encoders moves (default: that of poecaps)",
     )
-    variants.run_study(parser, arguments, STUDY, run, table)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Train and measure the requested variants, or print a file as a table."""
+    variants.run_study(make_parser(), arguments, STUDY, run, table)
 
 
 if __name__ == "__main__":

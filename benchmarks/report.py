@@ -36,6 +36,9 @@ from benchmarks.routing import COPY_RATES, ORDERS, PLAIN_TORCH, PRODUCT_RATES, S
 from benchmarks.study import COLUMNS as STUDY_COLUMNS
 from benchmarks.study import class_table
 from benchmarks.study import table as study_table
+from benchmarks.table_defaults import START
+from benchmarks.table_defaults import control as candidates_control
+from benchmarks.table_defaults import table as candidates_table
 from benchmarks.tables import table as tables_table
 from benchmarks.transformations import MAP_COLUMNS, QUALITY_COLUMNS
 from benchmarks.transformations import table as transformations_table
@@ -986,6 +989,7 @@ def colour_digits(images: str = "coloured-digits") -> str:
 # --------------------------------------------------------------------------------------------------
 # Experts as classes
 
+SHOWN_CANDIDATES = 6  # of the search for the defaults of tables
 CLASS_MEASURES = {"accuracy": "accuracy", "nmi": "NMI"}
 CLASS_VIEWS = {"mnist": "4 views", "fashion-mnist": "4 small views"}  # in `benchmarks.criteria`
 
@@ -1052,6 +1056,23 @@ def default_with_views(data: str) -> str:
 def tables() -> str:
     """List the accuracy of linear classifiers on tables of columns."""
     return tables_table(table_accuracies())
+
+
+def table_defaults() -> str:
+    """List the candidates for the defaults of tables, the best five and the first defaults."""
+    found = _table_defaults()["accuracies"]
+    rule, lines = 2, candidates_table(found).splitlines()
+    shown = [line for line in lines[rule + SHOWN_CANDIDATES :] if line.startswith(f"| {START} ")]
+    return "\n".join([*lines[: rule + SHOWN_CANDIDATES], *shown])
+
+
+def table_defaults_control() -> str:
+    """Compare the defaults of tables with the first ones, on tables that did not choose them."""
+    return candidates_control(_table_defaults()["untouched"])
+
+
+def _table_defaults() -> Any:
+    return json.loads((NUMBERS / "table-defaults.json").read_text(encoding="utf-8"))
 
 
 def table_accuracies() -> Mapping[str, Mapping[str, Sequence[float]]]:
@@ -1234,6 +1255,8 @@ TABLES: dict[str, Callable[..., str]] = {  # name in the comment of a page: tabl
     "copying": copying,
     "held-gradient": held_gradient,
     "tables": tables,
+    "table-defaults": table_defaults,
+    "table-defaults-control": table_defaults_control,
     "class-effects": class_effects,
     "class-study": default_with_views,
     "transformations": transformations,

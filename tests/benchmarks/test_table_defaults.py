@@ -11,6 +11,8 @@ import pytest
 
 from benchmarks import table_defaults
 from benchmarks.internals import table_constants
+from benchmarks.intervals import difference_of_pairs
+from benchmarks.report import NUMBERS
 from benchmarks.table_defaults import (
     BETTER,
     CONSTANTS,
@@ -18,12 +20,14 @@ from benchmarks.table_defaults import (
     START,
     accuracy,
     candidates,
+    control,
     main,
+    overall,
     table,
 )
 from benchmarks.tables import FOLDS
 from poecaps import _table
-from poecaps.sklearn import CapsuleExpertsTransformer
+from poecaps.sklearn import TABLE_DEFAULTS, CapsuleExpertsTransformer
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -38,6 +42,25 @@ def test_each_candidate_has_the_changes_of_its_name() -> None:
     assert candidates()[START] == {}
     assert {"shrinkage": 0.1, "scale": 2.0} in candidates().values()
     assert {key: value for each in BETTER for key, value in each.items()} in candidates().values()
+
+
+def test_the_defaults_are_those_that_the_numbers_choose() -> None:
+    """The fewest changes whose interval overlaps with that of the best candidate."""
+    measured = json.loads((NUMBERS / "table-defaults.json").read_text())["accuracies"]
+    first = overall(measured[START])
+    gains = {name: difference_of_pairs(overall(found), first) for name, found in measured.items()}
+    best = max(gains.values(), key=lambda gain: gain.value)
+    near = [
+        name
+        for name, gain in gains.items()
+        if gain.value + gain.half_width >= best.value - best.half_width
+    ]
+    assert min(near, key=lambda name: len(candidates()[name])) == table_defaults.CHOSEN
+    options = FIRST | candidates()[table_defaults.CHOSEN]
+    constants = {"shrinkage": _table.SHRINKAGE, "scale": _table.SCALE}
+    usual = CapsuleExpertsTransformer().get_params()
+    auto = {name: value for name, value in TABLE_DEFAULTS.items() if usual[name] == "auto"}
+    assert options == {**{name: usual.get(name) for name in options}, **auto, **constants}
 
 
 def test_a_candidate_uses_its_constants_and_options(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,15 +99,24 @@ def test_the_command_writes_every_accuracy(
     monkeypatch.setattr(table_defaults, "TABLES", {"noise": lambda: (rows, np.arange(20) % 2)})
     monkeypatch.setattr(table_defaults, "OPTIONS", {"n_iter": (1,)})
     monkeypatch.setattr(table_defaults, "BETTER", ())
+    monkeypatch.setattr(table_defaults, "CHOSEN", "n_iter 1")
+    labels = rows[:, 0] > 0
+    monkeypatch.setattr(table_defaults, "UNTOUCHED", {"signs": lambda: (rows, labels)})
     main(["--seeds", "2", "--json", str(tmp_path / "x.json")])
     written = json.loads((tmp_path / "x.json").read_text())
     assert {len(found["noise"]) for found in written["accuracies"].values()} == {2}
-    assert table(written["accuracies"]) in capsys.readouterr().out
+    assert set(written["untouched"]) == {START, "n_iter 1"}
+    said = capsys.readouterr().out
+    assert table(written["accuracies"]) in said
+    assert control(written["untouched"]) in said
+    (_, _, line) = control(written["untouched"]).splitlines()
+    first, other = (fmean(written["untouched"][name]["signs"]) for name in (START, "n_iter 1"))
+    assert line.startswith(f"| signs | {first:.3f} | {other:.3f} | {other - first:+.3f} ± ")
     assert written["command"] == "python -m benchmarks.table_defaults --seeds 2"
     assert fmean(written["accuracies"]["n_iter 1"]["noise"]) < 1
     monkeypatch.setattr(table_defaults, "accuracy", None)
     main(["--seeds", "2", "--json", str(tmp_path / "x.json")])  # nothing is measured again
-    assert json.loads((tmp_path / "x.json").read_text())["accuracies"] == written["accuracies"]
+    assert json.loads((tmp_path / "x.json").read_text()) == written
     with pytest.raises(SystemExit):
         main(["--seeds", "1"])
     assert "--seeds must be at least 2" in capsys.readouterr().err
