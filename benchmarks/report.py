@@ -1023,10 +1023,17 @@ def class_part_gain(data: str, part: str, measure: str) -> str:
     return part_gain(numbers(data, "criteria"), views, part, measure)
 
 
-def class_parts() -> str:
-    """Put what each part of the recipe gives side by side, for both datasets."""
+def class_parts(suffix: str = "") -> str:
+    """Put what each part of the recipe gives side by side, for both datasets or their samples."""
     rows = [
-        [part, *(class_part_gain(data, part, each) for data in DATASETS for each in CLASS_MEASURES)]
+        [
+            part,
+            *(
+                class_part_gain(f"{data}{suffix}", part, each)
+                for data in DATASETS
+                for each in CLASS_MEASURES
+            ),
+        ]
         for part in CLASS_PARTS
         if part != CHOICE
     ]
