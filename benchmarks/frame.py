@@ -141,8 +141,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     data, rows = crops(options.crops, options.side), {}
     if options.json is not None and options.json.exists():
-        rows = json.loads(options.json.read_text())["results"]
-    names = options.only.split(";") if options.only else list(VARIANTS)
+        known = json.loads(options.json.read_text())
+        if known["side"] != options.side:
+            parser.error(f"{options.json} has images of {known['side']} pixels; use another --json")
+        rows = known["results"]
+    usual = [name for name in VARIANTS if name.startswith("one halving") == (options.side > SIDE)]
+    names = options.only.split(";") if options.only else usual
     if unknown := set(names) - VARIANTS.keys():
         parser.error(f"there are no variants {', '.join(sorted(unknown))}")
     for name in names:
@@ -158,7 +162,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             options.pictures.mkdir(parents=True, exist_ok=True)
             picture = options.pictures / f"frame-{name.replace(', ', '-').replace(' ', '-')}.png"
             plotting.image_grid(draws, picture, columns=20, raw=False)
-        machine.write({"results": rows}, options.json)
+        machine.write({"side": options.side, "results": rows}, options.json)
     print(table({name: rows[name] for name in VARIANTS if name in rows}))
 
 

@@ -147,3 +147,19 @@ def test_a_computation_goes_on_without_its_terminal(
     line.clear()
     line.write("2 %")
     line.end()
+
+
+@pytest.mark.parametrize("out", [Terminal(), io.StringIO()], ids=["terminal", "file"])
+def test_a_counter_that_is_used_again_says_nothing_of_a_moment(
+    out: io.StringIO, clock: Clock
+) -> None:
+    count = Counter("encoding", out=out)
+    clock.now += 60
+    for done in range(0, 11, 5):
+        count(done, 10)
+    assert out.getvalue() == ""
+    clock.now += 60
+    count(0, 10)
+    clock.now += PLAIN_DELAY
+    count(5, 10)
+    assert " 50%  5/10 images" in out.getvalue()

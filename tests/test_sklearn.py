@@ -25,7 +25,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 from poecaps import CapsuleNetwork, TrainingError, squash, unsquash
-from poecaps._table import MAX_WHITENED, SCALE, SHRINKAGE
+from poecaps._table import MAX_WHITENED, SHRINKAGE
 from poecaps.data import DataError
 from poecaps.sklearn import RESERVOIR_SIZE, CapsuleExpertsTransformer
 from poecaps.training import PRESETS
@@ -195,9 +195,7 @@ class TestTable:
         made = table(capsule_dim=5, scale_codes=False).fit(wine)
         assert made.experts_.weight.shape == (3, 6, 4, 5)
         t = (wine - wine.mean(0)) / wine.std(0) @ made.model_.whitening.numpy()
-        x = squash(
-            torch.from_numpy(np.pad(t, ((0, 0), (0, 2))).reshape(178, 3, 5)) * SCALE / 5**0.5
-        )
+        x = squash(torch.from_numpy(np.pad(t, ((0, 0), (0, 2))).reshape(178, 3, 5)) / 5**0.5)
         with torch.no_grad():
             np.testing.assert_allclose(
                 made.transform(wine), made.experts_(x).flatten(1), atol=1e-12
@@ -207,20 +205,6 @@ class TestTable:
                 -made.experts_.free_energy(x).numpy() - (t**2).sum(1) / 2,
                 atol=1e-12,
             )
-
-    def test_defaults_depend_on_what_x_holds(self, wine: Array, digits: Array) -> None:
-        usual = CapsuleExpertsTransformer(3, 4, n_iter=0).fit(wine)
-        assert (usual.experts_.routing.sharpness, usual.model_.competing_experts.winners) == (
-            0.3,
-            None,
-        )
-        changed = CapsuleExpertsTransformer(3, 4, n_iter=0, sharpness=2.0, winners=2).fit(wine)
-        assert changed.experts_.routing.sharpness == 2.0
-        assert changed.model_.competing_experts.winners == 2
-        images = small(image_shape=(8, 8)).fit(digits)
-        assert images.experts_.routing.sharpness == 1.0
-        with pytest.raises((TypeError, ValueError), match="sharpness must be"):
-            CapsuleExpertsTransformer(sharpness="high").fit(wine)
 
     def test_rows_unlike_the_training_rows_score_less(
         self, wine: Array, generator: torch.Generator

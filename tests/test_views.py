@@ -172,9 +172,19 @@ def test_invalid_options_are_an_error(options: dict[str, Any], message: str) -> 
 def test_positions_within_the_border_give_its_padding(
     shape: tuple[int, int, int], generator: torch.Generator
 ) -> None:
-    """Apple's GPUs take the positions; all others have the padding."""
+    """Where there is no padding by the border, as on Apple's GPUs in older releases."""
     images = torch.rand(4, *shape, generator=generator)
     grid = 6 * torch.rand(4, 7, 5, 2, generator=generator) - 3
     expected = nn.grid_sample(images, grid, padding_mode="border", align_corners=False)
     found = nn.grid_sample(images, within_border(grid, *shape[1:]), align_corners=False)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+def test_views_are_the_same_without_padding_by_the_border(
+    generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    images = torch.rand(6, 2, 12, 9, generator=generator)
+    uniform, options = torch.rand(6, NUMBERS, generator=generator), ViewOptions(count=2, shift=0.5)
+    expected = transform(images, uniform, options)
+    monkeypatch.setattr("poecaps.views.pads_border", lambda device: device.type != "cpu")
+    torch.testing.assert_close(transform(images, uniform, options), expected, rtol=0, atol=1e-5)

@@ -106,7 +106,7 @@ class Counter:
     def __call__(self, done: int, total: int) -> None:
         """Report that `done` of `total` are done; with 0 done, the time is counted from now."""
         if done == 0:
-            self.started = time.monotonic()
+            self.started = self.line.shown = time.monotonic()
         if done >= total:
             self.line.clear()
         elif done > 0 and self.line.is_due():

@@ -18,13 +18,13 @@ from poecaps.training.stages import factor_for_firing
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Root mean square of the norm of a capsule before squashing. The squashed length of capsules much
-# shorter than 1 is the square of their length, and that of much longer ones is nearly constant.
-SCALE = 2.0
+# Root mean square of the norm of a capsule before squashing. At 1, doubling a small change of a
+# capsule doubles that of the squashed one; for smaller capsules it changes with their square.
+SCALE = 1.0
 # Added to the variances of the principal components of the standardized columns, whose mean is 1,
-# before they are whitened. Without it, directions of noise count as much as all others. Both were
-# chosen by `benchmarks.table_defaults`.
-SHRINKAGE = 1.0
+# before they are whitened. Without it, directions of noise count as much as all others; chosen on
+# `load_diabetes` and tables of `make_classification`.
+SHRINKAGE = 0.3
 MAX_WHITENED = 1000  # columns; the columns of wider tables are only standardized
 TARGET_FIRING = 0.5  # mean firing probability of the strongest expert of a row
 RIDGE = 1e-6  # of the least squares, relative to the mean of the diagonal of the Gram matrix
@@ -38,10 +38,10 @@ class TabularModel(nn.Module):
     """A product of expert capsules over the rows of a table.
 
     With m and s the mean and the standard deviation of each column over all rows so far, the
-    standardized row is t = (row − m)/s. Its correlations R are removed by t (R + 1)^(−½), as far
-    as the 1 permits, so that the experts have more to learn than the few directions that most
+    standardized row is t = (row − m)/s. Its correlations R are removed by t (R + 0.3)^(−½), as far
+    as the 0.3 permits, so that the experts have more to learn than the few directions that most
     columns share. K neighbouring columns form a capsule; the last capsule is padded with zeros, and
-    all are scaled to a mean square norm of 4 and squashed. Rows are decoded by a linear map of the
+    all are scaled to a mean square norm of 1 and squashed. Rows are decoded by a linear map of the
     unsquashed code, fitted by least squares.
 
     Parameters
@@ -70,7 +70,7 @@ class TabularModel(nn.Module):
     covariance : (columns, columns), or (columns,)
         Of all rows so far; of more than 1,000 columns, the variances only.
     whitening : (columns, columns), optional
-        (R + 1)^(−½), times a factor; None for more than 1,000 columns.
+        (R + 0.3)^(−½), times a factor; None for more than 1,000 columns.
     code_scale : ()
         Factor of unsquashed codes with which their total variance is the number of columns that
         vary.

@@ -278,7 +278,8 @@ class CapsuleDensity(CapsuleRouting):
     in_capsules, in_dim, out_capsules, out_dim
         I, K, J and D.
     linear_dims
-        n, from 0 (the paper) to D; the other D − n = m + 1 numbers are spherical.
+        n, from 0 (the paper) to D; the other D − n numbers are spherical: S^m × R^n of the paper,
+        with m = D − n − 1.
     strength
         Initial α_j.
     base

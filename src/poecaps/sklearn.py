@@ -50,10 +50,6 @@ Array = np.ndarray[Any, Any]
 RESERVOIR_SIZE = 2000
 # Learning rates of `partial_fit` on images after its first call, relative to those of `fit`.
 FINE_TUNING_RATIO = 0.1
-# Options whose default "auto" depends on what X holds. Those of tables were chosen by
-# `benchmarks.table_defaults`, together with the constants of `poecaps._table`.
-TABLE_DEFAULTS: dict[str, Any] = {"sharpness": 0.3, "winners": None}
-IMAGE_DEFAULTS: dict[str, Any] = {"sharpness": 1.0, "winners": 1}
 TRAINED = ("model_", "experts_", "_optimizer")  # attributes that training alters
 NEVER = 2**31  # seconds between checkpoints: the folder of a run is deleted, so none is resumed
 
@@ -91,8 +87,7 @@ class CapsuleExpertsTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixi
         codes as it treats standardized columns. False: squashed codes, whose norms are firing
         probabilities, as they always are for images.
     sharpness, normalize
-        Options of the routing; see `poecaps.routing_by_agreement`. By default, the sharpness is 0.3
-        for a table, and 1 for images.
+        Options of the routing; see `poecaps.routing_by_agreement`.
     n_filters, kernel_size : int
         Of the convolutions, for images. A kernel_size of None is 9, or a third of the shorter side
         if that is less.
@@ -166,7 +161,7 @@ class CapsuleExpertsTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixi
         batch_size: int = 128,
         winners: int | Literal["auto"] | None = "auto",
         scale_codes: bool = True,
-        sharpness: float | Literal["auto"] = "auto",
+        sharpness: float = 1.0,
         normalize: F.Axis = "outputs",
         n_filters: int = 128,
         kernel_size: int | None = None,
@@ -426,15 +421,14 @@ class CapsuleExpertsTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixi
             checks.require_int(name, getattr(self, name), 1)
         for name in ("n_iter", "autoencoder_iter", "decoder_iter", "pixel_decoder_iter"):
             checks.require_int(name, getattr(self, name), 0)
-        checks.require_nonnegative("learning_rate", self.learning_rate)
-        if not _is_auto(self.sharpness):
-            checks.require_nonnegative("sharpness", self.sharpness)
+        for name in ("learning_rate", "sharpness"):
+            checks.require_nonnegative(name, getattr(self, name))
         checks.require_choice("normalize", self.normalize, get_args(F.Axis))
         DensityOptions(self.density_experts, linear_dims=0).validate("density_")
         checks.require_int("density_iter", self.density_iter, int(self.density_experts is not None))
         if not isinstance(self.scale_codes, bool):
             raise ValueError(f"scale_codes must be True or False, but is {self.scale_codes!r}")
-        if self.winners is not None and not _is_auto(self.winners):
+        if self.winners not in (None, "auto"):
             checks.require_int("winners", self.winners, 1, self.n_experts)
         if self.kernel_size is not None:
             checks.require_int("kernel_size", self.kernel_size, 1)
@@ -480,22 +474,15 @@ class CapsuleExpertsTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixi
 
     # Training
 
-    def _option(self, name: str) -> Any:
-        """Return the value of an option, or the default for what X holds."""
-        value = getattr(self, name)
-        if not _is_auto(value):
-            return value
-        return (TABLE_DEFAULTS if self.image_shape_ is None else IMAGE_DEFAULTS)[name]
-
     def _new_table(self, rows: Array) -> TabularModel:
         return TabularModel(
             rows.shape[1],
             self.capsule_dim,
             self.n_experts,
             self.expert_dim,
-            sharpness=self._option("sharpness"),
+            sharpness=self.sharpness,
             normalize=self.normalize,
-            winners=self._option("winners"),
+            winners=None if self.winners == "auto" else self.winners,
             dtype=torch.float32 if self._dtype is np.float32 else torch.float64,
             generator=self._generator(),
         )
@@ -522,7 +509,7 @@ class CapsuleExpertsTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixi
             kernel_size=kernel,
             capsule_dim=self.capsule_dim,
             experts=((self.n_experts, self.expert_dim),),
-            sharpness=self._option("sharpness"),
+            sharpness=self.sharpness,
             normalize=self.normalize,
         )
         if self.density_experts is not None:
@@ -545,7 +532,7 @@ class CapsuleExpertsTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixi
                 preset.encoder,
                 epochs=self.n_iter,
                 learning_rate=self.learning_rate,
-                winners=self._option("winners"),
+                winners=1 if self.winners == "auto" else self.winners,
             ),
             decoder=replace(preset.decoder, epochs=self.decoder_iter),
             pixel_decoder=replace(preset.pixel_decoder, epochs=self.pixel_decoder_iter),
@@ -620,10 +607,6 @@ class CapsuleExpertsTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixi
 def _ndim(X: Any) -> int:
     """Return the number of axes of anything that scikit-learn accepts as an array."""
     return int(X.ndim) if hasattr(X, "ndim") else np.asarray(X).ndim
-
-
-def _is_auto(value: Any) -> bool:
-    return isinstance(value, str) and value == "auto"
 
 
 def _as_tensor(rows: Array) -> Tensor:

@@ -147,9 +147,14 @@ def transform(images: Tensor, uniform: Tensor, options: ViewOptions) -> Tensor:
     grid = nn.affine_grid(
         torch.stack((x_row, y_row), dim=1), list(images.shape), align_corners=False
     )
-    if images.device.type == "mps":  # which has no padding by the border in releases before 2.13
+    if not pads_border(images.device):
         return nn.grid_sample(images, within_border(grid, height, width), align_corners=False)
     return nn.grid_sample(images, grid, padding_mode="border", align_corners=False)
+
+
+def pads_border(device: torch.device) -> bool:
+    """Return whether `grid_sample` has ``padding_mode="border"``; MPS has not before torch 2.13."""
+    return device.type != "mps"
 
 
 def within_border(grid: Tensor, height: int, width: int) -> Tensor:

@@ -12,10 +12,13 @@ import pytest
 from benchmarks import criteria
 from benchmarks.criteria import (
     HELD_OUT_ENERGY,
+    RESTARTS,
     STUDY,
+    config_of,
     early,
     effects,
     main,
+    make_parser,
     many,
     mean_energies,
     part_gain,
@@ -25,6 +28,7 @@ from benchmarks.criteria import (
     table,
 )
 from benchmarks.internals import changed_options
+from benchmarks.variants import Job
 from poecaps import Architecture, CapsuleNetwork
 from poecaps.data import load
 from poecaps.options import ModelOptions
@@ -199,6 +203,14 @@ def test_held_out_energy_is_that_of_the_capsules_of_each_encoder(generator: Gene
     expected = [-each.free_energy(x).mean().item() for each in starts]
     assert found == pytest.approx(expected)
     assert found[0] != pytest.approx(found[1])
+
+
+def test_a_row_can_have_other_filters_and_encoders() -> None:
+    options = make_parser().parse_args(["--filters", "32", "--restarts", "2"])
+    config = config_of(Job("10 experts of 32, 4 views", 3, options))
+    assert (config.model.features, config.encoder.restarts, config.seed) == (32, 2, 3)
+    usual = config_of(Job("10 experts of 32, 4 views", 3, make_parser().parse_args([])))
+    assert (usual.model.features, usual.encoder.restarts) == (128, RESTARTS)
 
 
 def test_scores_that_no_row_has_get_no_column() -> None:

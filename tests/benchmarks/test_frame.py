@@ -37,6 +37,7 @@ def test_crops_are_always_the_same() -> None:
     images = frame.crops(6).images
     assert images.shape == (6, 32, 32, 3)
     assert (images == frame.crops(6).images).all()
+    assert frame.crops(6, 64).images.shape == (6, 64, 64, 3)
 
 
 def test_variants_are_trained_once_and_shown_in_a_table(

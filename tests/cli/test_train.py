@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,7 +23,7 @@ import poecaps
 from benchmarks.demo import recipe
 from poecaps._json import dataclass_from_json
 from poecaps.cli.main import main
-from poecaps.cli.train import TrainingReporter
+from poecaps.cli.train import TrainingReporter, _warn_of_failure
 from poecaps.code_density import DOMAIN_INFO, DOMAINS
 from poecaps.serialization import read_tensors
 from poecaps.training import PRESETS, Progress, record
@@ -605,3 +606,19 @@ def test_the_preset_energy_trains_a_density_and_draws_from_it(
     assert f"draws from the energy, by chains from noise: {picture}\n" in shown.out
     assert picture.is_file()
     assert "5/6 steps" in shown.err
+
+
+@pytest.mark.parametrize(("error", "warned"), [(38.0, True), (1.2, False)])
+def test_an_encoder_that_makes_its_inputs_larger_is_named(
+    error: float, warned: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As after an autoencoder that has learned little; above 1, an encoder may still be useful."""
+    result = SimpleNamespace(
+        config=PRESETS["default"](),
+        record={"data": {"images": 5000}},
+        metrics={"encoder 1": {"reconstruction_error": error}},
+    )
+    _warn_of_failure(result)  # type: ignore[arg-type]
+    said = capsys.readouterr().err
+    assert ("warning: the reconstructions of encoder 1 are far from its inputs" in said) is warned
+    assert bool(said) is warned

@@ -55,6 +55,9 @@ RECONSTRUCTIONS = 40  # images of the figure
 LARGE_SIDE = 64  # pixels; there is a warning if images have a larger area than such a square
 # A stage that decodes pixels and loses this share of their variance after so few steps needs more.
 FEW_STEPS, LARGE_ERROR, MORE_EPOCHS = 250, 0.5, 10
+# An encoder need not reconstruct well to have learned, but it should not make its inputs larger:
+# features of an autoencoder that has learned little are noise, which the whitening amplifies.
+WILD_ERROR = 5.0
 
 
 def train_command(preset_given: str) -> Callable[..., None]:
@@ -299,7 +302,15 @@ def _warn_of_failure(result: TrainingResult) -> None:
         steps = getattr(config, fields[stage]).epochs * (images // min(sizes[stage], images))
         if stage in ("autoencoder", "pixel decoder") and steps < FEW_STEPS and error >= LARGE_ERROR:
             few.append(f"the {stage} had {steps} (error {error:.2g})")
-        elif error >= 1 and not stage.startswith("encoder"):
+        elif stage.startswith("encoder"):
+            if error >= WILD_ERROR:
+                say(
+                    f"warning: the reconstructions of {stage} are far from its inputs "
+                    f"(error {error:.2g}); lower --encoder.learning-rate, increase "
+                    "--autoencoder.epochs, or use --preset fast",
+                    file=sys.stderr,
+                )
+        elif error >= 1:
             option = fields[stage].replace("_", "-")
             say(
                 f"warning: the {stage} does no better than the mean image (error {error:.2g}); "
