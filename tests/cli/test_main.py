@@ -15,6 +15,7 @@ import pytest
 from PIL import Image
 
 import poecaps
+from poecaps.cli import run
 from poecaps.cli.main import main, run_program
 from tests.systems import needs_fork, needs_unix
 
@@ -320,3 +321,19 @@ def test_a_log_on_a_full_disk_does_not_change_how_a_command_ends(run: Path, tmp_
     out = tmp_path / "codes.npz"
     assert status_of_program(fill, "encode", str(run), "--out", str(out)) == 0
     assert out.exists()
+
+
+def test_an_interrupt_while_the_commands_are_imported_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Interrupted:
+        def find_spec(self, name: str, *_: object) -> None:
+            if name == "poecaps.cli.main":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "poecaps.cli.main")
+    monkeypatch.setattr(sys, "meta_path", [Interrupted(), *sys.meta_path])
+    with pytest.raises(SystemExit) as ended:
+        run()
+    assert ended.value.code == 130
+    assert capsys.readouterr().err == "poecaps: interrupted\n"

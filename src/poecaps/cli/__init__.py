@@ -8,12 +8,17 @@
 
 from __future__ import annotations
 
+import sys
 from typing import NoReturn
 
 
 def run() -> NoReturn:
     """Run the command line as a program."""
     # Imported here, so that `poecaps.cli.arguments` can be used without loading every command.
-    from poecaps.cli.main import run_program
+    try:
+        from poecaps.cli.main import run_program
+    except KeyboardInterrupt:  # the import takes a moment
+        print("poecaps: interrupted", file=sys.stderr)
+        sys.exit(130)
 
     run_program()
