@@ -20,6 +20,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import capsule_codes, copying, report, zoo
+from benchmarks.criteria import CHOICE
 from benchmarks.intervals import (
     Interval,
     difference_interval,
@@ -1342,7 +1343,7 @@ SENTENCES: tuple[Sentence, ...] = (
         ),
     ),
     _density(
-        "On MNIST, the two are {} and {} for draws of seeds 0 and 1, and {} for test images.",
+        "On MNIST, it is {} from draws of seed 0, {} from those of seed 1, and {} from test images.",
         *(
             of(density_extreme, choose, MNIST, ANNEALED[MNIST], f"nearest.{kind}.tied", ".1f")
             for choose, kind in ((min, "draws"), (max, "draws"), (statistics.mean, "images"))
@@ -1378,6 +1379,26 @@ SENTENCES: tuple[Sentence, ...] = (
         "Routing changes the accuracy by less than the error on MNIST ({}), and lowers it on "
         "Fashion-MNIST ({}).",
         *(of(report.class_part_gain, data, "routing", "accuracy") for data in (MNIST, FASHION)),
+    ),
+    _classes(
+        "changes the accuracy by less than the error on both, and lowers the NMI on Fashion-MNIST "
+        "({}).",
+        of(report.class_part_gain, f"{FASHION}-sample", "routing", "nmi"),
+    ),
+    _classes(
+        "Equalized components lower the accuracy on MNIST ({}) and raise it on Fashion-MNIST ({}),",
+        *(
+            of(report.class_part_gain, f"{data}-sample", "equalized components", "accuracy")
+            for data in (MNIST, FASHION)
+        ),
+    ),
+    _classes(
+        "Agreement finds a better encoder than the mean on MNIST ({}); on Fashion-MNIST this is "
+        "not shown ({}).",
+        *(
+            of(report.class_part_gain, f"{data}-sample", CHOICE, "accuracy")
+            for data in (MNIST, FASHION)
+        ),
     ),
     _classes(
         "On MNIST, the accuracy on test images is {} and the NMI {}, on Fashion-MNIST {} and {}.",

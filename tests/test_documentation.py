@@ -36,7 +36,8 @@ import yaml
 from PIL import Image
 
 import poecaps
-from benchmarks.study import STUDY
+from benchmarks import colour, criteria, transformations
+from benchmarks.study import CLASSES, STUDY
 from poecaps import applications, evaluation, export, plotting, sklearn, training
 from poecaps.cli.main import main
 from poecaps.data import datasets
@@ -381,8 +382,14 @@ def check_benchmark(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         return
     assert words[module - 2 : module] == ["python", "-m"], shlex.join(words)
     options = parse_benchmark(words[module], words[module + 1 :], monkeypatch)
-    if words[module] == "benchmarks.study" and options.only:
-        assert set(options.only.split(";")) <= STUDY.keys(), options.only
+    names = {
+        "benchmarks.study": CLASSES if getattr(options, "classes", False) else STUDY,
+        "benchmarks.criteria": criteria.STUDY,
+        "benchmarks.colour": colour.STUDY,
+        "benchmarks.transformations": transformations.STUDY,
+    }.get(words[module])
+    if names is not None and options.only:
+        assert set(options.only.split(";")) <= {*names}, options.only
 
 
 @pytest.mark.parametrize("block", MARKED, ids=str)
@@ -409,6 +416,8 @@ def test_blocks_that_are_not_run_state_the_reason_and_are_valid(
         ("python -m benchmarks.baselines --samples many", SystemExit),
         ("python -m benchmarks.gone --json FILE", ModuleNotFoundError),
         ('python -m benchmarks.study --only "no routing;no such row"', AssertionError),
+        ('python -m benchmarks.study --classes --only "no routing"', AssertionError),
+        ('python -m benchmarks.criteria --only "no such row"', AssertionError),
         ("python benchmarks.study", AssertionError),
     ],
 )
