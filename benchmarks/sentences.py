@@ -1343,7 +1343,8 @@ SENTENCES: tuple[Sentence, ...] = (
         ),
     ),
     _density(
-        "On MNIST, it is {} from draws of seed 0, {} from those of seed 1, and {} from test images.",
+        "On MNIST, it is {} from draws of seed 0, {} from those of seed 1, and {} from test "
+        "images.",
         *(
             of(density_extreme, choose, MNIST, ANNEALED[MNIST], f"nearest.{kind}.tied", ".1f")
             for choose, kind in ((min, "draws"), (max, "draws"), (statistics.mean, "images"))
