@@ -104,9 +104,9 @@ def test_what_is_before_the_first_step_does_not_count_for_the_time_that_is_left(
     for _ in range(2):  # the training images of a folder, and its test images
         clock.now += 100  # the folder is listed
         count(0, 200)
-        clock.now += 1
+        clock.now += 10
         count(1, 200)
-        assert out.getvalue().splitlines()[-1] == "reading    0%  1/200 files  3:19 left"
+        assert out.getvalue().splitlines()[-1] == "reading    0%  1/200 files  33:10 left"
 
 
 def test_a_short_computation_shows_nothing(clock: Clock) -> None:

@@ -459,7 +459,7 @@ def test_invalid_options_of_the_stage_are_an_error(
         ({"strength": 0.0}, "model.density.strength must be above 0"),
         ({"base": "cube"}, "model.density.base must be one of 'gaussian', 'ball'"),
         ({"base": "ball"}, "base_components must be 0 with base='ball', but is 4"),
-        ({"base_components": 33}, "^base_components must be .* 32, but is 33"),
+        ({"base_components": 33}, r"^model\.density\.base_components must be .* 32, but is 33"),
         ({"base_components": -1}, "model.density.base_components must be"),
         ({"base_max_variance": 0.0}, "model.density.base_max_variance must be above 0"),
         ({"normalize": "input"}, "model.density.normalize must be one of"),
